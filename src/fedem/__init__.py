@@ -1,0 +1,1 @@
+"""Federated learning of personalised models as mixtures."""

@@ -1,0 +1,1 @@
+"""The methods, one file each, on the contract of :mod:`fedem.algorithms.base`."""

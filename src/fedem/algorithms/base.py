@@ -1,0 +1,113 @@
+"""The contract of a method, written for one client.
+
+A method is a step of federated surrogate optimisation. Near (u, v_t) a client builds a surrogate g_t of its loss, sets
+v_t to its minimiser and improves u with a local solver; the clients' u are then mixed. Here u is ``shared`` and v_t is
+``personal``, both trees of tensors.
+
+No function sees other clients, a device or a network. An engine runs them for one client or, through
+``torch.func.vmap``, for many at once; so they are pure and don't branch on values.
+
+Shapes: n samples of the client, B samples of a batch, M components.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fedem.models.base import Model
+from fedem.settings import Settings
+from fedem.solvers import Solver
+from fedem.tree import Tree
+
+
+class Batch(NamedTuple):
+    """Some of a client's samples. Rows whose weight is zero are padding."""
+
+    inputs: Tensor
+    """``[B, ...]``"""
+    targets: Tensor
+    """``[B]``"""
+    weights: Tensor
+    """``[B]``, summing to one: the objective of a batch is the mean over its samples"""
+    samples: Tree
+    """the batch's columns of what ``begin`` made for each sample, ``[..., B]``"""
+
+
+class Local(NamedTuple):
+    """What a client holds while it trains."""
+
+    shared: Tree
+    """its copy of u"""
+    personal: Tree
+    """v_t"""
+    memory: Tree
+    """the local solver's"""
+
+
+class Mixture(NamedTuple):
+    """A client's predictor: a mixture of models. One model is a mixture of one."""
+
+    components: Tree
+    """``[M, ...]``"""
+    log_weights: Tensor
+    """``[M]``"""
+
+
+@dataclass(frozen=True, eq=False)
+class Algorithm(Settings, ABC):
+    """A method for one client. Subclasses are final frozen dataclasses whose further fields are hyper-parameters."""
+
+    model: Model
+    solver: Solver
+
+    @abstractmethod
+    def init_shared(self, seed: int) -> Tree:
+        """Draw the initial u."""
+
+    def init_personal(self, key: Tensor) -> Tree:
+        """Return a client's initial v_t; ``key`` (int64, no dimensions) is the source of its random numbers."""
+        return {}
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """Return what the surrogate needs to know of each sample under u, ``[..., n]``.
+
+        A column depends on its own sample alone, so an engine may cut or join samples as it likes.
+        """
+        return {}
+
+    @abstractmethod
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Build the surrogate near (u, v_t) and set v_t to its minimiser.
+
+        Args:
+            shared: u as received.
+            personal: v_t as the client kept it.
+            scores: of all its training samples, ``[..., n]``.
+            mask: ``[n]`` bool, false where a column is padding.
+
+        Returns:
+            the client's state, and what fixes the surrogate sample by sample, ``[..., n]``
+        """
+
+    @abstractmethod
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """Take one step of the local solver."""
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """Return what the client uploads, and its v_t."""
+        return local.shared, local.personal
+
+    @abstractmethod
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """Return the client's predictor."""
+
+    @abstractmethod
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree:
+        """Return v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
+
+        ``max_iterations`` bounds an iterative rule; None means to convergence.
+        """

@@ -1,0 +1,120 @@
+"""The paper's synthetic mixture: linear components, Bernoulli labels, Dirichlet mixture weights (appendix, data sets).
+
+Shapes: T clients, N samples of all clients, M components, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedem.data.base import Dataset, DataSource, Truth
+from fedem.errors import UserError
+from fedem.federation import Federation, Samples
+
+_QUADRATURE_NODES = 16  # the noise integral is then exact to 1e-9
+
+
+@dataclass(frozen=True)
+class SyntheticTruth(Truth):
+    """True components and weights of a synthetic mixture.
+
+    The label of x given component m is 1 with probability E[sigmoid(<x, theta_m> + noise_scale * e)], e ~ N(0, 1).
+    """
+
+    names: tuple[str, ...]
+    components: Tensor
+    mixture_weights: Tensor
+    noise_scale: float
+
+    def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
+        """Mix the true components' probabilities; the noise is integrated by Gauss-Hermite quadrature. ``[n, 2]``."""
+        nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_NODES)
+        logits = inputs @ self.components.T
+        positive = torch.zeros_like(logits)
+        for node, weight in zip(nodes, weights / weights.sum(), strict=True):
+            positive += weight * torch.sigmoid(logits + self.noise_scale * node)
+        mixed = (mixture_weights * positive).sum(1)
+        return torch.stack([1 - mixed, mixed], dim=1)
+
+
+@dataclass(frozen=True)
+class Synthetic(DataSource):
+    """The synthetic mixture; the defaults are the paper's.
+
+    1. Mixture weights pi_t ~ Dirichlet(``dirichlet``), or one-hot and uniform over components when ``clustered``.
+    2. Components theta_m ~ U([-1, 1]^d).
+    3. Client sizes n_t = min(``min_samples`` + m_t, ``max_samples``), m_t log-normal(``size_mean``, ``size_sigma``).
+    4. Inputs x ~ U([-1, 1]^d), noise e ~ N(0, ``noise_scale``^2).
+    5. Component z ~ pi_t, label y ~ Bernoulli(sigmoid(<x, theta_z> + e)).
+
+    The n_t samples are for training. ``num_test`` samples a client for testing and ``num_validation`` for validation
+    are drawn besides, from streams of their own: changing their number leaves the training samples as they are.
+    """
+
+    num_clients: int = field(default=300, metadata={"min": 1})
+    num_components: int = field(default=3, metadata={"min": 1})
+    dimension: int = field(default=150, metadata={"min": 1})
+    dirichlet: float = field(default=0.4, metadata={"above": 0})
+    clustered: bool = False
+    size_mean: float = 4.0
+    size_sigma: float = field(default=2.0, metadata={"min": 0})
+    min_samples: int = field(default=50, metadata={"min": 0})
+    max_samples: int = field(default=1000, metadata={"min": 1})
+    noise_scale: float = field(default=1.0, metadata={"min": 0})
+    num_validation: int = field(default=100, metadata={"min": 0})
+    num_test: int = field(default=5000, metadata={"min": 0})
+
+    def make(self, seed: int) -> Dataset:
+        """Draw the data set; the seed alone decides it."""
+        if self.max_samples < self.min_samples:
+            raise UserError(
+                f"data.max_samples is {self.max_samples}; allowed: at least data.min_samples ({self.min_samples})."
+            )
+        streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)]
+        parameters, sizes = streams[:2]
+        names = tuple(map(str, range(self.num_clients)))
+        weights = self._weights(parameters)
+        components = parameters.uniform(-1, 1, (self.num_components, self.dimension)).astype(np.float32)
+        # log-normal draws can overflow an int64; n_t is capped anyway.
+        extra = np.minimum(sizes.lognormal(self.size_mean, self.size_sigma, self.num_clients), self.max_samples)
+        counts = np.clip(self.min_samples + extra.astype(np.int64), 1, self.max_samples)
+        even = np.ones(self.num_clients, dtype=np.int64)
+        parts = [
+            self._samples(stream, components, weights, part)
+            for stream, part in zip(
+                streams[2:], (counts, even * self.num_validation, even * self.num_test), strict=True
+            )
+        ]
+        truth = SyntheticTruth(
+            names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale
+        )
+        return Dataset(Federation(names, *parts).check(), truth)
+
+    def _weights(self, rng: Generator) -> NDArray[np.float64]:
+        if self.clustered:
+            return np.eye(self.num_components)[rng.integers(self.num_components, size=self.num_clients)]
+        return rng.dirichlet([self.dirichlet] * self.num_components, self.num_clients)
+
+    def _samples(
+        self, rng: Generator, components: NDArray[np.float32], weights: NDArray[np.float64], counts: Sequence[int]
+    ) -> Samples:
+        """Draw ``counts[t]`` samples for each client, all clients at once."""
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        total, owner = int(offsets[-1]), np.repeat(np.arange(self.num_clients), counts)
+        inputs = rng.random((total, self.dimension), dtype=np.float32)
+        inputs *= 2
+        inputs -= 1
+        # z ~ pi_t by inversion: the number of cumulative weights below a uniform draw.
+        cumulative = np.cumsum(weights, axis=1)[owner, :-1]
+        component = (rng.random(total)[:, None] >= cumulative).sum(axis=1)
+        logits = np.take_along_axis(inputs @ components.T, component[:, None], axis=1)[:, 0]
+        logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
+        labels = rng.random(total) < 1 / (1 + np.exp(-logits))
+        return Samples(torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets))

@@ -1,0 +1,60 @@
+"""The seam between a method for one client and the many clients of a federation.
+
+Shapes: G groups, C clients of the cohort, c clients finished together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fedem.algorithms.base import Algorithm
+from fedem.engines.batches import Batching
+from fedem.federation import Samples
+from fedem.tree import Tree
+
+Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
+"""(shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each."""
+
+
+class Cohort(NamedTuple):
+    """Some clients as an engine sees them: everything on the engine's device but ``samples.offsets``."""
+
+    shared: Tree
+    """``[G, ...]``"""
+    reads: Tensor
+    """``[C]`` int64: each client's group"""
+    personal: Tree
+    """``[C, ...]``"""
+    samples: Samples
+    """of the C clients, in the same order"""
+
+
+class Finished(NamedTuple):
+    """Some clients after their round."""
+
+    positions: Tensor
+    """``[c]`` int64, in the cohort"""
+    uploads: Tree
+    """``[c, ...]``"""
+    personal: Tree
+    """``[c, ...]``"""
+
+
+@dataclass(frozen=True)
+class Engine(ABC):
+    """Runs a method for many clients. All engines agree up to rounding."""
+
+    @abstractmethod
+    def train(
+        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+    ) -> Iterator[Finished]:
+        """Train every client of the cohort for one round; ``keys`` ``[C]`` are the clients' keys for this round."""
+
+    @abstractmethod
+    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""

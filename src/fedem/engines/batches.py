@@ -1,0 +1,107 @@
+"""Which samples stand in which batch: shuffled afresh each epoch, by the client's own key.
+
+Shapes: C clients, A active ones (the first A), B the width of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedem.randomness import derive
+from fedem.settings import Settings
+
+
+@dataclass(frozen=True)
+class Batching(Settings):
+    """How a client walks through its samples in a round.
+
+    Attributes:
+        batch_size: samples a step; 0 takes all of a client's samples at once.
+        local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
+        local_steps: when above 0, exactly so many steps instead, passing over the samples as often as that takes.
+    """
+
+    batch_size: int = field(default=128, metadata={"min": 0})
+    local_epochs: int = field(default=1, metadata={"min": 1})
+    local_steps: int = field(default=0, metadata={"min": 0})
+
+    def widths(self, sizes: Tensor) -> Tensor:
+        """Return the size of a full batch of each client, ``[C]``."""
+        return sizes if self.batch_size == 0 else sizes.clamp(max=self.batch_size)
+
+    def num_steps(self, sizes: Tensor) -> Tensor:
+        """Return how many steps each client takes in a round, ``[C]``."""
+        if self.local_steps:
+            return torch.full_like(sizes, self.local_steps)
+        return self.local_epochs * _ceil_divide(sizes, self.widths(sizes))
+
+
+class Positions(NamedTuple):
+    """One batch of each active client: positions among the client's own samples."""
+
+    positions: Tensor
+    """``[A, B]`` int64; padding repeats the last sample"""
+    mask: Tensor
+    """``[A, B]`` bool"""
+
+
+class BatchPlan:
+    """All batches of C clients in one round."""
+
+    def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor):
+        """Shuffle with one sort.
+
+        Args:
+            batching: how the clients walk.
+            sizes: ``[C]`` int64
+            keys: ``[C]`` int64, each client's key for this round
+        """
+        self._sizes, self._widths = sizes, batching.widths(sizes)
+        self._steps_per_epoch = _ceil_divide(sizes, self._widths)
+        self.steps = batching.num_steps(sizes)
+        epochs = _ceil_divide(self.steps, self._steps_per_epoch)
+        # A segment is one client's pass; rows are sorted by (segment, hash).
+        segment_client = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), epochs)
+        first_segment = epochs.cumsum(0) - epochs
+        segment_epoch = torch.arange(len(segment_client), device=sizes.device) - first_segment[segment_client]
+        segment_sizes = sizes[segment_client]
+        starts = segment_sizes.cumsum(0) - segment_sizes
+        segment = torch.repeat_interleave(torch.arange(len(segment_client), device=sizes.device), segment_sizes)
+        position = torch.arange(len(segment), device=sizes.device) - starts[segment]
+        words = derive(derive(keys[segment_client], segment_epoch)[segment], position)
+        ranks = (segment << 40) | (words & ((1 << 40) - 1))
+        self._order = position[torch.sort(ranks, stable=True).indices]
+        self._starts = starts[first_segment]
+
+    def batch(self, step: int, num_active: int) -> Positions:
+        """Return batch number ``step`` of each of the first ``num_active`` clients; all of them must have one."""
+        active = slice(num_active)
+        sizes, widths = self._sizes[active], self._widths[active]
+        epoch, index = step // self._steps_per_epoch[active], step % self._steps_per_epoch[active]
+        counts = torch.minimum(widths, sizes - index * widths)
+        first = self._starts[active] + epoch * sizes + index * widths
+        columns = torch.arange(int(counts.max()), device=sizes.device)
+        mask = columns < counts[:, None]
+        return Positions(self._order[first[:, None] + torch.minimum(columns, counts[:, None] - 1)], mask)
+
+
+def blocks(sizes: Tensor, width: int) -> Iterator[tuple[int, Positions]]:
+    """Walk through all samples of clients sorted by falling size, ``width`` columns at a time, in order.
+
+    Yields the number of active clients and their positions. Clients without samples never become active.
+    """
+    for start in range(0, int(sizes.max()) if len(sizes) else 0, width):
+        num_active = int((sizes > start).sum())
+        counts = (sizes[:num_active] - start).clamp(max=width)
+        columns = torch.arange(int(counts.max()), device=sizes.device)
+        mask = columns < counts[:, None]
+        yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask)
+
+
+def _ceil_divide(a: Tensor, b: Tensor) -> Tensor:
+    return -(-a // b)

@@ -1,0 +1,70 @@
+"""The reference engine: one client after the other, as a deployed client would run. Any module works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.base import Algorithm, Batch
+from fedem.engines.base import Cohort, Engine, Finished, Tally
+from fedem.engines.batches import Batching, BatchPlan
+from fedem.randomness import STOCHASTIC_LAYERS, derive
+from fedem.tree import Tree, tree_index, tree_map
+
+
+def run_client(
+    algorithm: Algorithm,
+    shared: Tree,
+    personal: Tree,
+    inputs: Tensor,
+    targets: Tensor,
+    batching: Batching,
+    key: Tensor,
+    learning_rate: float,
+) -> tuple[Tree, Tree]:
+    """Run one client's round on its samples ``[n, ...]``; returns what it uploads and its personal tree."""
+    rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=inputs.device)
+    everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
+    local, samples = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
+    plan = BatchPlan(batching, torch.tensor([len(targets)], device=inputs.device), key[None])
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+        # For layers that draw from torch's own generator: the same draws whoever else is trained.
+        torch.manual_seed(int(derive(key, STOCHASTIC_LAYERS)))
+        for step in range(int(plan.steps)):
+            rows = plan.batch(step, 1).positions[0]
+            weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=inputs.device)
+            columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
+            local = algorithm.step(local, Batch(inputs[rows], targets[rows], weights, columns), rate)
+    return algorithm.finish(local)
+
+
+@final
+@dataclass(frozen=True)
+class OneByOne(Engine):
+    """One client after the other."""
+
+    def train(
+        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+    ) -> Iterator[Finished]:
+        """Yield each client as it finishes."""
+        for position in range(len(cohort.reads)):
+            shared = tree_index(cohort.shared, int(cohort.reads[position]))
+            personal = tree_index(cohort.personal, position)
+            data = cohort.samples.client(position)
+            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], learning_rate)
+            upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
+            yield Finished(torch.tensor([position]), upload, kept)
+
+    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+        """Call ``function`` once a client."""
+        rows = []
+        for position in range(len(cohort.reads)):
+            inputs, targets = cohort.samples.client(position)
+            everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
+            shared = tree_index(cohort.shared, int(cohort.reads[position]))
+            rows.append(function(shared, tree_index(cohort.personal, position), inputs, targets, everything))
+        return {name: torch.stack([row[name] for row in rows]).double().cpu() for name in rows[0]}

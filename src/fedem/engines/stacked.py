@@ -1,0 +1,209 @@
+"""The simulator's engine: many clients at once through ``torch.func.vmap``.
+
+Clients are sorted by their number of steps, so that those still active are always a prefix and nothing is masked or
+copied when one finishes. Samples stay flat; only a batch is ever padded.
+
+Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, M components, n samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedem.algorithms.base import Algorithm, Batch, Local
+from fedem.engines.base import Cohort, Engine, Finished, Tally
+from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
+from fedem.federation import Samples
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
+
+_TALLY_CLIENTS = 256
+_TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
+_SCORE_ROWS = 1 << 17
+
+
+@final
+@dataclass(frozen=True)
+class Stacked(Engine):
+    """Many clients at once.
+
+    Attributes:
+        chunk_size: clients stacked together; 0 chooses as many as ``memory`` holds. It never changes a result beyond
+            rounding.
+        memory: bytes that a chunk may take, roughly.
+    """
+
+    chunk_size: int = field(default=0, metadata={"min": 0})
+    memory: int = field(default=2 << 30, metadata={"min": 1})
+
+    def train(
+        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+    ) -> Iterator[Finished]:
+        """Yield the clients chunk by chunk."""
+        device = cohort.samples.inputs.device
+        sizes = cohort.samples.sizes
+        rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
+        scores = _flat_scores(algorithm, cohort)
+        for members in self._chunks(cohort, batching):
+            plan = BatchPlan(batching, sizes[members].to(device), keys[members].to(device))
+            yield _train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rate)
+
+    def _chunks(self, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
+        """Cut the cohort, longest-running clients first."""
+        sizes = cohort.samples.sizes
+        order = torch.argsort(sizes, descending=True, stable=True)
+        if self.chunk_size:
+            yield from order.split(self.chunk_size)
+            return
+        # Parameters, gradients, momentum and the temporaries of a step; inputs and about as many activations again.
+        model_bytes = 8 * tree_bytes(cohort.shared) // max(len(next(iter(cohort.shared.values()))), 1)
+        row_bytes = 4 * cohort.samples.num_bytes // max(len(cohort.samples), 1)
+        widths = batching.widths(sizes[order])
+        while len(order):
+            per_client = model_bytes + row_bytes * int(widths[0])
+            count = max(1, self.memory // max(per_client, 1))
+            yield order[:count]
+            order, widths = order[count:], widths[count:]
+
+    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+        """Walk through all clients' samples in blocks."""
+        sizes = cohort.samples.sizes
+        order = torch.argsort(sizes, descending=True, stable=True)
+        order = order[sizes[order] > 0]
+        pieces = []
+        for members in order.split(self.chunk_size or _TALLY_CLIENTS):
+            width = max(1, _TALLY_ROWS // len(members))
+            pieces.append(_tally_chunk(function, _Chunk.of(cohort, members), width))
+        return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Clients stacked together, sorted by falling number of samples."""
+
+    members: Tensor  # [c] positions in the cohort
+    shared: Tree  # [...] when all read the same group, else [c, ...]
+    shared_dim: int | None  # None or 0, for vmap
+    personal: Tree  # [c, ...]
+    samples: Samples  # of the whole cohort
+    starts: Tensor  # [c] first row of each client, on the device
+    sizes: Tensor  # [c] on the device
+
+    @classmethod
+    def of(cls, cohort: Cohort, members: Tensor) -> _Chunk:
+        device = cohort.samples.inputs.device
+        groups = cohort.reads[members]
+        common = bool((groups == groups[0]).all())
+        shared = tree_index(cohort.shared, int(groups[0]) if common else groups.to(device))
+        return cls(
+            members,
+            shared,
+            None if common else 0,
+            tree_index(cohort.personal, members.to(device)),
+            cohort.samples,
+            cohort.samples.offsets[members].to(device),
+            cohort.samples.sizes[members].to(device),
+        )
+
+    def rows(self, where: Positions) -> tuple[Tensor, Tensor]:
+        """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``."""
+        rows = self.starts[: len(where.positions), None] + where.positions
+        return tuple(
+            # index_select is several times faster than indexing on a CPU.
+            flat.index_select(0, rows.flatten()).reshape(*rows.shape, *flat.shape[1:])
+            for flat in (self.samples.inputs, self.samples.targets)
+        )  # type: ignore[return-value]  # two of them
+
+    def active(self, num_active: int) -> tuple[Tree, Tree]:
+        """Return shared and personal of the first clients."""
+        prefix = slice(num_active)
+        return self.shared if self.shared_dim is None else tree_index(self.shared, prefix), tree_index(
+            self.personal, prefix
+        )
+
+
+def _flat_scores(algorithm: Algorithm, cohort: Cohort) -> Tree | None:
+    """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
+    if len(next(iter(cohort.shared.values()))) > 1:
+        return None
+    shared = tree_index(cohort.shared, 0)
+    pieces = [
+        algorithm.score(shared, inputs, targets)
+        for inputs, targets in zip(
+            cohort.samples.inputs.split(_SCORE_ROWS), cohort.samples.targets.split(_SCORE_ROWS), strict=True
+        )
+    ]
+    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+
+
+def _chunk_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Tree, Tensor]:
+    """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
+    width = int(chunk.sizes.max())
+    ((_, where),) = blocks(chunk.sizes, width)
+    if flat is not None:
+        rows = (chunk.starts[:, None] + where.positions).flatten()
+        # [..., N] -> [..., c, n] -> [c, ..., n]
+        return tree_map(
+            lambda leaf: leaf.index_select(-1, rows).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
+        ), where.mask
+    stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
+    per_block = max(1, _SCORE_ROWS // len(chunk.sizes))
+    pieces: list[Tree] = []
+    for num_active, block in blocks(chunk.sizes, per_block):
+        shared, _ = chunk.active(num_active)
+        piece = stacked(shared, *chunk.rows(block))
+        missing = len(chunk.sizes) - num_active
+        pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
+    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
+
+
+def _train_chunk(algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rate: Tensor) -> Finished:
+    scores, mask = _chunk_scores(algorithm, chunk, flat)
+    begin = vmap(algorithm.begin, in_dims=(chunk.shared_dim, 0, 0, 0))
+    step = vmap(algorithm.step, in_dims=(0, 0, None))
+    local, samples = begin(chunk.shared, chunk.personal, scores, mask)
+    steps = plan.steps.cpu()
+    done: list[Local] = []
+    for index in range(int(steps.max())):
+        num_active = int((steps > index).sum())
+        if num_active < len(local.shared[next(iter(local.shared))]):
+            done.append(_slice(local, slice(num_active, None)))
+            local = _slice(local, slice(num_active))
+        where = plan.batch(index, num_active)
+        inputs, targets = chunk.rows(where)
+        weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
+        local = step(local, Batch(inputs, targets, weights, _columns(samples, where)), rate)
+    finished = Local(*(tree_cat(trees) for trees in zip(local, *reversed(done), strict=True)))
+    uploads, personal = vmap(algorithm.finish)(finished)
+    return Finished(chunk.members, uploads, personal)
+
+
+def _slice(local: Local, part: slice) -> Local:
+    return Local(*(tree_index(tree, part) for tree in local))
+
+
+def _columns(samples: Tree, where: Positions) -> Tree:
+    """Pick each client's columns: ``[c, ..., n], [A, B] -> [A, ..., B]``."""
+
+    def pick(leaf: Tensor) -> Tensor:
+        shape = (len(where.positions), *leaf.shape[1:-1], where.positions.shape[1])
+        index = where.positions.reshape(len(where.positions), *(1,) * (leaf.ndim - 2), -1).expand(shape)
+        return leaf[: len(where.positions)].gather(-1, index)
+
+    return tree_map(pick, samples)
+
+
+def _tally_chunk(function: Tally, chunk: _Chunk, width: int) -> Tree:
+    stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
+    totals: Tree = {}
+    for num_active, where in blocks(chunk.sizes, width):
+        shared, personal = chunk.active(num_active)
+        for name, sums in stacked(shared, personal, *chunk.rows(where), where.mask).items():
+            total = totals.setdefault(name, torch.zeros(len(chunk.members), dtype=torch.float64, device=sums.device))
+            total[:num_active] += sums
+    return {name: total.cpu() for name, total in totals.items()}

@@ -1,0 +1,329 @@
+"""A federation: the clients' samples as flat arrays with offsets, nothing padded.
+
+Shapes: T clients, N samples of all clients together, n of one client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedem.errors import UserError, unknown
+from fedem.randomness import HOLD_OUT, SPLIT, choose, client_keys, derive
+
+PARTS = ("train", "validation", "test")
+_INPUT_KINDS = "uint8, int64 or float (32 or 64 bit)"
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of several clients, one client after the other.
+
+    Attributes:
+        inputs: ``[N, ...]``
+        targets: ``[N]`` integers (classes) or floats, or ``[N, D]`` floats.
+        offsets: ``[T + 1]`` int64 on the CPU; client ``t`` owns rows ``offsets[t]`` up to ``offsets[t + 1]``.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    offsets: Tensor
+
+    @property
+    def num_clients(self) -> int:
+        """T."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Number of samples of each client, ``[T]`` int64."""
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def client(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return one client's inputs and targets, as views."""
+        rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
+        return self.inputs[rows], self.targets[rows]
+
+    def take(self, clients: Tensor) -> Samples:
+        """Return the samples of ``clients`` (positions) in that order; only their rows are read."""
+        if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
+            return self
+        sizes = self.sizes[clients]
+        offsets = _offsets(sizes)
+        shift = torch.repeat_interleave(self.offsets[clients] - offsets[:-1], sizes)
+        rows = (torch.arange(int(offsets[-1])) + shift).to(self.inputs.device)
+        return Samples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows), offsets)
+
+    def to(self, device: torch.device) -> Samples:
+        """Move inputs and targets to ``device``; integer inputs stay as small as they are."""
+        return Samples(self.inputs.to(device), self.targets.to(device), self.offsets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of inputs and targets."""
+        return sum(x.numel() * x.element_size() for x in (self.inputs, self.targets))
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Named clients with training, validation and test samples, and clients held out of training.
+
+    Build one with :meth:`from_clients`, :meth:`from_arrays`, :meth:`from_generator` or :meth:`from_parts`.
+    """
+
+    names: tuple[str, ...]
+    train: Samples
+    validation: Samples
+    test: Samples
+    unseen: Federation | None = field(default=None)
+
+    @classmethod
+    def from_clients(
+        cls,
+        clients: Iterable[tuple[Any, Any]],
+        names: Sequence[str] | None = None,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+    ) -> Federation:
+        """Build from one pair (inputs, targets) a client, splitting each client's samples at random.
+
+        Args:
+            clients: arrays or tensors, ``[n, ...]`` and ``[n]``.
+            names: one a client, all different; "0", "1", ... when not given.
+            validation: share of each client's samples used for validation.
+            test: share used for testing. At least one sample always stays for training.
+            seed: decides the split, together with the client's name alone.
+        """
+        pairs = list(clients)
+        labels = _check_names(names, len(pairs))
+        _check_shares(validation, test)
+        columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
+        for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
+            inputs, targets = _check_pair(name, pair)
+            order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
+            for part, rows in zip(PARTS, _cut(order, validation, test), strict=True):
+                columns[part].append((inputs[rows], targets[rows]))
+        return cls.from_parts(**columns, names=labels)
+
+    @classmethod
+    def from_arrays(cls, inputs: Any, targets: Any, clients: Any, **options: Any) -> Federation:
+        """Build from flat arrays and one client name a row; rows of a client may stand anywhere.
+
+        Clients are ordered by name; ``options`` are those of :meth:`from_clients`.
+        """
+        owners = np.asarray(clients).astype(str)
+        x, y = _check_pair("(all)", (inputs, targets), finite=False)
+        if owners.shape != (len(y),):
+            raise UserError(f"There must be one client name a row: got shape {owners.shape} for {len(y)} rows.")
+        names, codes = np.unique(owners, return_inverse=True)
+        order = torch.from_numpy(np.argsort(codes, kind="stable"))
+        ends = np.bincount(codes, minlength=len(names)).tolist()
+        pairs = zip(x[order].split(ends), y[order].split(ends), strict=True)
+        return cls.from_clients(pairs, names.tolist(), **options)
+
+    @classmethod
+    def from_generator(cls, clients: Iterable[tuple[str, Any, Any]], **options: Any) -> Federation:
+        """Build from an iterable of (name, inputs, targets); ``options`` are those of :meth:`from_clients`."""
+        triples = list(clients)
+        return cls.from_clients(((x, y) for _, x, y in triples), [name for name, _, _ in triples], **options)
+
+    @classmethod
+    def from_parts(
+        cls,
+        train: Sequence[tuple[Any, Any]],
+        validation: Sequence[tuple[Any, Any]] | None = None,
+        test: Sequence[tuple[Any, Any]] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Federation:
+        """Build from parts that are split already: one pair (inputs, targets) a client in each part given."""
+        labels = _check_names(names, len(train))
+        parts: dict[str, Samples] = {}
+        for part, pairs in zip(PARTS, (train, validation, test), strict=True):
+            if pairs is None:
+                first = parts["train"]
+                parts[part] = Samples(first.inputs[:0], first.targets[:0], torch.zeros(len(labels) + 1).long())
+                continue
+            if len(pairs) != len(labels):
+                raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
+            checked = [_check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
+            parts[part] = _join(labels, checked)
+        return cls(labels, **parts).check()
+
+    def check(self) -> Federation:
+        """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
+        if not self.names:
+            raise UserError("A federation needs at least one client; got none.")
+        empty = [name for name, size in zip(self.names, self.train.sizes.tolist(), strict=True) if size == 0]
+        if empty:
+            raise UserError(f"Client {empty[0]!r} has no training samples ({len(empty)} such); at least 1 is needed.")
+        for part in PARTS[1:]:
+            samples = self.part(part)
+            for what, mine, reference in (
+                ("inputs", samples.inputs, self.train.inputs),
+                ("targets", samples.targets, self.train.targets),
+            ):
+                if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
+                    raise UserError(
+                        f"The {part} {what} are {_describe(mine)}; allowed: {_describe(reference)}, as in training."
+                    )
+        return self
+
+    @property
+    def num_clients(self) -> int:
+        """T, without the clients held out."""
+        return len(self.names)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Each client's word for random numbers, ``[T]`` int64: a hash of its name."""
+        return client_keys(self.names)
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.names)}
+
+    def position(self, name: str) -> int:
+        """Return where the client called ``name`` stands."""
+        if name not in self._positions:
+            some = ", ".join(self.names[:5]) + (", ..." if self.num_clients > 5 else "")
+            raise UserError(f"Unknown client {name!r}; allowed: one of the {self.num_clients} clients ({some}).")
+        return self._positions[name]
+
+    def part(self, name: str) -> Samples:
+        """Return the part called ``name``: train, validation or test."""
+        if name not in PARTS:
+            raise unknown("part", name, PARTS)
+        samples: Samples = getattr(self, name)
+        return samples
+
+    def take(self, clients: Tensor) -> Federation:
+        """Return the federation of ``clients`` (positions) in that order."""
+        names = tuple(self.names[position] for position in clients.tolist())
+        return Federation(names, self.train.take(clients), self.validation.take(clients), self.test.take(clients))
+
+    def hold_out(self, share: float, seed: int = 0) -> Federation:
+        """Hold ``share`` of the clients out of training: they become ``unseen``."""
+        if not 0 <= share < 1:
+            raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
+        count = round(share * self.num_clients)
+        if count == 0:
+            return replace(self, unseen=None)
+        if count == self.num_clients:
+            raise UserError(f"Holding out {share} of {self.num_clients} clients leaves none to train on.")
+        held = choose(self.keys, count, HOLD_OUT, seed)
+        stays = torch.ones(self.num_clients, dtype=torch.bool)
+        stays[held] = False
+        return replace(self.take(stays.nonzero().flatten()), unseen=self.take(held))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.train.inputs.shape[1:])
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} of shape [n, {', '.join(map(str, x.shape[1:]))}]".replace(", ]", "]")
+
+
+def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
+    """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
+    for name, pair in zip(names, pairs, strict=True):
+        for what, mine, reference in zip(("inputs", "targets"), pair, pairs[0], strict=True):
+            if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
+                raise UserError(
+                    f"Client {name!r} has {what} {_describe(mine)}; allowed: {_describe(reference)}, as the first client."
+                )
+    sizes = torch.tensor([len(targets) for _, targets in pairs])
+    return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), _offsets(sizes))
+
+
+def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    if count == 0:
+        raise UserError("A federation needs at least one client; got none.")
+    labels = tuple(map(str, range(count))) if names is None else tuple(map(str, names))
+    if len(labels) != count:
+        raise UserError(f"Got {len(labels)} names for {count} clients; allowed: one name a client.")
+    if len(set(labels)) != count:
+        twice = next(name for name in labels if labels.count(name) > 1)
+        raise UserError(f"The client name {twice!r} stands more than once; names must differ.")
+    return labels
+
+
+def _check_shares(validation: float, test: float) -> None:
+    if validation < 0 or test < 0 or validation + test >= 1:
+        raise UserError(
+            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
+        )
+
+
+def _cut(order: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a client's shuffled rows into train, validation and test, leaving at least one row to train on."""
+    count = len(order)
+    num_test = min(round(test * count), max(count - 1, 0))
+    num_validation = min(round(validation * count), max(count - 1 - num_test, 0))
+    num_train = count - num_validation - num_test
+    train, valid, tested = order.split([num_train, num_validation, num_test])
+    return train, valid, tested
+
+
+def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
+    """Return one client's inputs as a tensor of an allowed kind; refuse NaN and infinities by the client's name."""
+    inputs = _as_tensor(name, "inputs", values)
+    if inputs.ndim == 0:
+        raise UserError(f"Client {name!r} has a single number as inputs; allowed: an array of shape [n, ...].")
+    if inputs.dtype in (torch.int8, torch.int16, torch.int32):
+        inputs = inputs.long()
+    elif inputs.dtype in (torch.float16, torch.bfloat16):
+        inputs = inputs.float()
+    elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
+        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {_INPUT_KINDS}.")
+    if finite:
+        _check_finite(name, "inputs", inputs)
+    return inputs
+
+
+def _check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tuple[Tensor, Tensor]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise UserError(f"Client {name!r} is a {type(pair).__name__}; allowed: a pair (inputs, targets).")
+    inputs, targets = check_inputs(name, pair[0], finite=finite), _as_tensor(name, "targets", pair[1])
+    if targets.dtype == torch.bool or (not targets.is_floating_point() and not targets.is_complex()):
+        targets = targets.long()
+    elif targets.dtype not in (torch.float32, torch.float64):
+        raise UserError(f"Client {name!r} has targets of type {targets.dtype}; allowed: integers or floats.")
+    if targets.ndim == 0 or targets.ndim > 2:
+        raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
+    if len(inputs) != len(targets):
+        raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each.")
+    if finite:
+        _check_finite(name, "targets", targets)
+    return inputs, targets
+
+
+def _as_tensor(name: str, what: str, values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    try:
+        return torch.from_numpy(np.ascontiguousarray(values))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"Client {name!r} has {what} that are no array of numbers ({error}).") from None
+
+
+def _check_finite(name: str, what: str, values: Tensor) -> None:
+    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        row = int((~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None])).any(1).nonzero()[0])
+        raise UserError(f"Client {name!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed.")

@@ -1,0 +1,1 @@
+"""The mixers: who averages with whom."""

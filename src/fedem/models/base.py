@@ -1,0 +1,169 @@
+"""Any ``nn.Module`` as pure functions of a tree of parameters.
+
+Shapes: n samples, K outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from fedem.errors import UserError
+from fedem.models.losses import Loss
+from fedem.settings import Settings
+from fedem.tree import Tree
+
+
+class FoldedLinear(nn.Linear):
+    """``nn.Linear`` with the weight as the left factor.
+
+    vmap over stacked weights then folds the components into the rows of one matrix product; with the weight on the
+    right, torch would copy the inputs once for each component. Same parameters, same values.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., d] -> [..., K]``."""
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        outputs = self.weight @ rows.mT
+        if self.bias is not None:
+            outputs = outputs + self.bias[:, None]
+        return outputs.mT.reshape(*inputs.shape[:-1], self.out_features)
+
+
+@dataclass(frozen=True)
+class ModelSpec(Settings, ABC):
+    """A named model family: a frozen dataclass of its parameters that builds a module for given shapes."""
+
+    @abstractmethod
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+        """Return a freshly initialised module."""
+
+
+class Model:
+    """A module and a loss, as pure functions of a tree of parameters and buffers.
+
+    Args:
+        source: a module, or a function that builds a freshly initialised one each time it is called. A module given as
+            such must be able to start afresh: each part with parameters needs ``reset_parameters``, as torch's own
+            layers have. Components that all started equal would stay equal.
+        loss: the negative log-likelihood of its outputs.
+        dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
+    """
+
+    def __init__(self, source: nn.Module | Callable[[], nn.Module], loss: Loss, dtype: torch.dtype = torch.float32):
+        self.loss = loss
+        self.dtype = dtype
+        self._build = _rebuilder(source) if isinstance(source, nn.Module) else source
+        # Built here and not on first use: under vmap nothing may draw random numbers.
+        self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
+
+    def _skeleton(self, training: bool) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            module = self._build().to(self.dtype).train(training)
+        for part in module.modules():
+            if type(part) is nn.Linear:
+                part.__class__ = FoldedLinear
+        return module
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """Names of the leaves that are trained; the others are buffers."""
+        return frozenset(name for name, leaf in self._evaluation.named_parameters() if leaf.requires_grad)
+
+    def init(self, seed: int) -> Tree:
+        """Draw initial parameters."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self._build().to(self.dtype)
+        leaves = dict(module.named_parameters()) | dict(module.named_buffers())
+        return {name: leaf.detach().clone() for name, leaf in leaves.items()}
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of trained numbers of one component."""
+        return sum(leaf.numel() for name, leaf in self._evaluation.named_parameters() if name in self.trainable)
+
+    def _prepare(self, inputs: Tensor) -> Tensor:
+        if inputs.dtype == torch.uint8:
+            return inputs.to(self.dtype) / 255
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+
+    def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
+        """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
+        outputs: Tensor = functional_call(self._evaluation, parameters, (self._prepare(inputs),))
+        return outputs
+
+    def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of each sample in evaluation mode, ``[n]``."""
+        return self.loss.negative_log_likelihood(self.outputs(parameters, inputs), self._targets(targets))
+
+    def training_losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tree]:
+        """Negative log-likelihood of each sample in training mode, ``[n]``, and the buffers as the pass left them."""
+        # Modules change their buffers in place, so they get copies.
+        state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
+        outputs = functional_call(self._training, state, (self._prepare(inputs),))
+        losses = self.loss.negative_log_likelihood(outputs, self._targets(targets))
+        return losses, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
+
+    def _targets(self, targets: Tensor) -> Tensor:
+        return targets.to(self.dtype) if targets.is_floating_point() else targets
+
+    @cached_property
+    def not_stackable(self) -> str | None:
+        """Why clients can't be trained stacked, if so: what a batch's padding or torch's own randomness would spoil."""
+        reasons: tuple[tuple[type[nn.Module], str], ...] = (
+            (_BatchNorm, "batch normalisation would see the padding of short batches"),
+            (_DropoutNd, "dropout draws from torch's global generator"),
+            (nn.RNNBase, "torch has no vmap rule for its recurrent layers"),
+        )
+        for part in self._training.modules():
+            for kind, reason in reasons:
+                if isinstance(part, kind) and getattr(part, "p", 1) > 0:
+                    return f"{type(part).__name__}: {reason}"
+        return None
+
+    def check(self, inputs: Tensor, targets: Tensor) -> None:
+        """Try a few samples; refuse a module whose output does not fit the loss or the inputs."""
+        parameters = self.init(0)
+        try:
+            outputs = self.outputs(parameters, inputs[:2])
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(f"The model can't take inputs of shape {list(inputs.shape[1:])}: {error}") from error
+        if outputs.ndim != 2 or len(outputs) != len(inputs[:2]):
+            raise UserError(
+                f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples; allowed: [n, outputs]."
+            )
+        if isinstance(self.loss.num_outputs(targets), int) and outputs.shape[1] < self.loss.num_outputs(targets):
+            raise UserError(
+                f"The model puts out {outputs.shape[1]} numbers a sample; allowed: at least "
+                f"{self.loss.num_outputs(targets)} for these targets."
+            )
+        self.loss.check(outputs.shape[1], targets)
+
+
+def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
+    """Return a function that copies ``source`` and initialises the copy afresh."""
+    for name, part in source.named_modules():
+        if list(part.parameters(recurse=False)) and not callable(getattr(part, "reset_parameters", None)):
+            raise UserError(
+                f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters(), so "
+                "components could not start differently; pass a function that builds the module instead."
+            )
+
+    def rebuild() -> nn.Module:
+        module = deepcopy(source)
+        for part in module.modules():
+            if list(part.parameters(recurse=False)):
+                part.reset_parameters()  # type: ignore[operator]  # its presence is checked above
+        return module
+
+    return rebuild

@@ -1,0 +1,145 @@
+"""Losses as negative log-likelihoods, so that exp(-loss) is a probability and the E-step means what it says.
+
+Shapes: n samples, K classes, D target dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everyone knows
+from torch import Tensor
+
+from fedem.errors import UserError
+from fedem.settings import Settings
+
+
+@dataclass(frozen=True)
+class Loss(Settings, ABC):
+    """A negative log-likelihood, what a model must put out for it, and how its predictions are mixed and judged."""
+
+    metric: ClassVar[str] = "accuracy"
+
+    @abstractmethod
+    def num_outputs(self, targets: Tensor) -> int:
+        """Return how many numbers a model must put out for such targets."""
+
+    @abstractmethod
+    def check(self, num_outputs: int, targets: Tensor) -> None:
+        """Refuse targets that do not fit a model with ``num_outputs`` outputs."""
+
+    @abstractmethod
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return -log p(target | output) of each sample, ``[n]``."""
+
+    @abstractmethod
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Return what is averaged over components: class probabilities ``[n, K]``, or means ``[n, D]``."""
+
+    @abstractmethod
+    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return each sample's contribution to the metric, ``[n]``."""
+
+
+class _Classification(Loss):
+    """Shared by the losses whose targets are classes: the metric is accuracy."""
+
+    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """1 where the most probable class is the target."""
+        return (predictions.argmax(-1) == targets).to(predictions.dtype)
+
+    def check(self, num_outputs: int, targets: Tensor) -> None:
+        """Targets must be integers from 0 to K - 1."""
+        num_classes = max(num_outputs, 2)
+        if targets.is_floating_point() or targets.ndim != 1:
+            raise UserError(
+                f"Classification needs integer targets of shape [n]; got {targets.dtype} of shape {list(targets.shape)}."
+            )
+        if len(targets) and (int(targets.min()) < 0 or int(targets.max()) >= num_classes):
+            raise UserError(
+                f"Targets run from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {num_classes - 1}."
+            )
+
+
+@dataclass(frozen=True)
+class CrossEntropy(_Classification):
+    """-log softmax(outputs)[target] for outputs ``[n, K]``."""
+
+    def num_outputs(self, targets: Tensor) -> int:
+        """K: one more than the largest class."""
+        return int(targets.max()) + 1
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[n]``."""
+        return -torch.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """``[n, K]``."""
+        return torch.softmax(outputs, -1)
+
+
+@dataclass(frozen=True)
+class Logistic(_Classification):
+    """-log sigmoid(+-output) for two classes and outputs ``[n, 1]``."""
+
+    def num_outputs(self, targets: Tensor) -> int:
+        """One logit."""
+        return 1
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``softplus(o) - y o``, ``[n]``."""
+        logits = outputs.squeeze(-1)
+        return F.softplus(logits, threshold=40) - targets * logits
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """``[n, 2]``."""
+        logits = outputs.squeeze(-1)
+        return torch.stack([torch.sigmoid(-logits), torch.sigmoid(logits)], -1)
+
+
+@dataclass(frozen=True)
+class SquaredError(Loss):
+    """Gaussian negative log-likelihood with a given variance: ``|y - o|^2 / (2 v) + D log(2 pi v) / 2``."""
+
+    metric: ClassVar[str] = "mean_squared_error"
+
+    variance: float = field(default=1.0, metadata={"above": 0})
+
+    def num_outputs(self, targets: Tensor) -> int:
+        """D."""
+        return 1 if targets.ndim == 1 else targets.shape[1]
+
+    def check(self, num_outputs: int, targets: Tensor) -> None:
+        """Targets must be D numbers."""
+        if (1 if targets.ndim == 1 else targets.shape[1]) != num_outputs:
+            raise UserError(f"Targets have shape {list(targets.shape)}; allowed: [n, {num_outputs}].")
+
+    def _errors(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return (predictions - targets.reshape(predictions.shape)).square().sum(-1)
+
+    def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``[n]``."""
+        constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2
+        return self._errors(outputs, targets) / (2 * self.variance) + constant
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """The mean, ``[n, D]``."""
+        return outputs
+
+    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error, ``[n]``."""
+        return self._errors(predictions, targets)
+
+
+LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "logistic": Logistic, "squared_error": SquaredError}
+
+
+def guess_loss(targets: Tensor) -> Loss:
+    """Choose the loss that fits the targets: floats -> squared error, two classes -> logistic, more -> cross-entropy."""
+    if targets.is_floating_point():
+        return SquaredError()
+    return Logistic() if int(targets.max()) <= 1 else CrossEntropy()

@@ -1,0 +1,75 @@
+"""Randomness as a pure function of keys.
+
+Whatever is drawn at random is derived from (seed, purpose, round, client, position) by hashing, never from the state of
+a generator. So no result depends on the engine, on the size of a chunk, on the order of the clients or on where a
+killed run was resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Purposes, so that the streams of one seed never meet.
+COHORT, SHUFFLE, PERSONAL, COMPONENTS, HOLD_OUT, SPLIT, STOCHASTIC_LAYERS = range(1, 8)
+
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as signed words.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift without dragging the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """Apply splitmix64's finaliser to each word; int64 products wrap around as the algorithm wants."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def derive(key: Tensor | int, *words: Tensor | int) -> Tensor:
+    """Fold ``words`` into ``key`` one after the other; tensors broadcast. Returns int64 words.
+
+    >>> int(derive(0, 1)) != int(derive(0, 2)) != int(derive(1, 2))
+    True
+    """
+    state = torch.as_tensor(key, dtype=torch.int64)
+    for word in words:
+        state = _scramble(state * _MIX_1 + word + _GOLDEN)
+    return state
+
+
+def uniform(key: Tensor, count: int) -> Tensor:
+    """Draw ``count`` numbers in (0, 1) for each key. Shapes: ``[...]`` -> ``[..., count]``, float64."""
+    words = derive(key.unsqueeze(-1), torch.arange(count, device=key.device))
+    return (_shift_right(words, 11).double() + 0.5) * 2.0**-53
+
+
+def client_keys(names: Sequence[str]) -> Tensor:
+    """Hash client names to words, so that a client keeps its random numbers wherever it stands. ``[T]`` int64."""
+    digests = b"".join(blake2b(name.encode(), digest_size=8).digest() for name in names)
+    return torch.from_numpy(np.frombuffer(digests, dtype=np.int64).copy())
+
+
+def generator(*words: int) -> torch.Generator:
+    """Return a CPU generator seeded by ``words``, for draws that torch makes itself (initial parameters)."""
+    return torch.Generator().manual_seed(int(derive(*words)) & (2**63 - 1))
+
+
+def choose(keys: Tensor, count: int, *words: int) -> Tensor:
+    """Choose ``count`` of the keyed items uniformly without replacement; returns their positions in ascending order.
+
+    An item is chosen by its own hash, so the choice does not depend on the order of the items.
+    """
+    if count >= len(keys):
+        return torch.arange(len(keys))
+    tickets = derive(keys, *words)
+    return torch.topk(tickets, count, largest=False, sorted=False).indices.sort().values

@@ -1,0 +1,64 @@
+"""Hyper-parameters as frozen dataclasses that check themselves.
+
+A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``max`` for numbers, ``choices`` for words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any
+
+from fedem.errors import UserError, unknown
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+_BOUNDS = {
+    "min": (lambda value, bound: value >= bound, "at least"),
+    "above": (lambda value, bound: value > bound, "above"),
+    "max": (lambda value, bound: value <= bound, "at most"),
+    "below": (lambda value, bound: value < bound, "below"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A frozen dataclass whose plain fields are checked on construction."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if entry.type in _TYPES:
+                _check(f"{type(self).__name__}.{entry.name}", getattr(self, entry.name), entry)
+
+
+def _check(where: str, value: Any, entry: Field[Any]) -> None:
+    kinds = _TYPES[str(entry.type)]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise UserError(f"{where} is {value!r}; allowed: {_article(str(entry.type))}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} is {value!r}; allowed: a finite number.")
+    if "choices" in entry.metadata and value not in entry.metadata["choices"]:
+        raise unknown(where, value, entry.metadata["choices"])
+    limits = [(word, bound, holds) for key, (holds, word) in _BOUNDS.items() if (bound := entry.metadata.get(key)) is not None]
+    if not all(holds(value, bound) for _, bound, holds in limits):
+        allowed = " and ".join(f"{word} {bound}" for word, bound, _ in limits)
+        raise UserError(f"{where} is {value!r}; allowed: {allowed}.")
+
+
+def _article(kind: str) -> str:
+    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}[kind]
+
+
+def names_of(cls: type[Settings]) -> tuple[str, ...]:
+    """Names of the fields that a user sets: those of a plain type."""
+    return tuple(entry.name for entry in fields(cls) if entry.type in _TYPES)
+
+
+def complete(cls: type[Settings], where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check a user's ``values`` for ``cls``, found in the section called ``where``, and fill in the defaults."""
+    entries = {entry.name: entry for entry in fields(cls) if entry.type in _TYPES}
+    for name, value in values.items():
+        if name not in entries:
+            raise unknown(f"key in [{where}]", name, entries)
+        _check(f"{where}.{name}", value, entries[name])
+    return {name: values.get(name, entry.default) for name, entry in entries.items()}

@@ -1,0 +1,51 @@
+"""Trees of tensors: a model, a client's state or a checkpoint is a dictionary from names to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    """Apply ``function`` leaf by leaf to trees with the same names."""
+    return {name: function(leaf, *(other[name] for other in others)) for name, leaf in tree.items()}
+
+
+def tree_stack(trees: Sequence[Tree]) -> Tree:
+    """Stack trees along a new first dimension."""
+    return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def tree_cat(trees: Sequence[Tree]) -> Tree:
+    """Concatenate trees along their first dimension."""
+    return {name: torch.cat([tree[name] for tree in trees]) for name in trees[0]}
+
+
+def tree_index(tree: Tree, index: int | slice | Tensor) -> Tree:
+    """Index the first dimension of every leaf."""
+    return {name: leaf[index] for name, leaf in tree.items()}
+
+
+def tree_to(tree: Tree, device: torch.device) -> Tree:
+    """Move every leaf to ``device``."""
+    return {name: leaf.to(device) for name, leaf in tree.items()}
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Count the bytes of all leaves."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.values())
+
+
+def add_prefix(prefix: str, tree: Tree) -> Tree:
+    """Put ``prefix/`` before every name, so that several trees can live in one."""
+    return {f"{prefix}/{name}": leaf for name, leaf in tree.items()}
+
+
+def take_prefix(prefix: str, tree: Tree) -> Tree:
+    """Return the part of ``tree`` that :func:`add_prefix` marked, under its own names."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): leaf for name, leaf in tree.items() if name.startswith(start)}
