@@ -127,11 +127,9 @@ class Config:
         return {key: value for key, value in self.sections[section].items() if key != "name"}
 
     def replace(self, section: str, **values: Any) -> Config:
-        """Return a copy with some values of one section changed; a new name brings its own defaults."""
+        """Return a copy with some values of one section changed."""
         old = self.sections[section]
-        renamed = values.get("name", old.get("name")) != old.get("name")
-        fresh = _complete(section, values if renamed else old | values)
-        return Config(self.sections | {section: fresh})
+        return Config(self.sections | {section: _complete(section, _overlay({section: old}, {section: values})[section])})
 
     def differences(self, other: Config) -> list[str]:
         """Return ``section.key`` of all values that differ."""
@@ -243,13 +241,14 @@ def _complete(section: str, values: Mapping[str, Any]) -> Values:
 
 
 def _overlay(*layers: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """Merge section by section; a layer that changes a section's name drops what was said for the old name."""
+    """Merge section by section; a layer that changes a section's name keeps the old values that the new one has too."""
     merged: Sections = {}
     for layer in layers:
         for section, values in layer.items():
             old = merged.get(section, {})
             if "name" in values and old.get("name") not in (None, values["name"]):
-                old = {}
+                known = _keys(section, values)
+                old = {key: value for key, value in old.items() if key in known}
             merged[section] = old | dict(values)
     return merged
 

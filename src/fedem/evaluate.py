@@ -16,7 +16,7 @@ from fedem.algorithms.base import Algorithm, Mixture
 from fedem.data.base import Truth
 from fedem.engines import Cohort, Engine
 from fedem.errors import UserError
-from fedem.federation import Samples
+from fedem.federation import PARTS, Federation, Samples
 from fedem.mixing.base import Mixer
 from fedem.mixture import mix, negative_log_likelihood
 from fedem.models.base import Model
@@ -32,8 +32,10 @@ class Scores:
 
     metric: str
     """"accuracy" (larger is better) or "mean_squared_error" (smaller is better)"""
+    weights: Tensor
+    """``[T]`` training samples of each client: the weights of the average"""
     counts: Tensor
-    """``[T]``"""
+    """``[T]`` samples scored"""
     losses: Tensor
     """``[T]`` mean negative log-likelihood of each client's mixture; NaN without samples"""
     values: Tensor
@@ -41,11 +43,11 @@ class Scores:
 
     def _weighted(self, per_client: Tensor) -> float:
         there = self.counts > 0
-        return float((per_client[there] * self.counts[there]).sum() / self.counts.sum())
+        return float((per_client[there] * self.weights[there]).sum() / self.weights[there].sum())
 
     @property
     def average(self) -> float:
-        """The metric averaged over clients, weighted by their number of samples."""
+        """The metric averaged over clients, weighted by their number of training samples as in the paper."""
         return self._weighted(self.values)
 
     @property
@@ -55,18 +57,19 @@ class Scores:
 
     @property
     def loss(self) -> float:
-        """The paper's f(Theta, Pi): negative log-likelihood a sample, over all samples."""
+        """Negative log-likelihood a sample, weighted likewise; on the training part it is the paper's f(Theta, Pi)."""
         return self._weighted(self.losses)
 
     @property
     def bottom_decile(self) -> float:
         """The (T/10)-th worst client's metric, T/10 rounded up."""
-        scored = self.values[self.counts > 0].sort(descending=self.metric != "accuracy").values
+        scored = self.values[self.counts > 0].sort(descending=not self.larger_is_better).values
         return float(scored[math.ceil(len(scored) / 10) - 1])
 
-    def better_than(self, other: Scores) -> bool:
-        """Whether the weighted average is strictly better."""
-        return self.average > other.average if self.metric == "accuracy" else self.average < other.average
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether a larger metric is better."""
+        return self.metric == "accuracy"
 
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
@@ -75,18 +78,27 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     return mix(model.loss.probabilities(outputs), mixture.log_weights)
 
 
-def evaluate(algorithm: Algorithm, mixer: Mixer, engine: Engine, state: State, samples: Samples) -> Scores | None:
-    """Score every client's own predictor on its ``samples`` (T clients); None when there are no samples at all."""
-    if len(samples) == 0:
-        return None
-    clients = torch.arange(samples.num_clients)
-    device = next(iter(state.shared.values())).device
-    cohort = Cohort(state.shared, mixer.reads(clients), state.personal, samples.to(device))
-    return _scores(algorithm, engine, cohort)
+def evaluate(
+    algorithm: Algorithm, mixer: Mixer, engine: Engine, state: State, federation: Federation
+) -> dict[str, Scores]:
+    """Score every client's own predictor on each part of its data that there is."""
+    return _scores(algorithm, engine, state.shared, mixer.reads(torch.arange(federation.num_clients)), state.personal, federation)
 
 
-def _scores(algorithm: Algorithm, engine: Engine, cohort: Cohort) -> Scores:
+def evaluate_unseen(
+    algorithm: Algorithm, engine: Engine, shared: Tree, personal: Tree, federation: Federation
+) -> dict[str, Scores]:
+    """Score clients that :func:`personalize` fitted, all of whom read the one ``shared`` tree."""
+    one_group = {name: leaf[None] for name, leaf in shared.items()}
+    reads = torch.zeros(federation.num_clients, dtype=torch.int64)
+    return _scores(algorithm, engine, one_group, reads, personal, federation)
+
+
+def _scores(
+    algorithm: Algorithm, engine: Engine, shared: Tree, reads: Tensor, personal: Tree, federation: Federation
+) -> dict[str, Scores]:
     loss = algorithm.model.loss
+    device = next(iter(shared.values())).device
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         components, log_weights = algorithm.predictor(shared, personal)
@@ -98,9 +110,15 @@ def _scores(algorithm: Algorithm, engine: Engine, cohort: Cohort) -> Scores:
             "value": (mask * loss.score(predictions, targets)).sum(dtype=torch.float64),
         }
 
-    sums = engine.tally(assess, cohort)
-    counts = cohort.samples.sizes
-    return Scores(loss.metric, counts, sums["loss"] / counts, sums["value"] / counts)
+    scores: dict[str, Scores] = {}
+    for part in PARTS:
+        samples = federation.part(part)
+        if len(samples):
+            with torch.no_grad():
+                sums = engine.tally(assess, Cohort(shared, reads, personal, samples.to(device)))
+            losses, values = (sums[name] / samples.sizes for name in ("loss", "value"))
+            scores[part] = Scores(loss.metric, federation.train.sizes, samples.sizes, losses, values)
+    return scores
 
 
 def personalize(
@@ -130,23 +148,23 @@ def personalize(
     return shared, tree_stack(trees)
 
 
-def evaluate_unseen(
-    algorithm: Algorithm, engine: Engine, shared: Tree, personal: Tree, samples: Samples
-) -> Scores | None:
-    """Score clients that :func:`personalize` fitted."""
+def evaluate_oracle(truth: Truth, federation: Federation) -> Scores | None:
+    """Score the predictor that knows the true parameters on the test part; None when there is none."""
+    samples = federation.test
     if len(samples) == 0:
         return None
-    device = next(iter(shared.values())).device
-    reads = torch.zeros(samples.num_clients, dtype=torch.int64)
-    one_group = {name: leaf[None] for name, leaf in shared.items()}
-    return _scores(algorithm, engine, Cohort(one_group, reads, personal, samples.to(device)))
-
-
-def evaluate_oracle(truth: Truth, names: tuple[str, ...], samples: Samples) -> float | None:
-    """Accuracy of the predictor that knows the true parameters, over all samples; None without samples."""
-    if len(samples) == 0:
-        return None
-    weights = torch.repeat_interleave(truth.weights_of(names), samples.sizes, dim=0)
-    parts = zip(*(flat.split(_ORACLE_ROWS) for flat in (samples.inputs, samples.targets, weights)), strict=True)
-    correct = sum(int((truth.predict(inputs, rows).argmax(1) == targets).sum()) for inputs, targets, rows in parts)
-    return correct / len(samples)
+    weights = torch.repeat_interleave(truth.weights_of(federation.names), samples.sizes, dim=0)
+    probability = torch.cat(
+        [
+            truth.predict(inputs, rows).gather(1, torch.stack([targets, 1 - targets], dim=1))
+            for inputs, targets, rows in zip(
+                *(flat.split(_ORACLE_ROWS) for flat in (samples.inputs, samples.targets, weights)), strict=True
+            )
+        ]
+    )
+    owner = torch.repeat_interleave(torch.arange(federation.num_clients), samples.sizes)
+    per_client = torch.zeros(2, federation.num_clients, dtype=torch.float64)
+    per_client[0].index_add_(0, owner, -probability[:, 0].double().log())
+    per_client[1].index_add_(0, owner, (probability[:, 0] > probability[:, 1]).double())
+    losses, values = per_client / samples.sizes
+    return Scores("accuracy", federation.train.sizes, samples.sizes, losses, values)

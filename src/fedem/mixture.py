@@ -68,7 +68,7 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
     return like.new_full((num_components,), -math.log(num_components))
 
 
-def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: float = 1e-9) -> Tensor:
+def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: float = 1e-6) -> Tensor:
     """Fit one client's mixture weights with the components fixed, from uniform, by EM to convergence.
 
     The problem is concave in the weights, so EM finds its global optimum. One iteration is the paper's rule for unseen
@@ -77,7 +77,7 @@ def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: flo
     Args:
         losses: ``[M, n]``
         max_iterations: E-steps at most.
-        tolerance: stop once no weight moves by more.
+        tolerance: stop once the mean log-likelihood is provably within so much of its maximum.
 
     Returns:
         log weights ``[M]``, in ``losses``'s type
@@ -88,8 +88,9 @@ def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: flo
     doubles, mask = losses.double(), torch.ones(losses.shape[1], dtype=torch.bool, device=losses.device)
     for _ in range(max_iterations):
         updated = update_log_weights(log_responsibilities(doubles, log_weights), mask)
-        moved = float((updated.exp() - log_weights.exp()).abs().max())
+        # By concavity no weights are better by more than max_m of (updated / present) - 1 (Lindsay 1983).
+        gap = float((updated - log_weights).max().expm1())
         log_weights = updated
-        if moved <= tolerance:
+        if gap <= tolerance:
             break
     return log_weights.to(losses.dtype)

@@ -1,0 +1,99 @@
+"""State <-> files: tensors as safetensors, the rest as JSON, never pickle.
+
+A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
+moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
+the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedem.errors import UserError
+from fedem.rounds import State
+from fedem.tree import add_prefix, take_prefix
+
+MANIFEST = "checkpoint.json"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all, even after a crash of the machine."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically. NaN is not JSON, and so an error."""
+    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
+    """Write ``states`` (by role, such as "last" and "best") and ``facts`` (JSON), then drop what is no longer named.
+
+    A state is written once, under its round; roles may share one.
+    """
+    from safetensors.torch import save
+
+    folder.mkdir(exist_ok=True)
+    manifest: dict[str, Any] = {"facts": dict(facts), "states": {}}
+    # A file that no manifest names was left by a killed run and is written again.
+    kept = _named_files(folder)
+    for role, state in states.items():
+        path = folder / f"round-{state.round:06d}.safetensors"
+        if path.name not in kept:
+            tree = add_prefix("shared", state.shared) | add_prefix("personal", state.personal)
+            tensors = {name: leaf.contiguous().cpu() for name, leaf in tree.items()}
+            write_atomically(path, save(tensors, metadata={"round": str(state.round)}))
+            kept.add(path.name)
+        manifest["states"][role] = {"round": state.round, "file": path.name}
+    write_json(folder / MANIFEST, manifest)
+    named = _named_files(folder)
+    for path in folder.glob("round-*.safetensors"):
+        if path.name not in named:
+            path.unlink()
+
+
+def _named_files(folder: Path) -> set[str]:
+    """Return the tensor files that the present manifest names."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return set()
+    return {entry["file"] for entry in json.loads(path.read_text(encoding="utf-8"))["states"].values()}
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
+    """Read the states by role, and the facts."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    manifest_path = folder / MANIFEST
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        states: dict[str, State] = {}
+        for role, entry in manifest["states"].items():
+            tensors: dict[str, Tensor] = load_file(folder / entry["file"])
+            states[role] = State(entry["round"], take_prefix("shared", tensors), take_prefix("personal", tensors))
+    except FileNotFoundError as error:
+        raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        raise UserError(f"The checkpoint in {folder} can't be read: {error}") from None
+    return states, manifest["facts"]
+
+
+def same_states(first: State, second: State) -> bool:
+    """Whether two states are equal to the last bit."""
+    pairs = ((first.shared, second.shared), (first.personal, second.personal))
+    return first.round == second.round and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )

@@ -1,0 +1,146 @@
+"""A run's folder: what is written while it runs, and read when it is over or was killed.
+
+========================  ==========================================================
+config.toml               the complete configuration; runs again as it is
+metrics.jsonl             a line a round
+summary.json              the outcome, once the run is complete
+clients.csv               each client's scores and mixture weights
+checkpoints/              the state (see :mod:`fedem.checkpoint`)
+tensorboard/              the metrics as TensorBoard events
+========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fedem.checkpoint import MANIFEST, load_checkpoint, save_checkpoint, write_atomically, write_json
+from fedem.config import Config, read_toml
+from fedem.errors import UserError
+from fedem.rounds import State
+
+# What may differ when a run is resumed: none of it changes a result beyond rounding.
+_FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the state lies."""
+        return self.path / "checkpoints"
+
+    # --- writing
+
+    def create(self, config: Config) -> None:
+        """Make the folder for a new run; refuse one that holds a run, or that can't be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if (self.path / "config.toml").exists():
+                raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
+            write_atomically(self.path / "config.toml", config.to_toml().encode())
+        except OSError as error:
+            raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+
+    def reopen(self, config: Config) -> bool:
+        """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
+        if not (self.path / "config.toml").exists():
+            raise UserError(f"There is no run to resume in {self.path} (no config.toml).")
+        changed = set(self.config().differences(config)) - _FREE
+        if changed:
+            raise UserError(
+                f"The run in {self.path} was started with other settings ({', '.join(sorted(changed))}); "
+                "resume it as it was, or start a new one."
+            )
+        return (self.checkpoints / MANIFEST).exists()
+
+    def open_metrics(self, done: int) -> IO[str]:
+        """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""
+        path = self.path / "metrics.jsonl"
+        lines = [self.line(line) for line in self.metrics() if line["round"] <= done]
+        write_atomically(path, "".join(lines).encode())
+        return path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def line(record: Mapping[str, Any]) -> str:
+        """Return a record as a line of metrics.jsonl."""
+        return json.dumps(record, allow_nan=False) + "\n"
+
+    def save(self, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.checkpoints, states, facts)
+
+    def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
+        """Write the outcome."""
+        text = io.StringIO()
+        if clients:
+            writer = csv.DictWriter(text, list(clients[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(clients)
+        write_atomically(self.path / "clients.csv", text.getvalue().encode())
+        write_json(self.path / "summary.json", summary)
+
+    # --- reading
+
+    def config(self) -> Config:
+        """Read config.toml."""
+        self.check()
+        return Config.build(read_toml(self.path / "config.toml"), preset=False)
+
+    def check(self) -> RunFolder:
+        """Refuse a folder that holds no run."""
+        if not (self.path / "config.toml").is_file():
+            raise UserError(f"{self.path} holds no run (no config.toml).")
+        return self
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl; a last line cut short by a kill is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = []
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return lines
+
+    def summary(self) -> dict[str, Any] | None:
+        """Read summary.json; None when the run is not complete."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def clients(self) -> list[dict[str, str]]:
+        """Read clients.csv."""
+        path = self.path / "clients.csv"
+        if not path.exists():
+            raise UserError(f"{self.path} has no clients.csv: the run is not complete.")
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def load(self) -> tuple[dict[str, State], dict[str, Any]]:
+        """Read the checkpoint."""
+        return load_checkpoint(self.checkpoints)
+
+    def baselines(self) -> list[RunFolder]:
+        """Runs of other methods on the same data, in folders below."""
+        return [RunFolder(path.parent) for path in sorted(self.path.glob("baselines/*/config.toml"))]
+
+
+def new_folder(base: Path, name: str) -> Path:
+    """Return ``base/name``, or ``base/name-2``, ... if that is taken."""
+    number = 1
+    while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return Path(os.path.relpath(path)) if not base.is_absolute() else path

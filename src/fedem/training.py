@@ -1,0 +1,355 @@
+"""A whole run: data -> rounds -> scores -> a folder on disk and a :class:`~fedem.result.Result`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.fedem import FedEM
+from fedem.config import GIVEN, Config, route
+from fedem.data.base import Dataset, Truth
+from fedem.engines import Engine
+from fedem.errors import UserError
+from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize
+from fedem.federation import PARTS, Federation
+from fedem.models.losses import LOSSES, guess_loss
+from fedem.recovery import Recovery, recover
+from fedem.result import ModelSource, Parts, Result, Shapes, checkpoint_facts
+from fedem.rounds import RoundLog, State, Training, cohort_size
+from fedem.runs import RunFolder
+from fedem.tree import Tree
+
+Record = dict[str, Any]
+Listener = Callable[[Record], None]
+"""Called with each round's record."""
+
+
+def train(
+    federation: Federation,
+    method: str = "fedem",
+    *,
+    model: ModelSource | None = None,
+    truth: Truth | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    listener: Listener | None = None,
+    **options: Any,
+) -> Result:
+    """Train a federation.
+
+    Args:
+        federation: the clients and their samples.
+        method: a name from :data:`fedem.METHODS`.
+        model: an ``nn.Module`` with parts that can be initialised afresh, or a function that builds one. A linear
+            model when not given.
+        truth: what generated the data, if known: then the oracle is scored and recovery reported.
+        out: a folder to write the run to while it goes on; nothing is written when not given.
+        resume: go on with the run in ``out``; the result is the same as if it had never stopped.
+        listener: called with each round's record.
+        **options: any setting by its name, such as ``num_components=3``, ``rounds=100``, ``learning_rate=0.3``,
+            ``local_epochs=2``, ``clients_per_round=0.2``, ``seed=1``, ``solver="adam"``, ``loss="squared_error"``.
+    """
+    given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
+    if model is not None:
+        given["model"] = {"name": GIVEN}
+    config = Config.build(given, route(options, method), preset=False)
+    dataset = Dataset(federation, truth)
+    return run(config, dataset, model=model, out=out, resume=resume, listener=listener)
+
+
+def run(
+    config: Config,
+    dataset: Dataset,
+    *,
+    model: ModelSource | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    listener: Listener | None = None,
+) -> Result:
+    """Carry out the run that ``config`` describes on ``dataset``."""
+    job = _Job.prepare(config, dataset, model)
+    folder = RunFolder(Path(out)) if out is not None else None
+    progress = _Progress.start(job, folder, resume)
+    with _Recorder(folder, progress.state.round, listener) as record:
+        while progress.state.round < job.config.run.rounds:
+            entry = job.advance(progress)
+            record(entry)
+            due = progress.state.round % job.config.run.checkpoint_every == 0
+            if folder and (due or progress.state.round == job.config.run.rounds):
+                folder.save(progress.states, job.facts | {"best_validation": progress.best_validation})
+    result = job.conclude(progress)
+    if folder:
+        folder.finish(result.summary, result.clients)
+    return result
+
+
+@dataclass
+class _Progress:
+    """Where a run stands."""
+
+    state: State
+    best: State | None
+    best_validation: float | None
+    history: list[Record]
+
+    @classmethod
+    def start(cls, job: _Job, folder: RunFolder | None, resume: bool) -> _Progress:
+        if resume and folder is None:
+            raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
+        if folder is not None and resume:
+            if folder.reopen(job.config):
+                states, facts = folder.load()
+                state = states["last"].to(job.parts.device)
+                best = states["best"].to(job.parts.device) if "best" in states else None
+                history = [line for line in folder.metrics() if line["round"] <= state.round]
+                return cls(state, best, facts["best_validation"], history)
+        elif folder is not None:
+            folder.create(job.config)
+        return cls(job.training.init(), None, None, [])
+
+    @property
+    def states(self) -> dict[str, State]:
+        return {"last": self.state} | ({"best": self.best} if self.best else {})
+
+
+class _Recorder:
+    """Writes each round's record to the folder's metrics and TensorBoard events, and tells the listener."""
+
+    def __init__(self, folder: RunFolder | None, done: int, listener: Listener | None):
+        self._listener, self._file, self._events = listener, None, None
+        if folder:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._file = folder.open_metrics(done)
+            self._events = SummaryWriter(str(folder.path / "tensorboard"), purge_step=done + 1)
+
+    def __enter__(self) -> Listener:
+        return self._record
+
+    def __exit__(self, *_: object) -> None:
+        if self._file and self._events:
+            self._file.close()
+            self._events.close()
+
+    def _record(self, entry: Record) -> None:
+        if self._file and self._events:
+            self._file.write(RunFolder.line(entry))
+            self._file.flush()
+            for key, value in entry.items():
+                if key != "round" and value is not None:
+                    self._events.add_scalar(key, value, entry["round"])
+        if self._listener:
+            self._listener(entry)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A run, prepared: everything checked, nothing trained."""
+
+    config: Config
+    parts: Parts
+    shapes: Shapes
+    engine: Engine
+    note: str | None
+    federation: Federation
+    truth: Truth | None
+    training: Training
+
+    @classmethod
+    def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None) -> _Job:
+        federation = dataset.federation
+        if config.run.unseen:
+            federation = federation.hold_out(config.run.unseen, config.run.seed)
+        targets = _all_targets(federation)
+        config = _settle_loss(config, targets)
+        loss = config.loss
+        assert loss is not None, "just settled"
+        shapes = Shapes(federation.input_shape, loss.num_outputs(targets))
+        parts = Parts.build(config, shapes, source)
+        parts.model.check(federation.train.inputs, targets)
+        engine, note = parts.engine(config, federation.train.inputs, federation.train.targets)
+        training = Training(
+            parts.algorithm,
+            parts.mixer,
+            engine,
+            config.batching,
+            config.schedule,
+            federation,
+            config.run.rounds,
+            cohort_size(config.run.clients_per_round, federation.num_clients),
+            config.run.seed,
+            parts.device,
+        )
+        return cls(config, parts, shapes, engine, note, federation, dataset.truth, training)
+
+    @property
+    def facts(self) -> Record:
+        return checkpoint_facts(self.federation.names, self.shapes)
+
+    def scores(self, state: State) -> dict[str, Scores]:
+        """Score a state on every part of the data."""
+        return evaluate(self.parts.algorithm, self.parts.mixer, self.engine, state, self.federation)
+
+    def advance(self, progress: _Progress) -> Record:
+        """Run one round and, when it is due, score the new state."""
+        progress.state, log = self.training.step(progress.state)
+        entry = _cost(progress.state.round, log)
+        every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
+        if last or (every and progress.state.round % every == 0):
+            scores = self.scores(progress.state)
+            entry |= _flatten(scores)
+            validation = scores.get("validation")
+            if validation is not None and _improves(validation, progress.best_validation):
+                progress.best, progress.best_validation = progress.state, validation.average
+        progress.history.append(entry)
+        return entry
+
+    def conclude(self, progress: _Progress) -> Result:
+        """Score the end of the run and sum it up."""
+        started = time.perf_counter()
+        scores = self.scores(progress.state)
+        summary = self._summary(progress, scores)
+        clients = _client_rows("train", self.federation.names, scores, self._weights(progress.state.personal))
+        if self.federation.unseen is not None and self.parts.mixer.group_for_unseen() is not None:
+            unseen, weights = self._unseen(progress.state)
+            summary |= {f"unseen_{key}": value for key, value in _flatten(unseen).items()}
+            clients += _client_rows("unseen", self.federation.unseen.names, unseen, weights)
+        summary["seconds_total"] = sum(line["seconds"] for line in progress.history) + time.perf_counter() - started
+        return Result(
+            self.config,
+            self.parts,
+            self.shapes,
+            progress.states,
+            self.federation.names,
+            summary,
+            progress.history,
+            clients,
+        )
+
+    def _weights(self, personal: Tree) -> Tensor | None:
+        """Return the clients' mixture weights ``[T, M]``, for a method that has them."""
+        return personal["log_weights"].exp().cpu() if "log_weights" in personal else None
+
+    def _unseen(self, state: State) -> tuple[dict[str, Scores], Tensor | None]:
+        unseen = self.federation.unseen
+        assert unseen is not None, "asked for only when there are unseen clients"
+        algorithm = self.parts.algorithm
+        with torch.no_grad():
+            shared, personal = personalize(algorithm, self.parts.mixer, state, unseen.train)
+        return evaluate_unseen(algorithm, self.engine, shared, personal, unseen), self._weights(personal)
+
+    def _summary(self, progress: _Progress, scores: Mapping[str, Scores]) -> Record:
+        seconds = [line["seconds"] for line in progress.history]
+        history = progress.history
+        algorithm = self.parts.algorithm
+        summary: Record = {
+            "method": self.config.name("method"),
+            "data": self.config.name("data"),
+            "rounds": progress.state.round,
+            "seed": self.config.run.seed,
+            "num_clients": self.federation.num_clients,
+            "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
+            "num_components": algorithm.num_components if isinstance(algorithm, FedEM) else 1,
+            "num_parameters": self.parts.model.num_parameters,
+            "device": str(self.parts.device),
+            "engine": type(self.engine).__name__,
+            **_flatten(scores),
+            "best": self._best(progress),
+            "seconds_per_round": statistics.median(seconds[1:] or seconds),
+            "bytes_up_per_round": round(statistics.mean(line["bytes_up"] for line in history)),
+            "bytes_down_per_round": round(statistics.mean(line["bytes_down"] for line in history)),
+        }
+        if self.truth is not None:
+            oracle = evaluate_oracle(self.truth, self.federation)
+            if oracle is not None:
+                summary |= {"oracle_accuracy": oracle.average, "oracle_bottom_decile": oracle.bottom_decile}
+                summary["oracle_loss"] = oracle.loss
+            recovery = self._recovery(progress.state)
+            if recovery is not None:
+                summary["recovery"] = {
+                    "component_distances": list(recovery.component_distances),
+                    "weight_distance": recovery.weight_distance,
+                    "cluster_accuracy": recovery.cluster_accuracy,
+                }
+        if self.note:
+            summary["note"] = self.note
+        return summary
+
+    def _best(self, progress: _Progress) -> Record | None:
+        """Sum up the state that was best by validation; the test part took no part in choosing it."""
+        if progress.best is None:
+            return None
+        return {"round": progress.best.round, **_flatten(self.scores(progress.best))}
+
+    def _recovery(self, state: State) -> Recovery | None:
+        """Compare with the truth, where the method learns components of the truth's kind."""
+        weights, truth = self._weights(state.personal), self.truth
+        components = next((leaf for name, leaf in state.shared.items() if name.endswith("weight")), None)
+        if weights is None or truth is None or components is None or components.shape[0] != 1:
+            return None
+        flat = components[0].flatten(1)
+        if flat.shape[1] != truth.components.shape[1]:
+            return None
+        return recover(flat, weights, truth.components, truth.weights_of(self.federation.names))
+
+
+def _all_targets(federation: Federation) -> Tensor:
+    groups = [federation] + ([federation.unseen] if federation.unseen else [])
+    return torch.cat([group.part(part).targets for group in groups for part in PARTS])
+
+
+def _settle_loss(config: Config, targets: Tensor) -> Config:
+    """Replace loss "auto" by the one that fits the targets, so that config.toml says what was done."""
+    if config.loss is not None:
+        return config
+    kind = type(guess_loss(targets))
+    return config.replace("loss", name=next(name for name, cls in LOSSES.items() if cls is kind))
+
+
+def _improves(scores: Scores, best: float | None) -> bool:
+    if best is None:
+        return True
+    return scores.average > best if scores.larger_is_better else scores.average < best
+
+
+def _cost(round_number: int, log: RoundLog) -> Record:
+    return {
+        "round": round_number,
+        "learning_rate": log.learning_rate,
+        "clients": len(log.cohort),
+        "seconds": log.seconds,
+        "bytes_up": log.bytes_up,
+        "bytes_down": log.bytes_down,
+    }
+
+
+def _flatten(scores: Mapping[str, Scores]) -> Record:
+    """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``."""
+    record: Record = {}
+    for part, entry in scores.items():
+        record[f"{part}_{entry.metric}"] = entry.average
+        record[f"{part}_{entry.metric}_unweighted"] = entry.unweighted
+        record[f"{part}_loss"] = entry.loss
+    if "test" in scores:
+        record["bottom_decile"] = scores["test"].bottom_decile
+    return record
+
+
+def _client_rows(
+    role: str, names: tuple[str, ...], scores: Mapping[str, Scores], weights: Tensor | None
+) -> list[Record]:
+    columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
+    for part, entry in scores.items():
+        columns[f"{part}_samples"] = entry.counts.tolist()
+        columns[f"{part}_{entry.metric}"] = entry.values.tolist()
+        columns[f"{part}_loss"] = entry.losses.tolist()
+    if weights is not None:
+        columns |= {f"weight_{m}": column for m, column in enumerate(weights.T.tolist())}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
