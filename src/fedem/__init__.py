@@ -1,1 +1,36 @@
-"""Federated learning of personalised models as mixtures."""
+"""Federated learning of personalised models as mixtures.
+
+>>> import fedem
+>>> data = fedem.Synthetic(num_clients=20, dimension=5, num_test=50).make(seed=0)
+>>> result = fedem.train(data.federation, method="fedem", num_components=3, rounds=3, learning_rate=0.5)
+>>> result.predict("0", data.federation.test.inputs[:4]).shape
+torch.Size([4, 2])
+"""
+
+from fedem.config import Config
+from fedem.data import Dataset, FromFile, Synthetic
+from fedem.errors import UserError
+from fedem.federation import Federation, Samples
+from fedem.methods import METHODS
+from fedem.models import Model
+from fedem.result import PersonalModel, Result
+from fedem.training import run, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "METHODS",
+    "Config",
+    "Dataset",
+    "Federation",
+    "FromFile",
+    "Model",
+    "PersonalModel",
+    "Result",
+    "Samples",
+    "Synthetic",
+    "UserError",
+    "__version__",
+    "run",
+    "train",
+]

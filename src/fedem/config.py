@@ -22,6 +22,7 @@ from fedem.solvers import SOLVERS, Solver
 
 Values = dict[str, Any]
 Sections = dict[str, Values]
+Layer = Mapping[str, Mapping[str, Any]]
 
 GIVEN = "given"
 """Name of data or a model that was passed from Python, and so can't be made again from a file."""
@@ -69,7 +70,7 @@ class Config:
     sections: Sections
 
     @classmethod
-    def build(cls, *layers: Mapping[str, Mapping[str, Any]], preset: bool = True) -> Config:
+    def build(cls, *layers: Layer, preset: bool = True) -> Config:
         """Lay sections over each other, later ones winning, on top of the defaults and the data set's preset."""
         asked = _overlay(*layers)
         chosen = _overlay({"data": _DEFAULTS["data"], "method": _DEFAULTS["method"]}, asked)
@@ -129,7 +130,9 @@ class Config:
     def replace(self, section: str, **values: Any) -> Config:
         """Return a copy with some values of one section changed."""
         old = self.sections[section]
-        return Config(self.sections | {section: _complete(section, _overlay({section: old}, {section: values})[section])})
+        return Config(
+            self.sections | {section: _complete(section, _overlay({section: old}, {section: values})[section])}
+        )
 
     def differences(self, other: Config) -> list[str]:
         """Return ``section.key`` of all values that differ."""
@@ -240,7 +243,7 @@ def _complete(section: str, values: Mapping[str, Any]) -> Values:
     return named | complete(cls, section, own)
 
 
-def _overlay(*layers: Mapping[str, Mapping[str, Any]]) -> Sections:
+def _overlay(*layers: Layer) -> Sections:
     """Merge section by section; a layer that changes a section's name keeps the old values that the new one has too."""
     merged: Sections = {}
     for layer in layers:

@@ -82,7 +82,9 @@ def evaluate(
     algorithm: Algorithm, mixer: Mixer, engine: Engine, state: State, federation: Federation
 ) -> dict[str, Scores]:
     """Score every client's own predictor on each part of its data that there is."""
-    return _scores(algorithm, engine, state.shared, mixer.reads(torch.arange(federation.num_clients)), state.personal, federation)
+    return _scores(
+        algorithm, engine, state.shared, mixer.reads(torch.arange(federation.num_clients)), state.personal, federation
+    )
 
 
 def evaluate_unseen(
@@ -135,6 +137,7 @@ def personalize(
 
     Returns:
         the shared tree they read ``[...]`` and their personal trees ``[T, ...]``
+
     """
     group = mixer.group_for_unseen()
     if group is None:

@@ -29,6 +29,7 @@ class Samples:
         inputs: ``[N, ...]``
         targets: ``[N]`` integers (classes) or floats, or ``[N, D]`` floats.
         offsets: ``[T + 1]`` int64 on the CPU; client ``t`` owns rows ``offsets[t]`` up to ``offsets[t + 1]``.
+
     """
 
     inputs: Tensor
@@ -104,6 +105,7 @@ class Federation:
             validation: share of each client's samples used for validation.
             test: share used for testing. At least one sample always stays for training.
             seed: decides the split, together with the client's name alone.
+
         """
         pairs = list(clients)
         labels = _check_names(names, len(pairs))
@@ -158,7 +160,7 @@ class Federation:
                 raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
             checked = [_check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
             parts[part] = _join(labels, checked)
-        return cls(labels, **parts).check()
+        return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
 
     def check(self) -> Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
@@ -246,7 +248,7 @@ def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Sampl
         for what, mine, reference in zip(("inputs", "targets"), pair, pairs[0], strict=True):
             if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
                 raise UserError(
-                    f"Client {name!r} has {what} {_describe(mine)}; allowed: {_describe(reference)}, as the first client."
+                    f"Client {name!r} has {what} {_describe(mine)}; allowed: {_describe(reference)}, as the first has."
                 )
     sizes = torch.tensor([len(targets) for _, targets in pairs])
     return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), _offsets(sizes))
@@ -308,7 +310,9 @@ def _check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tup
     if targets.ndim == 0 or targets.ndim > 2:
         raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
     if len(inputs) != len(targets):
-        raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each.")
+        raise UserError(
+            f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each."
+        )
     if finite:
         _check_finite(name, "targets", targets)
     return inputs, targets
@@ -326,4 +330,6 @@ def _as_tensor(name: str, what: str, values: Any) -> Tensor:
 def _check_finite(name: str, what: str, values: Tensor) -> None:
     if values.is_floating_point() and not bool(torch.isfinite(values).all()):
         row = int((~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None])).any(1).nonzero()[0])
-        raise UserError(f"Client {name!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed.")
+        raise UserError(
+            f"Client {name!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
+        )

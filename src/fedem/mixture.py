@@ -24,6 +24,7 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
 
     >>> log_responsibilities(torch.tensor([[1e30], [1e30]]), torch.tensor([0.25, 0.75]).log()).exp().flatten()
     tensor([0.2500, 0.7500])
+
     """
     # A quarter of the range: differences between columns and weights then stay finite.
     ceiling = torch.finfo(losses.dtype).max / 4
@@ -48,6 +49,7 @@ def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
 
     >>> update_log_weights(torch.tensor([[0.5, 1.0], [0.5, 0.0]]).log(), torch.tensor([True, True])).exp()
     tensor([0.7500, 0.2500])
+
     """
     totals = torch.logsumexp(log_responsibilities.masked_fill(~mask, -math.inf), dim=1)
     return torch.log_softmax(totals, dim=0)
@@ -81,6 +83,7 @@ def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: flo
 
     Returns:
         log weights ``[M]``, in ``losses``'s type
+
     """
     log_weights = uniform_log_weights(len(losses), losses).double()
     if losses.shape[1] == 0:

@@ -27,8 +27,7 @@ class Recovery:
 
 def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
     """1 - cosine of the angle between rows, ``[M, d], [R, d] -> [M, R]``."""
-    norms = a.norm(dim=1)[:, None] * b.norm(dim=1)[None]
-    return 1 - a @ b.T / norms.clamp_min(torch.finfo(a.dtype).tiny)
+    return 1 - torch.nn.functional.normalize(a, dim=1) @ torch.nn.functional.normalize(b, dim=1).T
 
 
 def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_weights: Tensor) -> Recovery:
@@ -39,6 +38,7 @@ def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_w
         weights: ``[T, M]``
         true_components: ``[R, d]``
         true_weights: ``[T, R]``
+
     """
     from scipy.optimize import linear_sum_assignment
 

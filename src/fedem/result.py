@@ -17,11 +17,12 @@ from fedem.algorithms.base import Algorithm, Mixture
 from fedem.config import GIVEN, Config
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError, unknown
-from fedem.evaluate import personalize, predict
+from fedem.evaluate import evaluate_unseen, personalize, predict
 from fedem.federation import Federation, Samples, check_inputs
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
 from fedem.models.base import Model
+from fedem.records import client_rows, name_scores
 from fedem.rounds import State
 from fedem.runs import RunFolder
 from fedem.tree import Tree, tree_index
@@ -114,6 +115,7 @@ class Result:
         summary: what summary.json holds.
         history: a record a round, as in metrics.jsonl.
         clients: a record a client, as in clients.csv.
+
     """
 
     config: Config
@@ -158,6 +160,7 @@ class Result:
             targets: ``[n]``
             max_iterations: 1 for the paper's single update of the mixture weights; None for convergence.
             which: "last" or "best".
+
         """
         x, y = check_inputs("(new client)", inputs), torch.as_tensor(targets)
         if len(x) == 0:
@@ -175,11 +178,20 @@ class Result:
         with torch.no_grad():
             return personalize(self.parts.algorithm, self.parts.mixer, self.state(which), samples, max_iterations)
 
-    def with_clients(self, federation: Federation, personal: Tree, shared: Tree) -> Result:
-        """Return a result whose clients are those of ``federation``, as :meth:`fit_unseen` fitted them."""
-        one_group = {name: leaf[None] for name, leaf in shared.items()}
-        state = State(self.state().round, one_group, personal)
-        return replace(self, states={"last": state}, names=federation.names, clients=(), history=(), summary={})
+    def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:
+        """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
+        shared, personal = self.fit_unseen(federation.train, max_iterations=max_iterations, which=which)
+        state = State(self.state(which).round, {name: leaf[None] for name, leaf in shared.items()}, personal)
+        engine, _ = self.parts.engine(self.config, federation.train.inputs, federation.train.targets)
+        scores = evaluate_unseen(self.parts.algorithm, engine, shared, personal, federation)
+        summary = {
+            "method": self.config.name("method"),
+            "num_clients": federation.num_clients,
+            "rounds": state.round,
+            **name_scores(scores),
+        }
+        rows = client_rows("unseen", federation.names, scores, personal)
+        return replace(self, states={"last": state}, names=federation.names, clients=rows, history=(), summary=summary)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -204,6 +216,7 @@ class Result:
             path: the folder.
             model: the user's own model, if the run was trained with one.
             device: where to put it; where it was trained when None.
+
         """
         folder = RunFolder(Path(path))
         config = folder.config()
@@ -216,9 +229,7 @@ class Result:
         parts = Parts.build(config, shapes, model)
         placed = {role: state.to(parts.device) for role, state in states.items()}
         summary, clients = folder.summary(), folder.clients() if folder.summary() else []
-        return cls(
-            config, parts, shapes, placed, tuple(facts["clients"]), summary or {}, folder.metrics(), clients
-        )
+        return cls(config, parts, shapes, placed, tuple(facts["clients"]), summary or {}, folder.metrics(), clients)
 
 
 def checkpoint_facts(names: Sequence[str], shapes: Shapes) -> dict[str, Any]:

@@ -42,15 +42,21 @@ class RunFolder:
 
     # --- writing
 
-    def create(self, config: Config) -> None:
-        """Make the folder for a new run; refuse one that holds a run, or that can't be written."""
+    def prepare(self, resume: bool = False) -> None:
+        """Make the folder; refuse one that can't be written or, unless it is to be resumed, that holds a run."""
+        if not resume and (self.path / "config.toml").exists():
+            raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if (self.path / "config.toml").exists():
-                raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
-            write_atomically(self.path / "config.toml", config.to_toml().encode())
+            write_atomically(self.path / ".writable", b"")
+            (self.path / ".writable").unlink()
         except OSError as error:
             raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+
+    def create(self, config: Config) -> None:
+        """Start a new run in the folder."""
+        self.prepare()
+        write_atomically(self.path / "config.toml", config.to_toml().encode())
 
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""

@@ -6,14 +6,14 @@ A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``ma
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from fedem.errors import UserError, unknown
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
-_BOUNDS = {
+_BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "min": (lambda value, bound: value >= bound, "at least"),
     "above": (lambda value, bound: value > bound, "above"),
     "max": (lambda value, bound: value <= bound, "at most"),
@@ -39,7 +39,9 @@ def _check(where: str, value: Any, entry: Field[Any]) -> None:
         raise UserError(f"{where} is {value!r}; allowed: a finite number.")
     if "choices" in entry.metadata and value not in entry.metadata["choices"]:
         raise unknown(where, value, entry.metadata["choices"])
-    limits = [(word, bound, holds) for key, (holds, word) in _BOUNDS.items() if (bound := entry.metadata.get(key)) is not None]
+    limits = [
+        (word, bound, holds) for key, (holds, word) in _BOUNDS.items() if (bound := entry.metadata.get(key)) is not None
+    ]
     if not all(holds(value, bound) for _, bound, holds in limits):
         allowed = " and ".join(f"{word} {bound}" for word, bound, _ in limits)
         raise UserError(f"{where} is {value!r}; allowed: {allowed}.")

@@ -20,13 +20,13 @@ from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize
 from fedem.federation import PARTS, Federation
 from fedem.models.losses import LOSSES, guess_loss
+from fedem.records import Record, client_rows, mixture_weights, name_scores
 from fedem.recovery import Recovery, recover
 from fedem.result import ModelSource, Parts, Result, Shapes, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size
 from fedem.runs import RunFolder
 from fedem.tree import Tree
 
-Record = dict[str, Any]
 Listener = Callable[[Record], None]
 """Called with each round's record."""
 
@@ -55,6 +55,7 @@ def train(
         listener: called with each round's record.
         **options: any setting by its name, such as ``num_components=3``, ``rounds=100``, ``learning_rate=0.3``,
             ``local_epochs=2``, ``clients_per_round=0.2``, ``seed=1``, ``solver="adam"``, ``loss="squared_error"``.
+
     """
     given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
     if model is not None:
@@ -204,7 +205,7 @@ class _Job:
         every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
         if last or (every and progress.state.round % every == 0):
             scores = self.scores(progress.state)
-            entry |= _flatten(scores)
+            entry |= name_scores(scores)
             validation = scores.get("validation")
             if validation is not None and _improves(validation, progress.best_validation):
                 progress.best, progress.best_validation = progress.state, validation.average
@@ -216,11 +217,11 @@ class _Job:
         started = time.perf_counter()
         scores = self.scores(progress.state)
         summary = self._summary(progress, scores)
-        clients = _client_rows("train", self.federation.names, scores, self._weights(progress.state.personal))
+        clients = client_rows("train", self.federation.names, scores, progress.state.personal)
         if self.federation.unseen is not None and self.parts.mixer.group_for_unseen() is not None:
-            unseen, weights = self._unseen(progress.state)
-            summary |= {f"unseen_{key}": value for key, value in _flatten(unseen).items()}
-            clients += _client_rows("unseen", self.federation.unseen.names, unseen, weights)
+            unseen, personal = self._unseen(progress.state)
+            summary |= {f"unseen_{key}": value for key, value in name_scores(unseen).items()}
+            clients += client_rows("unseen", self.federation.unseen.names, unseen, personal)
         summary["seconds_total"] = sum(line["seconds"] for line in progress.history) + time.perf_counter() - started
         return Result(
             self.config,
@@ -233,17 +234,13 @@ class _Job:
             clients,
         )
 
-    def _weights(self, personal: Tree) -> Tensor | None:
-        """Return the clients' mixture weights ``[T, M]``, for a method that has them."""
-        return personal["log_weights"].exp().cpu() if "log_weights" in personal else None
-
-    def _unseen(self, state: State) -> tuple[dict[str, Scores], Tensor | None]:
+    def _unseen(self, state: State) -> tuple[dict[str, Scores], Tree]:
         unseen = self.federation.unseen
         assert unseen is not None, "asked for only when there are unseen clients"
         algorithm = self.parts.algorithm
         with torch.no_grad():
             shared, personal = personalize(algorithm, self.parts.mixer, state, unseen.train)
-        return evaluate_unseen(algorithm, self.engine, shared, personal, unseen), self._weights(personal)
+        return evaluate_unseen(algorithm, self.engine, shared, personal, unseen), personal
 
     def _summary(self, progress: _Progress, scores: Mapping[str, Scores]) -> Record:
         seconds = [line["seconds"] for line in progress.history]
@@ -260,7 +257,7 @@ class _Job:
             "num_parameters": self.parts.model.num_parameters,
             "device": str(self.parts.device),
             "engine": type(self.engine).__name__,
-            **_flatten(scores),
+            **name_scores(scores),
             "best": self._best(progress),
             "seconds_per_round": statistics.median(seconds[1:] or seconds),
             "bytes_up_per_round": round(statistics.mean(line["bytes_up"] for line in history)),
@@ -286,11 +283,11 @@ class _Job:
         """Sum up the state that was best by validation; the test part took no part in choosing it."""
         if progress.best is None:
             return None
-        return {"round": progress.best.round, **_flatten(self.scores(progress.best))}
+        return {"round": progress.best.round, **name_scores(self.scores(progress.best))}
 
     def _recovery(self, state: State) -> Recovery | None:
         """Compare with the truth, where the method learns components of the truth's kind."""
-        weights, truth = self._weights(state.personal), self.truth
+        weights, truth = mixture_weights(state.personal), self.truth
         components = next((leaf for name, leaf in state.shared.items() if name.endswith("weight")), None)
         if weights is None or truth is None or components is None or components.shape[0] != 1:
             return None
@@ -330,26 +327,12 @@ def _cost(round_number: int, log: RoundLog) -> Record:
     }
 
 
-def _flatten(scores: Mapping[str, Scores]) -> Record:
-    """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``."""
-    record: Record = {}
-    for part, entry in scores.items():
-        record[f"{part}_{entry.metric}"] = entry.average
-        record[f"{part}_{entry.metric}_unweighted"] = entry.unweighted
-        record[f"{part}_loss"] = entry.loss
-    if "test" in scores:
-        record["bottom_decile"] = scores["test"].bottom_decile
-    return record
-
-
-def _client_rows(
-    role: str, names: tuple[str, ...], scores: Mapping[str, Scores], weights: Tensor | None
-) -> list[Record]:
-    columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
-    for part, entry in scores.items():
-        columns[f"{part}_samples"] = entry.counts.tolist()
-        columns[f"{part}_{entry.metric}"] = entry.values.tolist()
-        columns[f"{part}_loss"] = entry.losses.tolist()
-    if weights is not None:
-        columns |= {f"weight_{m}": column for m, column in enumerate(weights.T.tolist())}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+def reassess(path: str | Path) -> Result:
+    """Make a run's data again and score its saved states afresh; nothing is trained or written."""
+    folder = RunFolder(Path(path))
+    config = folder.config()
+    job = _Job.prepare(config, config.data.make(config.run.seed), None)
+    states, facts = folder.load()
+    placed = {role: state.to(job.parts.device) for role, state in states.items()}
+    history = [line for line in folder.metrics() if line["round"] <= placed["last"].round]
+    return job.conclude(_Progress(placed["last"], placed.get("best"), facts["best_validation"], history))

@@ -91,6 +91,7 @@ class Algorithm(Settings, ABC):
 
         Returns:
             the client's state, and what fixes the surrogate sample by sample, ``[..., n]``
+
         """
 
     @abstractmethod

@@ -30,6 +30,7 @@ class FedEM(Algorithm):
         num_components: M.
         initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
             "uniform" starts all at 1/M.
+
     """
 
     num_components: int = field(default=3, metadata={"min": 1})

@@ -38,7 +38,9 @@ def read_table(path: Path, target_column: str = "y", client_column: str = "clien
     table = readers[path.suffix](path, target_column, client_column)
     for what, column in (("targets", table.targets), ("clients", table.clients)):
         if column is not None and len(column) != len(table.inputs):
-            raise UserError(f"{path} has {len(table.inputs)} inputs but {len(column)} {what}; allowed: as many of each.")
+            raise UserError(
+                f"{path} has {len(table.inputs)} inputs but {len(column)} {what}; allowed: as many of each."
+            )
     return table
 
 

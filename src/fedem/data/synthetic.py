@@ -5,7 +5,6 @@ Shapes: T clients, N samples of all clients, M components, d features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,16 +85,14 @@ class Synthetic(DataSource):
         extra = np.minimum(sizes.lognormal(self.size_mean, self.size_sigma, self.num_clients), self.max_samples)
         counts = np.clip(self.min_samples + extra.astype(np.int64), 1, self.max_samples)
         even = np.ones(self.num_clients, dtype=np.int64)
-        parts = [
+        train, validation, test = (
             self._samples(stream, components, weights, part)
             for stream, part in zip(
                 streams[2:], (counts, even * self.num_validation, even * self.num_test), strict=True
             )
-        ]
-        truth = SyntheticTruth(
-            names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale
         )
-        return Dataset(Federation(names, *parts).check(), truth)
+        truth = SyntheticTruth(names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale)
+        return Dataset(Federation(names, train, validation, test).check(), truth)
 
     def _weights(self, rng: Generator) -> NDArray[np.float64]:
         if self.clustered:
@@ -103,7 +100,7 @@ class Synthetic(DataSource):
         return rng.dirichlet([self.dirichlet] * self.num_components, self.num_clients)
 
     def _samples(
-        self, rng: Generator, components: NDArray[np.float32], weights: NDArray[np.float64], counts: Sequence[int]
+        self, rng: Generator, components: NDArray[np.float32], weights: NDArray[np.float64], counts: NDArray[np.int64]
     ) -> Samples:
         """Draw ``counts[t]`` samples for each client, all clients at once."""
         offsets = np.concatenate([[0], np.cumsum(counts)])

@@ -24,6 +24,7 @@ class Batching(Settings):
         batch_size: samples a step; 0 takes all of a client's samples at once.
         local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
         local_steps: when above 0, exactly so many steps instead, passing over the samples as often as that takes.
+
     """
 
     batch_size: int = field(default=128, metadata={"min": 0})
@@ -60,6 +61,7 @@ class BatchPlan:
             batching: how the clients walk.
             sizes: ``[C]`` int64
             keys: ``[C]`` int64, each client's key for this round
+
         """
         self._sizes, self._widths = sizes, batching.widths(sizes)
         self._steps_per_epoch = _ceil_divide(sizes, self._widths)

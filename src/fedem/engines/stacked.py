@@ -36,6 +36,7 @@ class Stacked(Engine):
         chunk_size: clients stacked together; 0 chooses as many as ``memory`` holds. It never changes a result beyond
             rounding.
         memory: bytes that a chunk may take, roughly.
+
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})
@@ -151,6 +152,8 @@ def _chunk_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tup
         return tree_map(
             lambda leaf: leaf.index_select(-1, rows).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
         ), where.mask
+    if type(algorithm).score is Algorithm.score:
+        return {}, where.mask
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
     per_block = max(1, _SCORE_ROWS // len(chunk.sizes))
     pieces: list[Tree] = []

@@ -33,6 +33,7 @@ class Mixing(NamedTuple):
 
         Returns:
             the next shared trees ``[G, ...]``; integer leaves (counters) take the largest value uploaded
+
         """
         device = next(iter(shared.values())).device
         groups = self.groups.to(device)

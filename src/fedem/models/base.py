@@ -24,19 +24,22 @@ from fedem.tree import Tree
 
 
 class FoldedLinear(nn.Linear):
-    """``nn.Linear`` with the weight as the left factor.
+    """``nn.Linear`` in a form that stacks well: same parameters, same values.
 
-    vmap over stacked weights then folds the components into the rows of one matrix product; with the weight on the
-    right, torch would copy the inputs once for each component. Same parameters, same values.
+    Under vmap over components torch folds them into the rows of one matrix product only when the stacked factor is the
+    left one and contiguous; else it copies the inputs once for each component. So the weight stands on the left, and
+    the gradient that comes back is laid out afresh (it is far smaller than the inputs).
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[..., d] -> [..., K]``."""
-        rows = inputs.reshape(-1, inputs.shape[-1])
+        rows = inputs if inputs.ndim == 2 else inputs.reshape(-1, inputs.shape[-1])
         outputs = self.weight @ rows.mT
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: gradient.reshape(-1).reshape(gradient.shape))
         if self.bias is not None:
             outputs = outputs + self.bias[:, None]
-        return outputs.mT.reshape(*inputs.shape[:-1], self.out_features)
+        return outputs.mT if inputs.ndim == 2 else outputs.mT.reshape(*inputs.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Model:
             layers have. Components that all started equal would stay equal.
         loss: the negative log-likelihood of its outputs.
         dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
+
     """
 
     def __init__(self, source: nn.Module | Callable[[], nn.Module], loss: Loss, dtype: torch.dtype = torch.float32):

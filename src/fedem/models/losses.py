@@ -57,7 +57,7 @@ class _Classification(Loss):
         num_classes = max(num_outputs, 2)
         if targets.is_floating_point() or targets.ndim != 1:
             raise UserError(
-                f"Classification needs integer targets of shape [n]; got {targets.dtype} of shape {list(targets.shape)}."
+                f"Targets are {targets.dtype} of shape {list(targets.shape)}; allowed for classes: integers, [n]."
             )
         if len(targets) and (int(targets.min()) < 0 or int(targets.max()) >= num_classes):
             raise UserError(
@@ -139,7 +139,7 @@ LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "logistic": Logi
 
 
 def guess_loss(targets: Tensor) -> Loss:
-    """Choose the loss that fits the targets: floats -> squared error, two classes -> logistic, more -> cross-entropy."""
+    """Choose the loss that fits: floats -> squared error, two classes -> logistic, more -> cross-entropy."""
     if targets.is_floating_point():
         return SquaredError()
     return Logistic() if int(targets.max()) <= 1 else CrossEntropy()

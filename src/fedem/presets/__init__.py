@@ -1,1 +1,1 @@
-
+"""Shipped settings: a TOML file a data set."""

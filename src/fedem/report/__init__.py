@@ -1,1 +1,1 @@
-
+"""Run folders -> tables."""

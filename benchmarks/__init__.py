@@ -1,0 +1,1 @@
+"""Ratios against what people would use instead, measured in one run."""

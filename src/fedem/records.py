@@ -1,0 +1,43 @@
+"""Scores as named figures: what a line of metrics.jsonl, summary.json and a row of clients.csv say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fedem.evaluate import Scores
+from fedem.tree import Tree
+
+Record = dict[str, Any]
+
+
+def name_scores(scores: Mapping[str, Scores]) -> Record:
+    """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``."""
+    record: Record = {}
+    for part, entry in scores.items():
+        record[f"{part}_{entry.metric}"] = entry.average
+        record[f"{part}_{entry.metric}_unweighted"] = entry.unweighted
+        record[f"{part}_loss"] = entry.loss
+    if "test" in scores:
+        record["bottom_decile"] = scores["test"].bottom_decile
+    return record
+
+
+def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], personal: Tree) -> list[Record]:
+    """Return a record a client: its scores on every part and, where the method has them, its mixture weights."""
+    columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
+    for part, entry in scores.items():
+        columns[f"{part}_samples"] = entry.counts.tolist()
+        columns[f"{part}_{entry.metric}"] = entry.values.tolist()
+        columns[f"{part}_loss"] = entry.losses.tolist()
+    weights = mixture_weights(personal)
+    if weights is not None:
+        columns |= {f"weight_{m}": column for m, column in enumerate(weights.T.tolist())}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def mixture_weights(personal: Tree) -> Tensor | None:
+    """Return the clients' mixture weights ``[T, M]``, for a method that has them."""
+    return personal["log_weights"].exp().cpu() if "log_weights" in personal else None
