@@ -58,7 +58,9 @@ class CentralizedEM:
         """Iterate EM; yields the state after each half of the M-step: first the weights, then the components."""
         for _ in range(num_iterations):
             losses = self._losses(state.components, samples)
-            posteriors = [log_responsibilities(part, weights) for part, weights in self._clients(losses, state, samples)]
+            posteriors = [
+                log_responsibilities(part, weights) for part, weights in self._clients(losses, state, samples)
+            ]
             weights = torch.stack([update_log_weights(p, torch.ones_like(p[0], dtype=torch.bool)) for p in posteriors])
             state = EMState(state.components, weights)
             yield state

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.func import grad, hessian, vmap
+from torch.func import grad, jacrev, vmap
 
 from fedem.settings import Settings
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
@@ -132,7 +132,7 @@ class Newton(Solver):
             return objective(unflatten(vector))[0] + self.weight_decay / 2 * vector.square().sum()
 
         start = torch.cat([leaf.flatten() for leaf in parameters.values()])
-        curvature = hessian(value)(start) + self.ridge * torch.eye(len(start), dtype=start.dtype, device=start.device)
+        curvature = jacrev(grad(value))(start) + self.ridge * torch.eye(len(start), dtype=start.dtype, device=start.device)
         # solve_ex: a singular Hessian must not stop the other clients of a stack; its trial steps just don't improve.
         direction = torch.linalg.solve_ex(curvature, grad(value)(start)).result.nan_to_num()
         lengths = 0.5 ** torch.arange(self.num_trials, dtype=start.dtype, device=start.device)

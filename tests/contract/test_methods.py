@@ -1,0 +1,197 @@
+"""What every method must obey. A new method is tested by being listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import LOSSES, NAMES, SIZES, advance, distance, make_federation, make_model, make_training
+
+from fedem.checkpoint import load_checkpoint, same_states, save_checkpoint
+from fedem.engines import Batching, OneByOne, Stacked
+from fedem.evaluate import evaluate
+from fedem.federation import Federation
+from fedem.methods import METHODS
+from fedem.solvers import SOLVERS, Newton
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+@every_loss
+@every_method
+def test_loop_equals_stacked_in_double_precision(method: str, loss: str) -> None:
+    states = [advance(make_training(method, loss=loss, engine=engine)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-12
+
+
+@every_method
+def test_loop_equals_stacked_in_single_precision(method: str) -> None:
+    model = make_model(dtype=torch.float32)
+    states = [advance(make_training(method, model=model, engine=engine)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-5
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@every_method
+def test_loop_equals_stacked_for_every_solver(method: str, solver: str) -> None:
+    settings = {"solver": SOLVERS[solver](weight_decay=0.1), "batching": Batching(0, local_epochs=2)}
+    states = [advance(make_training(method, engine=engine, **settings)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "batching", [Batching(0), Batching(1), Batching(3, local_steps=5), Batching(100, local_epochs=3)], ids=str
+)
+@every_method
+def test_loop_equals_stacked_however_batches_are_cut(method: str, batching: Batching) -> None:
+    states = [advance(make_training(method, engine=engine, batching=batching)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-12
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
+@every_method
+def test_chunk_size_is_irrelevant(method: str, chunk_size: int) -> None:
+    reference = advance(make_training(method, engine=Stacked()))
+    assert distance(advance(make_training(method, engine=Stacked(chunk_size))), reference) < 1e-12
+
+
+@every_method
+def test_memory_limit_is_irrelevant(method: str) -> None:
+    reference = advance(make_training(method, engine=Stacked()))
+    assert distance(advance(make_training(method, engine=Stacked(memory=1))), reference) < 1e-12
+
+
+def _reordered(federation: Federation, order: list[int]) -> Federation:
+    return federation.take(torch.tensor(order))
+
+
+@pytest.mark.parametrize("cohort_size", [5, 2])
+@every_method
+def test_order_of_clients_is_irrelevant(method: str, cohort_size: int) -> None:
+    order = [3, 0, 4, 2, 1]
+    federation = make_federation()
+    trainings = [
+        make_training(method, data, cohort_size=cohort_size) for data in (federation, _reordered(federation, order))
+    ]
+    first, second = map(advance, trainings)
+    scores = [
+        evaluate(t.algorithm, t.mixer, t.engine, state, t.federation)["test"].losses
+        for t, state in zip(trainings, (first, second), strict=True)
+    ]
+    torch.testing.assert_close(scores[0][order], scores[1], rtol=0, atol=1e-12)
+    for name, leaf in first.personal.items():
+        torch.testing.assert_close(leaf[order], second.personal[name], rtol=0, atol=1e-12)
+
+
+@every_method
+def test_unsampled_clients_keep_their_personal_state(method: str) -> None:
+    training = make_training(method, cohort_size=2)
+    state = training.init()
+    for _ in range(4):
+        after, log = training.step(state)
+        rest = [t for t in range(len(SIZES)) if t not in log.cohort.tolist()]
+        for name, leaf in after.personal.items():
+            assert torch.equal(leaf[rest], state.personal[name][rest])
+        state = after
+
+
+@every_method
+def test_cohorts_have_their_size_and_reach_everybody(method: str) -> None:
+    training = make_training(method, cohort_size=2)
+    cohorts = [training.sample(k).tolist() for k in range(30)]
+    assert all(len(set(cohort)) == 2 for cohort in cohorts)
+    assert {client for cohort in cohorts for client in cohort} == set(range(len(SIZES)))
+
+
+@every_method
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(method: str) -> None:
+    first, again, other = (advance(make_training(method, seed=seed)) for seed in (0, 0, 1))
+    assert same_states(first, again)
+    assert distance(first, other) > 1e-3
+
+
+@every_method
+def test_stepping_leaves_the_old_state_alone(method: str) -> None:
+    training = make_training(method)
+    state, twin = training.init(), training.init()
+    training.step(state)
+    assert same_states(state, twin)
+
+
+@every_method
+def test_a_checkpoint_resumes_to_the_same_bits(method: str, tmp_path: Path) -> None:
+    training = make_training(method, cohort_size=3)
+    middle = advance(training, 2)
+    save_checkpoint(tmp_path / "c", {"last": middle}, {"clients": list(NAMES)})
+    states, facts = load_checkpoint(tmp_path / "c")
+    assert facts == {"clients": list(NAMES)}
+    assert same_states(states["last"], middle)
+    assert same_states(advance(training, 2, states["last"]), advance(training, 4))
+
+
+@every_method
+def test_one_client(method: str) -> None:
+    federation = make_federation(sizes=(9,))
+    states = [advance(make_training(method, federation, engine=engine)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-12
+
+
+@every_method
+def test_clients_with_one_sample(method: str) -> None:
+    federation = make_federation(sizes=(1, 1, 1))
+    states = [advance(make_training(method, federation, engine=engine)) for engine in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-12
+    assert all(bool(torch.isfinite(leaf).all()) for leaf in states[0].shared.values())
+
+
+@every_method
+def test_a_client_with_one_class(method: str) -> None:
+    federation = make_federation()
+    federation.train.targets[:7] = 1
+    state = advance(make_training(method, federation))
+    assert all(bool(torch.isfinite(leaf).all()) for leaf in (*state.shared.values(), *state.personal.values()))
+
+
+@every_method
+def test_training_lowers_the_training_loss(method: str) -> None:
+    training = make_training(method, num_rounds=30)
+    losses = [
+        evaluate(training.algorithm, training.mixer, training.engine, state, training.federation)["train"].loss
+        for state in (training.init(), advance(training, 30))
+    ]
+    assert losses[1] < losses[0] - 0.05
+
+
+@every_method
+def test_scores_agree_between_engines(method: str) -> None:
+    training = make_training(method)
+    state = advance(training)
+    scores = [
+        evaluate(training.algorithm, training.mixer, engine, state, training.federation)
+        for engine in (OneByOne(), Stacked(), Stacked(2))
+    ]
+    for part in ("train", "test"):
+        for other in scores[1:]:
+            torch.testing.assert_close(scores[0][part].losses, other[part].losses, rtol=0, atol=1e-12)
+            torch.testing.assert_close(scores[0][part].values, other[part].values, rtol=0, atol=1e-12)
+
+
+@every_method
+def test_bytes_are_those_of_the_messages(method: str) -> None:
+    training = make_training(method, cohort_size=2)
+    state, log = training.step(training.init())
+    one = sum(leaf[0].numel() * leaf.element_size() for leaf in state.shared.values())
+    expected = training.mixer.num_messages(log.cohort) * one
+    assert (log.bytes_up, log.bytes_down) == (expected, expected)
+
+
+@every_method
+def test_newton_reaches_a_stationary_point_of_one_clients_problem(method: str) -> None:
+    federation = make_federation(sizes=(40,))
+    training = make_training(method, federation, solver=Newton(0.1), batching=Batching(0, local_epochs=3))
+    before = advance(training, 60)
+    after = advance(training, 2, before)
+    for name, leaf in before.shared.items():
+        torch.testing.assert_close(after.shared[name], leaf, rtol=0, atol=1e-4)

@@ -1,0 +1,86 @@
+"""The benchmarks run, their figures are figures, and they refuse to time different mathematics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import plain_loop
+from benchmarks.__main__ import QUICK, TITLES, main
+from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
+from benchmarks.engine import NUM_COMPONENTS, SEED
+from torch import Tensor
+
+
+def numbers(figures: Any) -> Iterator[float]:
+    if isinstance(figures, dict):
+        figures = list(figures.values())
+    if isinstance(figures, list):
+        for entry in figures:
+            yield from numbers(entry)
+    elif not isinstance(figures, str):
+        yield figures
+
+
+@pytest.mark.slow
+def test_quick_run_writes_figures_for_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    main(["--quick", "--out", str(out)])
+    figures = json.loads(out.read_text())
+
+    assert set(figures["rounds"]) == set(figures["agreement"]) == {"fedem", "fedavg"}
+    for method, rounds in figures["rounds"].items():
+        assert set(rounds) == {*TITLES, "plain_to_stacked", "index_to_stacked", "stacked_to_floor"}, method
+        assert all(math.isfinite(number) and number > 0 for number in numbers(rounds)), rounds
+        assert all(0 <= difference <= TOLERANCE for difference in numbers(figures["agreement"][method]))
+    crowd = figures["many_clients"]
+    for group in ("few", "many"):
+        assert crowd[group]["state_bytes_per_client"] == 4 * NUM_COMPONENTS["fedem"]
+        assert crowd[group].pop("peak_increase_in_training_bytes") >= 0
+    assert all(math.isfinite(number) and number > 0 for number in numbers(crowd)), crowd
+    assert figures["environment"]["threads"] > 0
+
+    printed = capsys.readouterr().out
+    assert all(title in printed for title in TITLES.values())
+    assert f"torch {torch.__version__}" in printed
+
+
+def test_agreement_holds_for_every_method() -> None:
+    federation = QUICK.source.make(SEED).federation
+    for method in NUM_COMPONENTS:
+        assert max(check_agreement(method, federation).values()) <= TOLERANCE
+
+
+def without_weights(losses: Tensor, weights: Tensor) -> Tensor:
+    return torch.softmax(-losses, dim=1)
+
+
+def not_a_number(losses: Tensor, weights: Tensor) -> Tensor:
+    return torch.full_like(losses, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [("responsibilities", without_weights), ("responsibilities", not_a_number), ("MOMENTUM", 0.0)],
+)
+def test_agreement_catches_a_broken_loop(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+    federation = QUICK.source.make(SEED).federation
+    monkeypatch.setattr(plain_loop, name, broken)
+    with pytest.raises(DisagreementError, match="plain_loop and the stacked engine differ"):
+        check_agreement("fedem", federation)
+
+
+def test_both_loops_pass_over_every_sample_once() -> None:
+    samples = QUICK.source.make(SEED).federation.train
+    for prepare in plain_loop.LOOPS.values():
+        for client in prepare(samples, 16):
+            batches = list(client.batches())
+            rows = torch.cat([positions for _, _, positions in batches])
+            assert rows.sort().values.tolist() == list(range(len(client.targets)))
+            assert torch.equal(torch.cat([inputs for inputs, _, _ in batches]), client.inputs[rows])
+            assert max(len(targets) for _, targets, _ in batches) <= 16
