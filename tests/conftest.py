@@ -1,114 +1,15 @@
-"""Small federations and models that every test file uses."""
+"""Settings for the whole suite."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import os
+
 import torch
-from fedem.algorithms.base import Algorithm
-from fedem.engines import Batching, Engine, OneByOne, Stacked
-from fedem.federation import Federation
-from fedem.methods import METHODS
-from fedem.models import Linear, Model
-from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
-from fedem.rounds import State, Training
-from fedem.schedules import Constant, Schedule
-from fedem.solvers import SGD, Solver
+from hypothesis import settings
 
-LOSSES: dict[str, Loss] = {"logistic": Logistic(), "cross_entropy": CrossEntropy(), "squared_error": SquaredError()}
-SIZES = (7, 1, 12, 30, 5)
-NAMES = ("ann", "bob", "cem", "dan", "eve")
-DIMENSION = 4
+# The same examples on every machine, and no limit on the time of one: the first use of torch alone takes a second.
+settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("suite")
 
-
-def make_federation(
-    loss: str = "logistic",
-    sizes: tuple[int, ...] = SIZES,
-    names: tuple[str, ...] | None = None,
-    seed: int = 0,
-    dtype: type = np.float64,
-) -> Federation:
-    """Clients that differ: each has its own direction."""
-    rng = np.random.default_rng(seed)
-    names = NAMES[: len(sizes)] if names is None else names
-    pairs = []
-    for size in sizes:
-        x = rng.normal(size=(size, DIMENSION)).astype(dtype)
-        direction = rng.normal(size=DIMENSION)
-        signal = x @ direction + 0.3 * rng.normal(size=size)
-        y = {
-            "logistic": (signal > 0).astype(np.int64),
-            "cross_entropy": np.digitize(signal, [-1, 1]),
-            "squared_error": signal.astype(dtype),
-        }[loss]
-        pairs.append((x, y))
-    tests = [(x[: (len(x) + 1) // 2], y[: (len(y) + 1) // 2]) for x, y in pairs]
-    return Federation.from_parts(pairs, tests, tests, names)
-
-
-def make_model(loss: str = "logistic", dtype: torch.dtype = torch.float64) -> Model:
-    outputs = 3 if loss == "cross_entropy" else 1
-    return Model(lambda: Linear().build((DIMENSION,), outputs), LOSSES[loss], dtype)
-
-
-def make_training(
-    method: str = "fedem",
-    federation: Federation | None = None,
-    *,
-    loss: str = "logistic",
-    model: Model | None = None,
-    engine: Engine | None = None,
-    batching: Batching | None = None,
-    solver: Solver | None = None,
-    schedule: Schedule | None = None,
-    num_rounds: int = 4,
-    cohort_size: int | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    **hyper: object,
-) -> Training:
-    federation = make_federation(loss) if federation is None else federation
-    row = METHODS[method]
-    algorithm = row.algorithm(model or make_model(loss), solver or SGD(0.01, momentum=0.9), **hyper)  # type: ignore[arg-type]
-    return Training(
-        algorithm,
-        row.mixer(),
-        engine or Stacked(),
-        batching or Batching(batch_size=4, local_epochs=2),
-        schedule or Constant(0.2),
-        federation,
-        num_rounds,
-        federation.num_clients if cohort_size is None else cohort_size,
-        seed,
-        torch.device(device),
-    )
-
-
-def advance(training: Training, rounds: int = 3, state: State | None = None) -> State:
-    state = training.init() if state is None else state
-    for _ in range(rounds):
-        state, _ = training.step(state)
-    return state
-
-
-def distance(first: State, second: State) -> float:
-    """Largest difference between two states."""
-    assert first.shared.keys() == second.shared.keys()
-    assert first.personal.keys() == second.personal.keys()
-    pairs = [(first.shared[k], second.shared[k]) for k in first.shared]
-    pairs += [(first.personal[k], second.personal[k]) for k in first.personal]
-    return max(float((a.double().cpu() - b.double().cpu()).abs().max()) for a, b in pairs)
-
-
-@pytest.fixture
-def federation() -> Federation:
-    return make_federation()
-
-
-@pytest.fixture(params=[OneByOne(), Stacked()], ids=["one_by_one", "stacked"])
-def engine(request: pytest.FixtureRequest) -> Engine:
-    return request.param
-
-
-def algorithm_of(training: Training) -> Algorithm:
-    return training.algorithm
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)

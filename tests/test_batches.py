@@ -30,7 +30,7 @@ def test_every_epoch_visits_every_sample_once(sizes: torch.Tensor, batch_size: i
         assert len(batches) == epochs * per_epoch
         for epoch in range(epochs):
             mine = batches[epoch * per_epoch : (epoch + 1) * per_epoch]
-            assert sorted(sum(mine, [])) == list(range(size))
+            assert sorted(position for batch in mine for position in batch) == list(range(size))
             assert all(len(batch) == min(width, size) for batch in mine[:-1])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers import LOSSES, advance, make_federation, make_model, make_training
@@ -67,7 +69,7 @@ def test_likelihood_never_falls_at_any_step_of_exact_em(loss: str, seed: int) ->
     em = CentralizedEM(algorithm.model, weight_decay=0.01)
     values = [em.objective(state, federation.train)]
     values += [em.objective(step, federation.train) for step in em.steps(state, federation.train, 12)]
-    falls = [after <= before + 1e-12 for before, after in zip(values, values[1:], strict=False)]
+    falls = [after <= before + 1e-12 for before, after in pairwise(values)]
     assert all(falls)
     assert values[-1] < values[0] - 0.01
 

@@ -74,7 +74,7 @@ class Scores:
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""
-    outputs = vmap(model.outputs, in_dims=(0, None))(mixture.components, inputs)
+    outputs = model.over_components(model.outputs, (0, None))(mixture.components, inputs)
     return mix(model.loss.probabilities(outputs), mixture.log_weights)
 
 
@@ -99,12 +99,12 @@ def evaluate_unseen(
 def _scores(
     algorithm: Algorithm, engine: Engine, shared: Tree, reads: Tensor, personal: Tree, federation: Federation
 ) -> dict[str, Scores]:
-    loss = algorithm.model.loss
+    model, loss = algorithm.model, algorithm.model.loss
     device = next(iter(shared.values())).device
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         components, log_weights = algorithm.predictor(shared, personal)
-        outputs = vmap(algorithm.model.outputs, in_dims=(0, None))(components, inputs)
+        outputs = model.over_components(model.outputs, (0, None))(components, inputs)
         losses = vmap(loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
         predictions = mix(loss.probabilities(outputs), log_weights)
         return {

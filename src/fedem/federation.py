@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedem.arrays import check_pair, describe
 from fedem.errors import UserError, unknown
 from fedem.randomness import HOLD_OUT, SPLIT, choose, client_keys, derive
 
 PARTS = ("train", "validation", "test")
-_INPUT_KINDS = "uint8, int64 or float (32 or 64 bit)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class Federation:
         _check_shares(validation, test)
         columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
         for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
-            inputs, targets = _check_pair(name, pair)
+            inputs, targets = check_pair(name, pair)
             order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
             for part, rows in zip(PARTS, _cut(order, validation, test), strict=True):
                 columns[part].append((inputs[rows], targets[rows]))
@@ -125,7 +125,7 @@ class Federation:
         Clients are ordered by name; ``options`` are those of :meth:`from_clients`.
         """
         owners = np.asarray(clients).astype(str)
-        x, y = _check_pair("(all)", (inputs, targets), finite=False)
+        x, y = check_pair("(all)", (inputs, targets), finite=False)
         if owners.shape != (len(y),):
             raise UserError(f"There must be one client name a row: got shape {owners.shape} for {len(y)} rows.")
         names, codes = np.unique(owners, return_inverse=True)
@@ -158,7 +158,7 @@ class Federation:
                 continue
             if len(pairs) != len(labels):
                 raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
-            checked = [_check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
+            checked = [check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
             parts[part] = _join(labels, checked)
         return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
 
@@ -177,7 +177,7 @@ class Federation:
             ):
                 if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
                     raise UserError(
-                        f"The {part} {what} are {_describe(mine)}; allowed: {_describe(reference)}, as in training."
+                        f"The {part} {what} are {describe(mine)}; allowed: {describe(reference)}, as in training."
                     )
         return self
 
@@ -238,17 +238,13 @@ def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
 
 
-def _describe(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} of shape [n, {', '.join(map(str, x.shape[1:]))}]".replace(", ]", "]")
-
-
 def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
     """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
     for name, pair in zip(names, pairs, strict=True):
         for what, mine, reference in zip(("inputs", "targets"), pair, pairs[0], strict=True):
             if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
                 raise UserError(
-                    f"Client {name!r} has {what} {_describe(mine)}; allowed: {_describe(reference)}, as the first has."
+                    f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
                 )
     sizes = torch.tensor([len(targets) for _, targets in pairs])
     return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), _offsets(sizes))
@@ -281,55 +277,3 @@ def _cut(order: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor,
     num_train = count - num_validation - num_test
     train, valid, tested = order.split([num_train, num_validation, num_test])
     return train, valid, tested
-
-
-def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
-    """Return one client's inputs as a tensor of an allowed kind; refuse NaN and infinities by the client's name."""
-    inputs = _as_tensor(name, "inputs", values)
-    if inputs.ndim == 0:
-        raise UserError(f"Client {name!r} has a single number as inputs; allowed: an array of shape [n, ...].")
-    if inputs.dtype in (torch.int8, torch.int16, torch.int32):
-        inputs = inputs.long()
-    elif inputs.dtype in (torch.float16, torch.bfloat16):
-        inputs = inputs.float()
-    elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
-        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {_INPUT_KINDS}.")
-    if finite:
-        _check_finite(name, "inputs", inputs)
-    return inputs
-
-
-def _check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tuple[Tensor, Tensor]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise UserError(f"Client {name!r} is a {type(pair).__name__}; allowed: a pair (inputs, targets).")
-    inputs, targets = check_inputs(name, pair[0], finite=finite), _as_tensor(name, "targets", pair[1])
-    if targets.dtype == torch.bool or (not targets.is_floating_point() and not targets.is_complex()):
-        targets = targets.long()
-    elif targets.dtype not in (torch.float32, torch.float64):
-        raise UserError(f"Client {name!r} has targets of type {targets.dtype}; allowed: integers or floats.")
-    if targets.ndim == 0 or targets.ndim > 2:
-        raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
-    if len(inputs) != len(targets):
-        raise UserError(
-            f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each."
-        )
-    if finite:
-        _check_finite(name, "targets", targets)
-    return inputs, targets
-
-
-def _as_tensor(name: str, what: str, values: Any) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.detach().cpu()
-    try:
-        return torch.from_numpy(np.ascontiguousarray(values))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"Client {name!r} has {what} that are no array of numbers ({error}).") from None
-
-
-def _check_finite(name: str, what: str, values: Tensor) -> None:
-    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-        row = int((~torch.isfinite(values.flatten(1) if values.ndim > 1 else values[:, None])).any(1).nonzero()[0])
-        raise UserError(
-            f"Client {name!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
-        )

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fedem.algorithms.base import Algorithm, Mixture
+from fedem.arrays import check_inputs
 from fedem.config import GIVEN, Config
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError, unknown
 from fedem.evaluate import evaluate_unseen, personalize, predict
-from fedem.federation import Federation, Samples, check_inputs
+from fedem.federation import Federation, Samples
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
 from fedem.models.base import Model
@@ -35,6 +36,7 @@ class Shapes:
     """What a model must know of the data."""
 
     inputs: tuple[int, ...]
+    input_dtype: torch.dtype
     outputs: int
 
 
@@ -57,13 +59,14 @@ class Parts:
             spec = config.model
             source = lambda: spec.build(shapes.inputs, shapes.outputs)  # noqa: E731 - one line says it all
         model = Model(source, loss, dtype)
+        model.probe(torch.zeros(2, *shapes.inputs, dtype=shapes.input_dtype))
         method = find_method(config.name("method"))
         algorithm = method.algorithm(model, config.solver, **config.values("method"))
         return cls(model, algorithm, method.mixer(), find_device(config.run.device))
 
-    def engine(self, config: Config, inputs: Tensor, targets: Tensor) -> tuple[Engine, str | None]:
+    def engine(self, config: Config) -> tuple[Engine, str | None]:
         """Choose the engine; returns a note when it is not the one hoped for."""
-        return choose_engine(config.run.engine, config.run.chunk_size, self.model, inputs, targets)
+        return choose_engine(config.run.engine, config.run.chunk_size, self.model)
 
 
 def find_device(name: str) -> torch.device:
@@ -182,7 +185,7 @@ class Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
         shared, personal = self.fit_unseen(federation.train, max_iterations=max_iterations, which=which)
         state = State(self.state(which).round, {name: leaf[None] for name, leaf in shared.items()}, personal)
-        engine, _ = self.parts.engine(self.config, federation.train.inputs, federation.train.targets)
+        engine, _ = self.parts.engine(self.config)
         scores = evaluate_unseen(self.parts.algorithm, engine, shared, personal, federation)
         summary = {
             "method": self.config.name("method"),
@@ -225,7 +228,7 @@ class Result:
         if config.name("model") == GIVEN and model is None:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
         states, facts = folder.load()
-        shapes = Shapes(tuple(facts["input_shape"]), facts["num_outputs"])
+        shapes = Shapes(tuple(facts["input_shape"]), getattr(torch, facts["input_dtype"]), facts["num_outputs"])
         parts = Parts.build(config, shapes, model)
         placed = {role: state.to(parts.device) for role, state in states.items()}
         summary, clients = folder.summary(), folder.clients() if folder.summary() else []
@@ -234,4 +237,9 @@ class Result:
 
 def checkpoint_facts(names: Sequence[str], shapes: Shapes) -> dict[str, Any]:
     """Return what a checkpoint must say besides its tensors."""
-    return {"clients": list(names), "input_shape": list(shapes.inputs), "num_outputs": shapes.outputs}
+    return {
+        "clients": list(names),
+        "input_shape": list(shapes.inputs),
+        "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
+        "num_outputs": shapes.outputs,
+    }

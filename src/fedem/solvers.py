@@ -132,7 +132,9 @@ class Newton(Solver):
             return objective(unflatten(vector))[0] + self.weight_decay / 2 * vector.square().sum()
 
         start = torch.cat([leaf.flatten() for leaf in parameters.values()])
-        curvature = jacrev(grad(value))(start) + self.ridge * torch.eye(len(start), dtype=start.dtype, device=start.device)
+        curvature = jacrev(grad(value))(start) + self.ridge * torch.eye(
+            len(start), dtype=start.dtype, device=start.device
+        )
         # solve_ex: a singular Hessian must not stop the other clients of a stack; its trial steps just don't improve.
         direction = torch.linalg.solve_ex(curvature, grad(value)(start)).result.nan_to_num()
         lengths = 0.5 ** torch.arange(self.num_trials, dtype=start.dtype, device=start.device)

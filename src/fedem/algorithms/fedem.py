@@ -51,7 +51,7 @@ class FedEM(Algorithm):
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each component's loss on each sample, in evaluation mode, ``[M, n]``."""
-        return {"losses": vmap(self.model.losses, in_dims=(0, None, None))(shared, inputs, targets)}
+        return {"losses": self.model.over_components(self.model.losses, (0, None, None))(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """E-step over all training samples, then the mixture weights (Eqs. 4 and 5)."""
@@ -67,7 +67,9 @@ class FedEM(Algorithm):
             weights = batch.weights * responsibilities
             return train_step(self.model, self.solver, component, memory, batch, weights, learning_rate)
 
-        shared, memory = vmap(one)(local.shared, local.memory, batch.samples["responsibilities"])
+        shared, memory = self.model.over_components(one, (0, 0, 0))(
+            local.shared, local.memory, batch.samples["responsibilities"]
+        )
         return local._replace(shared=shared, memory=memory)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:

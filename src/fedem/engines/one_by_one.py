@@ -51,11 +51,12 @@ class OneByOne(Engine):
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
     ) -> Iterator[Finished]:
         """Yield each client as it finishes."""
+        device = cohort.samples.inputs.device
         for position in range(len(cohort.reads)):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal = tree_index(cohort.personal, position)
             data = cohort.samples.client(position)
-            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], learning_rate)
+            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position].to(device), learning_rate)
             upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
             yield Finished(torch.tensor([position]), upload, kept)
 

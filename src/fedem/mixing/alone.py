@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 
 from fedem.mixing.base import Mixer, Mixing
@@ -25,11 +24,8 @@ class Alone(Mixer):
         return clients
 
     def plan(self, cohort: Tensor, sizes: Tensor) -> Mixing:
-        """Return the identity; sparse, for there may be very many clients."""
-        diagonal = torch.arange(len(cohort))
-        ones = torch.ones(len(cohort), dtype=torch.float64)
-        identity = torch.sparse_coo_tensor(torch.stack([diagonal, diagonal]), ones, check_invariants=True)
-        return Mixing(cohort, identity)
+        """Return the identity."""
+        return Mixing(cohort, None)
 
     def group_for_unseen(self) -> int | None:
         """None: nothing was learnt together."""

@@ -21,8 +21,8 @@ class Mixing(NamedTuple):
 
     groups: Tensor
     """``[g]`` int64: which groups are written"""
-    weights: Tensor
-    """``[g, C]``, dense or sparse: rows that sum to one"""
+    weights: Tensor | None
+    """``[g, C]``: rows that sum to one; None is the identity, for which there may be too many clients to write it out"""
 
     def apply(self, shared: Tree, uploads: Iterable[tuple[Tensor, Tree]]) -> Tree:
         """Mix uploads as they come, a few clients at a time.
@@ -33,30 +33,24 @@ class Mixing(NamedTuple):
 
         Returns:
             the next shared trees ``[G, ...]``; integer leaves (counters) take the largest value uploaded
-
         """
         device = next(iter(shared.values())).device
         groups = self.groups.to(device)
         mixed = {name: leaf.index_fill(0, groups, 0) for name, leaf in shared.items()}
         for positions, trees in uploads:
-            rows, weights = self._columns(positions)
-            written, weights = groups[rows.to(device)], weights.to(device)
+            if self.weights is None:
+                mine = groups[positions.to(device)]
+                mixed = {name: leaf.index_copy_(0, mine, trees[name]) for name, leaf in mixed.items()}
+                continue
+            weights = self.weights[:, positions].to(device)
             for name, leaf in trees.items():
                 if leaf.is_floating_point():
                     part = (weights.to(leaf.dtype) @ leaf.flatten(1)).reshape(-1, *leaf.shape[1:])
-                    mixed[name].index_add_(0, written, part)
+                    mixed[name].index_add_(0, groups, part)
                 else:
                     largest = torch.stack([leaf[row].amax(0) for row in weights > 0])
-                    mixed[name][written] = torch.maximum(mixed[name][written], largest)
+                    mixed[name][groups] = torch.maximum(mixed[name][groups], largest)
         return mixed
-
-    def _columns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that the clients at ``positions`` write to, and the dense block of their weights."""
-        block = self.weights.index_select(1, positions.cpu())
-        if not block.is_sparse:
-            return torch.arange(len(block)), block
-        rows = block.coalesce().indices()[0].unique()
-        return rows, block.index_select(0, rows).to_dense()
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,20 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map as pytree_map
 
 from fedem.errors import UserError
 from fedem.models.losses import Loss
 from fedem.settings import Settings
-from fedem.tree import Tree
+from fedem.tree import Tree, tree_stack
 
 
 class FoldedLinear(nn.Linear):
@@ -69,6 +72,8 @@ class Model:
         self._build = _rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
+        self.not_stackable = _reason_not_to_stack(self._training)
+        """why models can't be stacked through vmap; None when they can"""
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -121,19 +126,42 @@ class Model:
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(self.dtype) if targets.is_floating_point() else targets
 
-    @cached_property
-    def not_stackable(self) -> str | None:
-        """Why clients can't be trained stacked, if so: what a batch's padding or torch's own randomness would spoil."""
-        reasons: tuple[tuple[type[nn.Module], str], ...] = (
-            (_BatchNorm, "batch normalisation would see the padding of short batches"),
-            (_DropoutNd, "dropout draws from torch's global generator"),
-            (nn.RNNBase, "torch has no vmap rule for its recurrent layers"),
-        )
-        for part in self._training.modules():
-            for kind, reason in reasons:
-                if isinstance(part, kind) and getattr(part, "p", 1) > 0:
-                    return f"{type(part).__name__}: {reason}"
-        return None
+    def probe(self, inputs: Tensor) -> None:
+        """Stack two copies of the module and try them on a few inputs; note in ``not_stackable`` if that fails."""
+        if self.not_stackable is not None:
+            return
+        trees = [self.init(0), self.init(1)]
+        try:
+            together = vmap(self.outputs)(tree_stack(trees), torch.stack([inputs, inputs]))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            self.not_stackable = str(error).splitlines()[0]
+            return
+        if not torch.allclose(together[1], self.outputs(trees[1], inputs), rtol=1e-3, atol=1e-4):
+            self.not_stackable = "its stacked and its single outputs differ"
+
+    def over_components(self, function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
+        """Return ``function`` of one component as one of M stacked ones, by vmap where the module allows it.
+
+        ``in_dims`` says for each argument whether it is stacked (0) or common to all components (None).
+        """
+        if self.not_stackable is None:
+            return vmap(function, in_dims=in_dims)
+
+        def loop(*arguments: Any) -> Any:
+            stacked = next(argument for argument, dim in zip(arguments, in_dims, strict=True) if dim == 0)
+            count = len(tree_leaves(stacked)[0])
+            results = [
+                function(
+                    *(
+                        argument if dim is None else pytree_map(lambda leaf, m=m: leaf[m], argument)
+                        for argument, dim in zip(arguments, in_dims, strict=True)
+                    )
+                )
+                for m in range(count)
+            ]
+            return pytree_map(lambda *leaves: torch.stack(leaves), *results)
+
+        return loop
 
     def check(self, inputs: Tensor, targets: Tensor) -> None:
         """Try a few samples; refuse a module whose output does not fit the loss or the inputs."""
@@ -145,11 +173,6 @@ class Model:
         if outputs.ndim != 2 or len(outputs) != len(inputs[:2]):
             raise UserError(
                 f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples; allowed: [n, outputs]."
-            )
-        if isinstance(self.loss.num_outputs(targets), int) and outputs.shape[1] < self.loss.num_outputs(targets):
-            raise UserError(
-                f"The model puts out {outputs.shape[1]} numbers a sample; allowed: at least "
-                f"{self.loss.num_outputs(targets)} for these targets."
             )
         self.loss.check(outputs.shape[1], targets)
 
@@ -171,3 +194,17 @@ def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
         return module
 
     return rebuild
+
+
+def _reason_not_to_stack(module: nn.Module) -> str | None:
+    """Return what the padding of short batches or torch's own randomness would spoil, if anything."""
+    reasons: tuple[tuple[type[nn.Module], str], ...] = (
+        (_BatchNorm, "batch normalisation would see the padding of short batches"),
+        (_DropoutNd, "dropout draws from torch's global generator"),
+        (nn.RNNBase, "torch has no vmap rule for its recurrent layers"),
+    )
+    for part in module.modules():
+        for kind, reason in reasons:
+            if isinstance(part, kind) and getattr(part, "p", 1) > 0:
+                return f"{type(part).__name__}: {reason}"
+    return None

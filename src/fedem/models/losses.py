@@ -48,13 +48,17 @@ class Loss(Settings, ABC):
 class _Classification(Loss):
     """Shared by the losses whose targets are classes: the metric is accuracy."""
 
+    @abstractmethod
+    def num_classes(self, num_outputs: int) -> int:
+        """K for a model with so many outputs; refuses a number that can't be."""
+
     def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """1 where the most probable class is the target."""
         return (predictions.argmax(-1) == targets).to(predictions.dtype)
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
         """Targets must be integers from 0 to K - 1."""
-        num_classes = max(num_outputs, 2)
+        num_classes = self.num_classes(num_outputs)
         if targets.is_floating_point() or targets.ndim != 1:
             raise UserError(
                 f"Targets are {targets.dtype} of shape {list(targets.shape)}; allowed for classes: integers, [n]."
@@ -73,6 +77,12 @@ class CrossEntropy(_Classification):
         """K: one more than the largest class."""
         return int(targets.max()) + 1
 
+    def num_classes(self, num_outputs: int) -> int:
+        """One output a class."""
+        if num_outputs < 2:
+            raise UserError("The model puts out 1 number a sample; allowed for cross-entropy: one a class, at least 2.")
+        return num_outputs
+
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[n]``."""
         return -torch.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -89,6 +99,14 @@ class Logistic(_Classification):
     def num_outputs(self, targets: Tensor) -> int:
         """One logit."""
         return 1
+
+    def num_classes(self, num_outputs: int) -> int:
+        """Two, from one output."""
+        if num_outputs != 1:
+            raise UserError(
+                f"The model puts out {num_outputs} numbers a sample; allowed for two classes (logistic): 1."
+            )
+        return 2
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softplus(o) - y o``, ``[n]``."""
@@ -116,7 +134,10 @@ class SquaredError(Loss):
     def check(self, num_outputs: int, targets: Tensor) -> None:
         """Targets must be D numbers."""
         if (1 if targets.ndim == 1 else targets.shape[1]) != num_outputs:
-            raise UserError(f"Targets have shape {list(targets.shape)}; allowed: [n, {num_outputs}].")
+            raise UserError(
+                f"Targets have shape {list(targets.shape)}; allowed for a model with {num_outputs} outputs: "
+                f"[n, {num_outputs}]."
+            )
 
     def _errors(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return (predictions - targets.reshape(predictions.shape)).square().sum(-1)

@@ -1,0 +1,189 @@
+"""``python -m benchmarks``: a round of the stacked engine beside plain PyTorch loops and the floor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.agreement import check_agreement
+from benchmarks.engine import LEARNING_RATES, NUM_COMPONENTS, SEED, as_server, make_training
+from benchmarks.floor import floor_seconds
+from benchmarks.many_clients import Crowd, compare
+from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
+from benchmarks.plain_loop import LOOPS, run_round
+from fedem.data.synthetic import Synthetic
+from fedem.engines import Batching
+from fedem.federation import Federation
+
+TITLES = {
+    "stacked": "stacked engine (fedem)",
+    "plain_loop": "plain loop, DataLoader",
+    "index_loop": "plain loop, index tensors",
+    "floor": "floor: matrix products alone",
+}
+
+
+BUSY = 0.1
+"""Cores busy with other processes above which timings can't be trusted: parallel steps wait for the slowest thread."""
+
+
+class Plan(NamedTuple):
+    """Sizes of a run of all benchmarks; the defaults are the paper's."""
+
+    source: Synthetic
+    crowd: Crowd
+    stacked: Effort
+    loops: Effort
+    floor: Effort
+
+
+FULL = Plan(
+    Synthetic(num_validation=0, num_test=0),
+    Crowd(),
+    stacked=Effort(3, 15),
+    loops=Effort(1, 3),
+    floor=Effort(5, 20),
+)
+QUICK = Plan(
+    Synthetic(num_clients=5, dimension=6, max_samples=200, num_validation=0, num_test=0),
+    Crowd(few=50, many=500, cohort_size=10, samples=8, dimension=4, effort=Effort(1, 2)),
+    stacked=Effort(1, 2),
+    loops=Effort(1, 1),
+    floor=Effort(1, 2),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run everything, print the tables and, if asked, write all figures to a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run on tiny data; its figures mean nothing")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
+    options = parser.parse_args(arguments)
+    figures = run_all(QUICK if options.quick else FULL, Console(highlight=False))
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def run_all(plan: Plan, console: Console) -> dict[str, Any]:
+    """Check that all do the same mathematics, time them and print; returns all figures."""
+    figures: dict[str, Any] = {"environment": environment(), "agreement": {}, "rounds": {}}
+    console.print("{cpu}, {threads} threads, torch {torch}, Python {python}".format(**figures["environment"]))
+    federation = plan.source.make(SEED).federation
+    figures["data"] = {
+        "num_clients": federation.num_clients,
+        "num_samples": len(federation.train),
+        "dimension": federation.input_shape[0],
+    }
+    console.print("{num_clients} clients, {num_samples} samples, {dimension} features".format(**figures["data"]))
+    for method in NUM_COMPONENTS:
+        differences = check_agreement(method, federation)
+        figures["agreement"][method] = differences
+        found = ", ".join(f"{name} {difference:.1e}" for name, difference in differences.items())
+        console.print(f"{method}: the loops do the engine's mathematics; largest difference: {found}", soft_wrap=True)
+    disturbance = Disturbance()
+    for method in NUM_COMPONENTS:
+        timings = time_method(method, federation, plan)
+        figures["rounds"][method] = {name: timing.figures() for name, timing in timings.items()} | _ratios(timings)
+        _print_rounds(console, method, timings)
+    figures["many_clients"] = compare(plan.crowd)
+    _print_crowd(console, figures["many_clients"])
+    figures["cores_busy_with_others"] = disturbance.cores()
+    _print_disturbance(console, figures["cores_busy_with_others"])
+    return figures
+
+
+def time_method(method: str, federation: Federation, plan: Plan) -> dict[str, Timing]:
+    """Time a round of one method, one contestant after the other."""
+    batching = Batching()
+    training = make_training(method, federation, batching)
+    state = initial = training.init()
+    timings: dict[str, Timing] = {}
+
+    def advance() -> None:
+        nonlocal state
+        state, _ = training.step(state)
+
+    timings["stacked"] = measure(advance, plan.stacked)
+    for name, prepare in LOOPS.items():
+        torch.manual_seed(SEED)
+        clients = prepare(federation.train, batching.batch_size)
+        server = as_server(initial, federation.num_clients)
+
+        def loop() -> None:
+            nonlocal server
+            server = run_round(server, clients, LEARNING_RATES[method])  # noqa: B023 - called in this pass alone
+
+        timings[name] = measure(loop, plan.loops)
+    timings["floor"] = floor_seconds(federation.train.inputs, NUM_COMPONENTS[method], plan.floor)
+    return timings
+
+
+def _ratios(timings: Mapping[str, Timing]) -> dict[str, float]:
+    stacked = timings["stacked"].median
+    return {
+        "plain_to_stacked": timings["plain_loop"].median / stacked,
+        "index_to_stacked": timings["index_loop"].median / stacked,
+        "stacked_to_floor": stacked / timings["floor"].median,
+    }
+
+
+def _print_rounds(console: Console, method: str, timings: Mapping[str, Timing]) -> None:
+    table = Table(title=f"One round of {method}, M = {NUM_COMPONENTS[method]}", box=box.ASCII2, title_justify="left")
+    table.add_column("")
+    table.add_column("seconds a round", justify="right")
+    table.add_column("ratio to stacked", justify="right")
+    for name, timing in timings.items():
+        table.add_row(TITLES[name], f"{timing.median:.4f}", f"{timing.median / timings['stacked'].median:.3f}")
+    console.print()
+    console.print(table)
+    ratios = _ratios(timings)
+    console.print(
+        f"A round of {method} in a plain loop takes {ratios['plain_to_stacked']:.1f} times the stacked engine's."
+    )
+    console.print(f"The stacked engine takes {ratios['stacked_to_floor']:.1f} times the floor of its multiply-adds.")
+
+
+def _print_crowd(console: Console, figures: Mapping[str, Any]) -> None:
+    table = Table(title=f"FedEM, {figures['cohort_size']} clients a round", box=box.ASCII2, title_justify="left")
+    table.add_column("")
+    for group in ("few", "many"):
+        table.add_column(f"{figures[group]['num_clients']:,} clients", justify="right")
+    mebibyte = 1 << 20
+    for title, key, scale, digits in (
+        ("seconds a round", "seconds", 1, 4),
+        ("seconds to make the data", "data_seconds", 1, 2),
+        ("training data, MiB", "data_bytes", mebibyte, 0),
+        ("peak memory in all, MiB", "peak_bytes", mebibyte, 0),
+        ("resident before training, MiB", "resident_bytes_before_training", mebibyte, 0),
+        ("peak increase in training, MiB", "peak_increase_in_training_bytes", mebibyte, 1),
+        ("state a client, bytes", "state_bytes_per_client", 1, 0),
+    ):
+        table.add_row(title, *(f"{figures[group][key] / scale:,.{digits}f}" for group in ("few", "many")))
+    console.print()
+    console.print(table)
+    few, many = (figures[group]["num_clients"] for group in ("few", "many"))
+    console.print(
+        f"With {many:,} clients a round takes {figures['ratio_many_to_few']:.2f} times as long as with {few:,}."
+    )
+
+
+def _print_disturbance(console: Console, cores: float | None) -> None:
+    if cores is None:
+        return
+    console.print(f"\nOther processes kept {cores:.2f} cores busy meanwhile.")
+    if cores > BUSY:
+        console.print(
+            "That is too much for these figures to mean anything; run again on an idle machine.", soft_wrap=True
+        )
+
+
+if __name__ == "__main__":
+    main()

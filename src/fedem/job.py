@@ -1,0 +1,220 @@
+"""A run, prepared and carried on round by round; what is trained is scored here and summed up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.fedem import FedEM
+from fedem.config import Config
+from fedem.data.base import Dataset, Truth
+from fedem.engines import Engine
+from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize
+from fedem.federation import PARTS, Federation
+from fedem.models.losses import LOSSES, guess_loss
+from fedem.records import Record, client_rows, mixture_weights, name_scores
+from fedem.recovery import Recovery, recover
+from fedem.result import ModelSource, Parts, Result, Shapes, checkpoint_facts
+from fedem.rounds import RoundLog, State, Training, cohort_size
+from fedem.tree import Tree
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    state: State
+    best: State | None
+    best_validation: float | None
+    history: list[Record]
+
+    @property
+    def states(self) -> dict[str, State]:
+        """The states worth keeping, by role."""
+        return {"last": self.state} | ({"best": self.best} if self.best else {})
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, prepared: everything checked, nothing trained."""
+
+    config: Config
+    parts: Parts
+    shapes: Shapes
+    engine: Engine
+    note: str | None
+    federation: Federation
+    truth: Truth | None
+    training: Training
+
+    @classmethod
+    def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None) -> Job:
+        """Check everything that can be checked before work starts."""
+        federation = dataset.federation
+        if config.run.unseen:
+            federation = federation.hold_out(config.run.unseen, config.run.seed)
+        targets = _all_targets(federation)
+        config = _settle_loss(config, targets)
+        loss = config.loss
+        assert loss is not None, "just settled"
+        inputs = federation.train.inputs
+        shapes = Shapes(federation.input_shape, inputs.dtype, loss.num_outputs(targets))
+        parts = Parts.build(config, shapes, source)
+        parts.model.check(inputs, targets)
+        parts.model.probe(inputs[:2])
+        engine, note = parts.engine(config)
+        training = Training(
+            parts.algorithm,
+            parts.mixer,
+            engine,
+            config.batching,
+            config.schedule,
+            federation,
+            config.run.rounds,
+            cohort_size(config.run.clients_per_round, federation.num_clients),
+            config.run.seed,
+            parts.device,
+        )
+        return cls(config, parts, shapes, engine, note, federation, dataset.truth, training)
+
+    @property
+    def facts(self) -> Record:
+        """What a checkpoint must say besides its tensors."""
+        return checkpoint_facts(self.federation.names, self.shapes)
+
+    def scores(self, state: State) -> dict[str, Scores]:
+        """Score a state on every part of the data."""
+        return evaluate(self.parts.algorithm, self.parts.mixer, self.engine, state, self.federation)
+
+    def advance(self, progress: Progress) -> Record:
+        """Run one round and, when it is due, score the new state."""
+        progress.state, log = self.training.step(progress.state)
+        entry = _cost(progress.state.round, log)
+        every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
+        if last or (every and progress.state.round % every == 0):
+            scores = self.scores(progress.state)
+            entry |= name_scores(scores)
+            validation = scores.get("validation")
+            if validation is not None and _improves(validation, progress.best_validation):
+                progress.best, progress.best_validation = progress.state, validation.average
+        progress.history.append(entry)
+        return entry
+
+    def conclude(self, progress: Progress) -> Result:
+        """Score the end of the run and sum it up."""
+        started = time.perf_counter()
+        scores = self.scores(progress.state)
+        summary = self._summary(progress, scores)
+        clients = client_rows("train", self.federation.names, scores, progress.state.personal)
+        if self.federation.unseen is not None and self.parts.mixer.group_for_unseen() is not None:
+            unseen, personal = self._unseen(progress.state)
+            summary |= {f"unseen_{key}": value for key, value in name_scores(unseen).items()}
+            clients += client_rows("unseen", self.federation.unseen.names, unseen, personal)
+        summary["seconds_total"] = sum(line["seconds"] for line in progress.history) + time.perf_counter() - started
+        return Result(
+            self.config,
+            self.parts,
+            self.shapes,
+            progress.states,
+            self.federation.names,
+            summary,
+            progress.history,
+            clients,
+        )
+
+    def _unseen(self, state: State) -> tuple[dict[str, Scores], Tree]:
+        unseen = self.federation.unseen
+        assert unseen is not None, "asked for only when there are unseen clients"
+        algorithm = self.parts.algorithm
+        with torch.no_grad():
+            shared, personal = personalize(algorithm, self.parts.mixer, state, unseen.train)
+        return evaluate_unseen(algorithm, self.engine, shared, personal, unseen), personal
+
+    def _summary(self, progress: Progress, scores: Mapping[str, Scores]) -> Record:
+        seconds = [line["seconds"] for line in progress.history]
+        history = progress.history
+        algorithm = self.parts.algorithm
+        summary: Record = {
+            "method": self.config.name("method"),
+            "data": self.config.name("data"),
+            "rounds": progress.state.round,
+            "seed": self.config.run.seed,
+            "num_clients": self.federation.num_clients,
+            "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
+            "num_components": algorithm.num_components if isinstance(algorithm, FedEM) else 1,
+            "num_parameters": self.parts.model.num_parameters,
+            "device": str(self.parts.device),
+            "engine": type(self.engine).__name__,
+            **name_scores(scores),
+            "best": self._best(progress),
+            "seconds_per_round": statistics.median(seconds[1:] or seconds),
+            "bytes_up_per_round": round(statistics.mean(line["bytes_up"] for line in history)),
+            "bytes_down_per_round": round(statistics.mean(line["bytes_down"] for line in history)),
+        }
+        if self.truth is not None:
+            oracle = evaluate_oracle(self.truth, self.federation)
+            if oracle is not None:
+                summary |= {"oracle_accuracy": oracle.average, "oracle_bottom_decile": oracle.bottom_decile}
+                summary["oracle_loss"] = oracle.loss
+            recovery = self._recovery(progress.state)
+            if recovery is not None:
+                summary["recovery"] = {
+                    "component_distances": list(recovery.component_distances),
+                    "weight_distance": recovery.weight_distance,
+                    "cluster_accuracy": recovery.cluster_accuracy,
+                }
+        if self.note:
+            summary["note"] = self.note
+        return summary
+
+    def _best(self, progress: Progress) -> Record | None:
+        """Sum up the state that was best by validation; the test part took no part in choosing it."""
+        if progress.best is None:
+            return None
+        return {"round": progress.best.round, **name_scores(self.scores(progress.best))}
+
+    def _recovery(self, state: State) -> Recovery | None:
+        """Compare with the truth, where the method learns components of the truth's kind."""
+        weights, truth = mixture_weights(state.personal), self.truth
+        components = next((leaf for name, leaf in state.shared.items() if name.endswith("weight")), None)
+        if weights is None or truth is None or components is None or components.shape[0] != 1:
+            return None
+        flat = components[0].flatten(1)
+        if flat.shape[1] != truth.components.shape[1]:
+            return None
+        return recover(flat, weights, truth.components, truth.weights_of(self.federation.names))
+
+
+def _all_targets(federation: Federation) -> Tensor:
+    groups = [federation] + ([federation.unseen] if federation.unseen else [])
+    return torch.cat([group.part(part).targets for group in groups for part in PARTS])
+
+
+def _settle_loss(config: Config, targets: Tensor) -> Config:
+    """Replace loss "auto" by the one that fits the targets, so that config.toml says what was done."""
+    if config.loss is not None:
+        return config
+    kind = type(guess_loss(targets))
+    return config.replace("loss", name=next(name for name, cls in LOSSES.items() if cls is kind))
+
+
+def _improves(scores: Scores, best: float | None) -> bool:
+    if best is None:
+        return True
+    return scores.average > best if scores.larger_is_better else scores.average < best
+
+
+def _cost(round_number: int, log: RoundLog) -> Record:
+    return {
+        "round": round_number,
+        "learning_rate": log.learning_rate,
+        "clients": len(log.cohort),
+        "seconds": log.seconds,
+        "bytes_up": log.bytes_up,
+        "bytes_down": log.bytes_down,
+    }

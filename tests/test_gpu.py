@@ -1,0 +1,57 @@
+"""The same on a GPU; skipped where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import advance, distance, make_federation, make_training
+
+import fedem
+from fedem.checkpoint import same_states
+from fedem.engines import OneByOne, Stacked
+from fedem.methods import METHODS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+@every_method
+def test_loop_equals_stacked_on_the_gpu(method: str) -> None:
+    states = [advance(make_training(method, engine=engine, device="cuda")) for engine in (OneByOne(), Stacked(2))]
+    assert distance(*states) < 1e-11
+
+
+@every_method
+def test_the_gpu_agrees_with_the_cpu(method: str) -> None:
+    states = [advance(make_training(method, device=device)) for device in ("cpu", "cuda")]
+    assert distance(*states) < 1e-11
+
+
+@every_method
+def test_samples_that_do_not_fit_are_sent_cohort_by_cohort(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = advance(make_training(method, device="cuda", cohort_size=2))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1, 1))
+    sent = advance(make_training(method, device="cuda", cohort_size=2))
+    assert distance(resident, sent) == 0
+
+
+def test_a_run_on_the_gpu_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    settings = {"rounds": 6, "checkpoint_every": 2, "device": "cuda", "clients_per_round": 0.5, "learning_rate": 0.1}
+    whole = fedem.train(make_federation(), out=tmp_path / "whole", **settings)
+
+    class StopError(Exception):
+        pass
+
+    def interrupt(record: dict[str, object]) -> None:
+        if record["round"] == 3:
+            raise StopError
+
+    with pytest.raises(StopError):
+        fedem.train(make_federation(), out=tmp_path / "cut", listener=interrupt, **settings)
+    resumed = fedem.train(make_federation(), out=tmp_path / "cut", resume=True, **settings)
+    assert same_states(whole.state(), resumed.state())
+    loaded = fedem.Result.load(tmp_path / "cut", device="cpu")
+    inputs = make_federation().test.inputs[:3]
+    torch.testing.assert_close(loaded.predict("ann", inputs), resumed.predict("ann", inputs))

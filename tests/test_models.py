@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import DIMENSION, advance, distance, make_federation, make_training
+from torch import nn
+from torch.func import vmap
+
+import fedem
+from fedem.engines import Batching, Engine, OneByOne, Stacked, choose_engine
+from fedem.errors import UserError
+from fedem.models import Linear, Model
+from fedem.models.base import FoldedLinear
+from fedem.models.losses import CrossEntropy, Logistic
+from fedem.tree import tree_stack
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIMENSION, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def _normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(DIMENSION, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+
+def _engine(model: Model) -> tuple[Engine, str | None]:
+    model.probe(make_federation(dtype=np.float32).train.inputs[:2])
+    return choose_engine("auto", 0, model)
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(DIMENSION))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs * self.scale).sum(-1, keepdim=True)
+
+
+class _Branching(nn.Module):
+    """What vmap can't stack: it branches on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIMENSION, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs) if inputs.sum() > -1e9 else inputs[:, :1]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_folded_linear_layer_is_a_linear_layer(bias: bool) -> None:
+    plain, folded = nn.Linear(5, 3, bias=bias).double(), FoldedLinear(5, 3, bias=bias).double()
+    folded.load_state_dict(plain.state_dict())
+    for shape in ((7, 5), (2, 7, 5), (5,)):
+        inputs = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        twin = inputs.detach().clone().requires_grad_()
+        outputs, expected = folded(inputs), plain(twin)
+        torch.testing.assert_close(outputs, expected)
+        outputs.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(inputs.grad, twin.grad)
+    for mine, theirs in zip(folded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_components_start_different_and_by_the_seed() -> None:
+    model = Model(_network, Logistic())
+    first, again, other = model.init(1), model.init(1), model.init(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_module_given_as_such_is_initialised_afresh() -> None:
+    module = _network()
+    model = Model(module, Logistic())
+    assert not torch.equal(model.init(1)["0.weight"], model.init(2)["0.weight"])
+    assert not torch.equal(model.init(1)["0.weight"], module[0].weight)
+
+
+def test_a_module_that_cannot_start_afresh_is_refused_by_the_name_of_its_part() -> None:
+    with pytest.raises(UserError, match=r"'1' \(_Scale\).*pass a function"):
+        Model(nn.Sequential(nn.Identity(), _Scale()), Logistic())
+
+
+def test_building_a_model_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    Model(_network, Logistic()).init(5)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_bytes_are_scaled_and_floats_converted() -> None:
+    model = Model(lambda: nn.Linear(2, 1, bias=False), Logistic(), torch.float64)
+    parameters = {"weight": torch.ones(1, 2, dtype=torch.float64)}
+    assert float(model.outputs(parameters, torch.tensor([[255, 0]], dtype=torch.uint8))) == 1.0
+    assert model.outputs(parameters, torch.ones(1, 2)).dtype == torch.float64
+
+
+def test_a_network_stacks_and_agrees_with_the_loop() -> None:
+    model = Model(_network, Logistic(), torch.float64)
+    engine, note = _engine(model)
+    assert isinstance(engine, Stacked)
+    assert note is None
+    for method in ("fedem", "fedavg", "local"):
+        states = [advance(make_training(method, model=model, engine=e)) for e in (OneByOne(), Stacked())]
+        assert distance(*states) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (_normalised, "BatchNorm1d"),
+        (lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.5)), "Dropout"),
+        (_Branching, "vmap"),
+    ],
+)
+def test_what_cannot_be_stacked_runs_one_by_one_with_a_note(build, reason: str) -> None:
+    model = Model(build, Logistic())
+    engine, note = _engine(model)
+    assert isinstance(engine, OneByOne)
+    assert reason in note
+    with pytest.raises(UserError, match="use engine one_by_one or auto"):
+        choose_engine("stacked", 0, model)
+
+
+def test_dropout_that_drops_nothing_stacks() -> None:
+    model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), Logistic())
+    assert isinstance(_engine(model)[0], Stacked)
+
+
+def test_batch_norm_carries_its_statistics_and_evaluation_uses_them() -> None:
+    federation = make_federation(sizes=(12, 9, 30))
+    training = make_training(
+        "fedem",
+        federation,
+        model=Model(_normalised, Logistic(), torch.float64),
+        engine=OneByOne(),
+        batching=Batching(0),
+    )
+    start, state = training.init(), advance(training)
+    assert not torch.equal(start.shared["1.running_mean"], state.shared["1.running_mean"])
+    assert state.shared["1.num_batches_tracked"].tolist() == [[3, 3, 3]]  # counted, not averaged
+    again = advance(training)
+    assert distance(state, again) == 0  # dropout draws by client and round, not from a global state
+
+
+def test_dropout_is_off_in_the_e_step_and_in_evaluation() -> None:
+    model = Model(_normalised, Logistic(), torch.float64)
+    inputs, targets = make_federation().train.client(3)
+    assert torch.equal(model.losses(model.init(0), inputs, targets), model.losses(model.init(0), inputs, targets))
+    trained = [model.training_losses(model.init(0), inputs, targets)[0] for _ in range(2)]
+    assert not torch.equal(*trained)
+
+
+def test_stacked_components_share_one_pass_over_the_inputs() -> None:
+    """The folded layer gives the same as separate models, forwards and backwards."""
+    model = Model(lambda: Linear().build((DIMENSION,), 3), CrossEntropy(), torch.float64)
+    trees = [model.init(m) for m in range(4)]
+    inputs, targets = torch.randn(10, DIMENSION, dtype=torch.float64), torch.arange(10) % 3
+    stacked = tree_stack(trees)
+
+    def objective(tree: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model.losses(tree, inputs, targets).sum()
+
+    together = vmap(torch.func.grad(objective))(stacked)
+    for m, tree in enumerate(trees):
+        for name, leaf in torch.func.grad(objective)(tree).items():
+            torch.testing.assert_close(together[name][m], leaf)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Linear(3, 1), r"can't take inputs of shape \[4\]"),
+        (lambda: nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), r"puts out shape"),
+        (lambda: nn.Linear(4, 2), "puts out 2 numbers"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_training(build, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        fedem.train(make_federation(), model=build, rounds=1)
