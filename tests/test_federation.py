@@ -20,7 +20,8 @@ from fedem.federation import PARTS, Federation, Samples
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
 client_sizes = st.lists(st.integers(1, 25), min_size=1, max_size=8)
-shares = st.tuples(st.floats(0, 0.49), st.floats(0, 0.49))
+share = st.floats(0, 1, exclude_max=True)
+shares = st.tuples(share, share).filter(lambda pair: sum(pair) < 1)
 seeds = st.integers(0, 2**31)
 
 
@@ -159,6 +160,9 @@ class TestSplit:
             (10, 0.0, 0.0, [10, 0, 0]),
             (2, 0.49, 0.49, [1, 0, 1]),
             (1, 0.49, 0.49, [1, 0, 0]),
+            (1, 0.0, 0.9, [1, 0, 0]),
+            (1, 0.9, 0.0, [1, 0, 0]),
+            (4, 0.0, 0.99, [1, 0, 3]),
         ],
     )
     def test_shares_are_kept(self, size: int, validation: float, test: float, expected: list[int]) -> None:

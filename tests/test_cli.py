@@ -1,0 +1,230 @@
+"""The command line as a user meets it: what it prints, writes, and how it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedem
+from fedem import cli
+
+SMALL = ["--set", "data.num_clients=10", "--set", "data.dimension=6", "--set", "data.num_test=30", "--rounds", "4"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Call ``fedem ...`` in this process, in an empty folder; returns (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedem", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_train_shows_progress_a_table_and_the_folder(run, tmp_path: Path) -> None:
+    code, out, err = run("train", *SMALL, "--baselines", "fedavg,local", "--out", tmp_path / "r")
+    assert code == 0
+    assert all(name in out for name in ("FedEM (M=3)", "FedAvg", "Local", "oracle", "bottom"))
+    assert f"Run folder: {tmp_path / 'r'}" in out
+    assert "4/4" in err
+    assert (tmp_path / "r/baselines/local/summary.json").exists()
+    _, again, _ = run("show", tmp_path / "r")
+    assert again in out
+
+
+def test_quiet_prints_the_folder_alone(run, tmp_path: Path) -> None:
+    code, out, err = run("train", *SMALL, "--out", tmp_path / "r", "--quiet")
+    assert (code, out, err) == (0, f"Run folder: {tmp_path / 'r'}\n", "")
+
+
+def test_folders_get_names_of_their_own(run, tmp_path: Path) -> None:
+    for expected in ("synthetic-fedem-seed3", "synthetic-fedem-seed3-2"):
+        code, out, _ = run("train", *SMALL, "--seed", "3", "-q")
+        assert code == 0
+        assert out.strip() == f"Run folder: runs/{expected}"
+
+
+def test_options_win_over_a_file_and_set_over_all(run, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('[run]\nrounds = 2\nseed = 5\n[method]\nname = "fedavg"\n')
+    arguments = [
+        "--seed",
+        "6",
+        "--set",
+        "solver.momentum=0.5",
+        "--set",
+        "data.num_clients=5",
+        "--set",
+        "data.num_test=9",
+    ]
+    code, _, _ = run("train", tmp_path / "c.toml", *arguments, "--out", tmp_path / "r", "-q")
+    assert code == 0
+    summary = json.loads((tmp_path / "r/summary.json").read_text())
+    assert (summary["rounds"], summary["seed"], summary["method"], summary["num_clients"]) == (2, 6, "fedavg", 5)
+    config = fedem.Result.load(tmp_path / "r").config
+    assert config.solver.momentum == 0.5
+
+
+def test_a_runs_config_trains_the_same_again(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "a", "-q")
+    run("train", tmp_path / "a/config.toml", "--out", tmp_path / "b", "-q")
+    first, second = (fedem.Result.load(tmp_path / name) for name in "ab")
+    assert first.config == second.config
+    assert first.summary["test_loss"] == second.summary["test_loss"]
+
+
+def test_resume_needs_no_other_option(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    code, out, _ = run("train", "--out", tmp_path / "r", "--resume")
+    assert code == 0
+    assert "FedEM (M=3)" in out
+
+
+def test_evaluate_scores_again(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    code, out, _ = run("evaluate", tmp_path / "r", "--out", tmp_path / "scores.json")
+    assert code == 0
+    assert "best" in out
+    written, kept = (json.loads((tmp_path / name).read_text()) for name in ("scores.json", "r/summary.json"))
+    assert written["test_accuracy"] == kept["test_accuracy"]
+
+
+@pytest.mark.parametrize("ending", ["csv", "npz"])
+def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -> None:
+    rng = np.random.default_rng(0)
+    x, client = rng.normal(size=(200, 3)).astype(np.float32), np.arange(200) % 4
+    y = (np.where(client < 2, x[:, 0], -x[:, 0]) > 0).astype(int)
+
+    def write(name: str, rows: slice) -> Path:
+        path = tmp_path / f"{name}.{ending}"
+        if ending == "npz":
+            np.savez(path, x=x[rows], y=y[rows], client=client[rows].astype(str))
+        else:
+            with path.open("w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["client", "a", "b", "c", "y"])
+                writer.writerows([c, *row, t] for c, row, t in zip(client[rows], x[rows], y[rows], strict=True))
+        return path
+
+    old, new = write("old", slice(0, 150)), write("new", slice(150, 200))
+    options = ["--components", "2", "--rounds", "40", "--set", "schedule.learning_rate=1.0"]
+    assert run("train", "--data", old, *options, "--out", tmp_path / "r", "-q")[0] == 0
+    code, out, err = run("personalize", tmp_path / "r", "--data", new, "--out", tmp_path / "p")
+    assert code == 0, err
+    assert "4 clients" in out
+    for target in ("predictions.csv", "predictions.npz"):
+        code, _, err = run("predict", tmp_path / "p", "--client", "3", "--data", new, "--out", tmp_path / target)
+        assert code == 0, err
+    rows = list(csv.DictReader((tmp_path / "predictions.csv").read_text().splitlines()))
+    assert len(rows) == 50
+    assert all(abs(float(row["probability_0"]) + float(row["probability_1"]) - 1) < 1e-5 for row in rows)
+    mine = client[150:] == 3
+    hits = [int(row["prediction"]) == t for row, t, own in zip(rows, y[150:], mine, strict=True) if own]
+    assert np.mean(hits) > 0.8
+    with np.load(tmp_path / "predictions.npz") as archive:
+        assert archive["predictions"].shape == (50, 2)
+        assert [int(row["prediction"]) for row in rows] == archive["prediction"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--method", "fedm"], "Unknown method 'fedm'; allowed: fedavg, fedem, local. Did you mean 'fedem'?"),
+        (["train", "--data", "mnist"], "Unknown data 'mnist'"),
+        (["train", "--data", "none.csv"], "There is no file none.csv"),
+        (["train", "--rounds", "0"], "run.rounds is 0; allowed: at least 1"),
+        (["train", "--rounds", "many"], "'many' is not a valid int"),
+        (["train", "--components", "0"], "method.num_components is 0"),
+        (["train", "--method", "local", "--components", "2"], "Unknown key in [method] 'num_components'"),
+        (["train", "--clients-per-round", "-1"], "run.clients_per_round is -1.0; allowed: above 0"),
+        (["train", "--unseen", "1"], "run.unseen is 1.0; allowed: at least 0 and below 1"),
+        (["train", "--set", "momentum=3"], "--set got 'momentum=3'; allowed: section.key=value"),
+        (["train", "--set", "solver.momentun=0.3"], "Did you mean 'momentum'?"),
+        (["train", "--set", "solvr.momentum=0.3"], "Unknown section 'solvr'"),
+        (["train", "--set", "solver.momentum=1"], "solver.momentum is 1; allowed: at least 0 and below 1"),
+        (["train", "--device", "tpu"], "Unknown device 'tpu'"),
+        (["train", "--baselines", "fedavg,nothing"], "Unknown method 'nothing'"),
+        (["train", "--resume"], "--resume needs the folder"),
+        (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
+        (["train", "none.toml"], "There is no configuration file none.toml"),
+        (["train", "bad.toml"], "bad.toml can't be read as TOML"),
+        (["train", "unknown.toml"], "Unknown section in unknown.toml 'rnu'"),
+        (["train", "--out", "bad.toml/run"], "can't be written"),
+        (["train", "--nonsense"], "No such option"),
+        (["show", "nowhere"], "nowhere holds no run"),
+        (["evaluate", "nowhere"], "nowhere holds no run"),
+        (["predict", "nowhere", "--client", "a", "--data", "x.csv", "--out", "p.csv"], "nowhere holds no run"),
+        (["predict", "nowhere", "--client", "a", "--data", "x.csv", "--out", "p.txt"], "ending in .csv or .npz"),
+        (["personalize", "nowhere", "--data", "x.csv", "--out", "p"], "nowhere holds no run"),
+        (["personalize", "nowhere"], "Missing option"),
+    ],
+)
+def test_errors_are_one_sentence_with_exit_code_two(run, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "bad.toml").write_text("[run\n")
+    (tmp_path / "unknown.toml").write_text("[rnu]\nrounds = 1\n")
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_errors_of_a_run_that_is_there(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    np.savez(tmp_path / "wide.npz", x=np.ones((2, 9)), y=[0, 1])
+    np.savez(tmp_path / "fits.npz", x=np.ones((2, 6), dtype=np.float32), y=[0, 1])
+    cases = [
+        (["train", *SMALL, "--out", "r"], "r holds a run already"),
+        (["train", "--out", "r", "--resume", "--seed", "9"], "other settings (run.seed)"),
+        (["predict", "r", "--client", "zoe", "--data", "fits.npz", "--out", "p.csv"], "Unknown client 'zoe'"),
+        (
+            ["predict", "r", "--client", "1", "--data", "wide.npz", "--out", "p.csv"],
+            "can't take inputs of shape [2, 9]",
+        ),
+        (["predict", "r", "--client", "1", "--data", "fits.npz", "--out", "no/where.csv"], "can't be written"),
+        (
+            ["predict", "r", "--client", "1", "--data", "fits.npz", "--out", "p.csv", "--which", "first"],
+            "Unknown state",
+        ),
+        (["personalize", "r", "--data", "wide.npz", "--out", "p"], "can't take inputs of shape [9]"),
+        (["personalize", "r", "--data", "fits.npz", "--out", "r"], "r holds a run already"),
+    ]
+    for arguments, message in cases:
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, ""), arguments
+        assert message in err
+        assert "Traceback" not in err
+
+
+def test_a_killed_runs_folder_can_be_shown(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    (tmp_path / "r/summary.json").unlink()
+    code, out, _ = run("show", tmp_path / "r")
+    assert code == 0
+    assert "not complete: 4 of 4 rounds" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["train", "show", "evaluate", "personalize", "predict", "version"])
+def test_every_command_has_help_that_teaches(run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "Usage" in out
+
+
+def test_python_m_fedem_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "fedem", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == fedem.__version__
