@@ -288,7 +288,7 @@ class TestReadToml:
 
     @pytest.mark.parametrize("text", ["run = 3", "[[run]]\nrounds = 3"])
     def test_a_section_that_is_none_is_refused(self, tmp_path: Path, text: str) -> None:
-        with pytest.raises(UserError, match=r"run\.toml: 'run' is .*3.*; allowed: a section \[run\]"):
+        with pytest.raises(UserError, match=r"'run' in .*run\.toml is .*3.*; allowed: a section \[run\]"):
             read_toml(write(tmp_path / "run.toml", text))
 
 

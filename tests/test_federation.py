@@ -436,7 +436,7 @@ class TestRefusals:
             ((np.ones((6, 2)), np.ones(4)), "6 inputs but 4 targets"),
             ((np.ones((6, 2)), np.ones((6, 1, 1))), r"targets of shape \[6, 1, 1\]"),
             ((torch.tensor(1.0), torch.tensor([1.0])), "a single number as inputs"),
-            ((torch.tensor([1.0]), torch.tensor(1.0)), r"targets of shape \[\]"),
+            ((torch.tensor([1.0]), torch.tensor(1.0)), "a single number as targets"),
             ((np.ones((6, 2)), np.array(["a"] * 6)), "targets that are no array of numbers"),
             ((np.array([["a"]] * 6), np.ones(6)), "inputs that are no array of numbers"),
             ((np.array([[1.0]] * 6, dtype=object), np.ones(6)), "inputs that are no array of numbers"),

@@ -274,9 +274,11 @@ def test_scores_can_be_made_again_from_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_truth_is_recovered_when_it_can_be() -> None:
-    data = fedem.Synthetic(num_clients=40, num_components=2, dimension=60, clustered=True, num_test=50).make(1)
+    data = fedem.Synthetic(
+        num_clients=40, num_components=2, dimension=60, clustered=True, min_samples=150, num_test=50
+    ).make(1)
     result = fedem.train(
-        data.federation, num_components=2, truth=data.truth, rounds=60, learning_rate=0.5, momentum=0.9, seed=1
+        data.federation, num_components=2, truth=data.truth, rounds=80, learning_rate=2.0, momentum=0.9, seed=1
     )
     recovery = result.summary["recovery"]
     assert recovery["cluster_accuracy"] == 1

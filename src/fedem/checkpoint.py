@@ -25,12 +25,18 @@ MANIFEST = "checkpoint.json"
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is there whole or not at all, even after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed run had begun to write."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -62,6 +68,7 @@ def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[st
     for path in folder.glob("round-*.safetensors"):
         if path.name not in named:
             path.unlink()
+    remove_leftovers(folder)
 
 
 def _named_files(folder: Path) -> set[str]:

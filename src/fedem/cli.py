@@ -19,15 +19,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedem import __version__
 from fedem.checkpoint import write_atomically, write_json
 from fedem.config import Config, Layer, Sections, parse_assignment, read_toml
-from fedem.data import DATA, Dataset
+from fedem.data import DATA
 from fedem.data.files import read_table
 from fedem.errors import UserError, unknown
 from fedem.federation import Federation
+from fedem.job import Job
 from fedem.methods import METHODS, find_method
 from fedem.report.tables import comparison, metric_of, remarks, states_table, unfinished
 from fedem.result import Result
 from fedem.runs import RunFolder, new_folder
-from fedem.training import Listener, reassess, run
+from fedem.training import Listener, carry_out, reassess
 
 app = typer.Typer(
     help="Federated learning of personalised models as mixtures.",
@@ -102,10 +103,10 @@ def train(
     folder.prepare(resume)
     with _waiting("Making the data", quiet):
         dataset = chosen.data.make(chosen.run.seed)
-    _train(chosen, dataset, folder, resume, quiet)
-    for other, settings_of_other in others.items():
-        place = RunFolder(folder.path / "baselines" / other)
-        _train(settings_of_other, dataset, place, resume and (place.path / "config.toml").exists(), quiet)
+    jobs = [(folder, Job.prepare(chosen, dataset, None))]
+    jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
+    for place, job in jobs:
+        _train(job, place, resume and (place.path / "config.toml").exists(), quiet)
     if not quiet:
         _show(folder)
     console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
@@ -220,12 +221,12 @@ def _baseline(layers: list[Layer], name: str) -> Config:
     return Config.build(*shared, {"method": {"name": name}})
 
 
-def _train(config: Config, dataset: Dataset, folder: RunFolder, resume: bool, quiet: bool) -> None:
-    title = METHODS[config.name("method")].title
-    with _progress(title, config.run.rounds, quiet) as listener:
-        result = run(config, dataset, out=folder.path, resume=resume, listener=listener)
-    if note := result.summary.get("note"):
-        errors.print(f"note: {note}", highlight=False)
+def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
+    title = METHODS[job.config.name("method")].title
+    if job.note:
+        errors.print(f"note: {job.note}", highlight=False)
+    with _progress(title, job.config.run.rounds, quiet) as listener:
+        carry_out(job, out=folder.path, resume=resume, listener=listener)
 
 
 def _show(folder: RunFolder) -> None:

@@ -33,7 +33,7 @@ class RunSettings(Settings):
     """How a run goes, whatever the method."""
 
     rounds: int = field(default=200, metadata={"min": 1})
-    seed: int = field(default=0, metadata={"min": 0})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
     clients_per_round: float = field(default=1.0, metadata={"above": 0})
     unseen: float = field(default=0.0, metadata={"min": 0, "below": 1})
     device: str = "auto"
@@ -53,6 +53,7 @@ _NAMED: dict[str, Mapping[str, type[Settings]]] = {
     "solver": SOLVERS,
     "schedule": SCHEDULES,
 }
+_WITHOUT_SETTINGS = [("data", GIVEN), ("model", GIVEN), ("loss", "auto")]
 _DEFAULTS: Sections = {
     "data": {"name": "synthetic"},
     "method": {"name": "fedem"},
@@ -72,7 +73,7 @@ class Config:
     @classmethod
     def build(cls, *layers: Layer, preset: bool = True) -> Config:
         """Lay sections over each other, later ones winning, on top of the defaults and the data set's preset."""
-        asked = _overlay(*layers)
+        asked = _overlay(*map(_check_layer, layers))
         chosen = _overlay({"data": _DEFAULTS["data"], "method": _DEFAULTS["method"]}, asked)
         method = find_method_name(chosen["method"].get("name"))
         ground = _preset(chosen["data"].get("name"), method) if preset else {}
@@ -165,12 +166,17 @@ def read_toml(path: Path) -> Sections:
         raise UserError(f"There is no configuration file {path}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} can't be read as TOML: {error}") from None
-    for name, values in content.items():
-        if name not in (*_UNNAMED, *_NAMED):
-            raise unknown(f"section in {path}", name, (*_UNNAMED, *_NAMED))
-        if not isinstance(values, dict):
-            raise UserError(f"{path}: {name!r} is {values!r}; allowed: a section [{name}].")
+    _check_layer(content, f" in {path}")
     return content
+
+
+def _check_layer(layer: Layer, where: str = "") -> Layer:
+    for name, values in layer.items():
+        if name not in (*_UNNAMED, *_NAMED):
+            raise unknown(f"section{where}", name, (*_UNNAMED, *_NAMED))
+        if not isinstance(values, Mapping):
+            raise UserError(f"{name!r}{where} is {values!r}; allowed: a section [{name}].")
+    return layer
 
 
 def parse_assignment(text: str) -> Sections:
@@ -201,6 +207,8 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
     flat: Values = {}
     for key, value in options.items():
         if key in _NAMED or key in _UNNAMED:
+            if key in _UNNAMED and not isinstance(value, Mapping):
+                raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
             chosen.setdefault(key, {}).update(value if isinstance(value, Mapping) else {"name": value})
         else:
             flat[key] = value
@@ -219,12 +227,12 @@ def _settings_class(section: str, values: Mapping[str, Any]) -> type[Settings] |
     """Return the class that describes a section's values; None when it has none to set."""
     if section in _UNNAMED:
         return _UNNAMED[section]
-    name, special = values.get("name"), {"data": GIVEN, "model": GIVEN, "loss": "auto"}.get(section)
-    if name == special:
+    name = values.get("name")
+    if (section, name) in _WITHOUT_SETTINGS:
         return None
-    if name not in _NAMED[section]:
+    if not isinstance(name, str) or name not in _NAMED[section]:
         raise unknown(section, name, _NAMED[section])
-    return _NAMED[section][str(name)]
+    return _NAMED[section][name]
 
 
 def _keys(section: str, values: Mapping[str, Any]) -> list[str]:
@@ -249,7 +257,8 @@ def _overlay(*layers: Layer) -> Sections:
     for layer in layers:
         for section, values in layer.items():
             old = merged.get(section, {})
-            if "name" in values and old.get("name") not in (None, values["name"]):
+            default = _DEFAULTS.get(section, {}).get("name")
+            if old and "name" in values and old.get("name", default) != values["name"]:
                 known = _keys(section, values)
                 old = {key: value for key, value in old.items() if key in known}
             merged[section] = old | dict(values)

@@ -15,4 +15,4 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     names = sorted(allowed)
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names)}.{hint}")
+    return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names) or 'none'}.{hint}")

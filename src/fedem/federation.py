@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.arrays import check_pair, describe
+from fedem.arrays import check_pair, describe, first_not_finite, not_finite
 from fedem.errors import UserError, unknown
 from fedem.randomness import HOLD_OUT, SPLIT, choose, client_keys, derive
 
@@ -58,10 +58,15 @@ class Samples:
         """Return the samples of ``clients`` (positions) in that order; only their rows are read."""
         if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
             return self
+        if len(clients) and not 0 <= int(clients.min()) <= int(clients.max()) < self.num_clients:
+            raise UserError(
+                f"Positions run from {int(clients.min())} to {int(clients.max())}; "
+                f"allowed: 0 to {self.num_clients - 1}."
+            )
         sizes = self.sizes[clients]
         offsets = _offsets(sizes)
-        shift = torch.repeat_interleave(self.offsets[clients] - offsets[:-1], sizes)
-        rows = (torch.arange(int(offsets[-1])) + shift).to(self.inputs.device)
+        shift = np.repeat((self.offsets[clients] - offsets[:-1]).numpy(), sizes.numpy())
+        rows = torch.from_numpy(np.arange(int(offsets[-1])) + shift).to(self.inputs.device)
         return Samples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows), offsets)
 
     def to(self, device: torch.device) -> Samples:
@@ -128,6 +133,9 @@ class Federation:
         x, y = check_pair("(all)", (inputs, targets), finite=False)
         if owners.shape != (len(y),):
             raise UserError(f"There must be one client name a row: got shape {owners.shape} for {len(y)} rows.")
+        for what, values in (("inputs", x), ("targets", y)):
+            if (row := first_not_finite(values)) is not None:
+                raise not_finite(owners[row], what, row)
         names, codes = np.unique(owners, return_inverse=True)
         order = torch.from_numpy(np.argsort(codes, kind="stable"))
         ends = np.bincount(codes, minlength=len(names)).tolist()
@@ -138,6 +146,9 @@ class Federation:
     def from_generator(cls, clients: Iterable[tuple[str, Any, Any]], **options: Any) -> Federation:
         """Build from an iterable of (name, inputs, targets); ``options`` are those of :meth:`from_clients`."""
         triples = list(clients)
+        for position, triple in enumerate(triples):
+            if not isinstance(triple, tuple | list) or len(triple) != 3:
+                raise UserError(f"Item {position} of the generator is no triple (name, inputs, targets).")
         return cls.from_clients(((x, y) for _, x, y in triples), [name for name, _, _ in triples], **options)
 
     @classmethod
@@ -216,6 +227,10 @@ class Federation:
 
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
+        if self.unseen is not None:
+            raise UserError(
+                f"{self.unseen.num_clients} clients are held out already; hold out from the whole federation."
+            )
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         count = round(share * self.num_clients)
@@ -240,8 +255,9 @@ def _offsets(sizes: Tensor) -> Tensor:
 
 def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
     """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
+    first = next((pair for pair in pairs if len(pair[1])), pairs[0])
     for name, pair in zip(names, pairs, strict=True):
-        for what, mine, reference in zip(("inputs", "targets"), pair, pairs[0], strict=True):
+        for what, mine, reference in zip(("inputs", "targets"), pair, first, strict=True):
             if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
                 raise UserError(
                     f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
@@ -263,7 +279,7 @@ def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
 
 
 def _check_shares(validation: float, test: float) -> None:
-    if validation < 0 or test < 0 or validation + test >= 1:
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise UserError(
             f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
         )

@@ -55,7 +55,7 @@ def uniform(key: Tensor, count: int) -> Tensor:
 
 def client_keys(names: Sequence[str]) -> Tensor:
     """Hash client names to words, so that a client keeps its random numbers wherever it stands. ``[T]`` int64."""
-    digests = b"".join(blake2b(name.encode(), digest_size=8).digest() for name in names)
+    digests = b"".join(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in names)
     return torch.from_numpy(np.frombuffer(digests, dtype=np.int64).copy())
 
 

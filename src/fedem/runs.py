@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedem.checkpoint import MANIFEST, load_checkpoint, save_checkpoint, write_atomically, write_json
+from fedem.checkpoint import MANIFEST, load_checkpoint, remove_leftovers, save_checkpoint, write_atomically, write_json
 from fedem.config import Config, read_toml
 from fedem.errors import UserError
 from fedem.rounds import State
@@ -43,20 +43,21 @@ class RunFolder:
     # --- writing
 
     def prepare(self, resume: bool = False) -> None:
-        """Make the folder; refuse one that can't be written or, unless it is to be resumed, that holds a run."""
+        """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
         if not resume and (self.path / "config.toml").exists():
             raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / ".writable", b"")
-            (self.path / ".writable").unlink()
-        except OSError as error:
-            raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"The run's folder {self.path} can't be written: {there} is no folder we may write to.")
 
     def create(self, config: Config) -> None:
         """Start a new run in the folder."""
         self.prepare()
-        write_atomically(self.path / "config.toml", config.to_toml().encode())
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / "config.toml", config.to_toml().encode())
+        except OSError as error:
+            raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
 
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
@@ -68,6 +69,7 @@ class RunFolder:
                 f"The run in {self.path} was started with other settings ({', '.join(sorted(changed))}); "
                 "resume it as it was, or start a new one."
             )
+        remove_leftovers(self.path)
         return (self.checkpoints / MANIFEST).exists()
 
     def open_metrics(self, done: int) -> IO[str]:

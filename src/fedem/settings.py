@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from fedem.errors import UserError, unknown
 
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
@@ -28,10 +30,14 @@ class Settings:
     def __post_init__(self) -> None:
         for entry in fields(self):
             if entry.type in _TYPES:
-                _check(f"{type(self).__name__}.{entry.name}", getattr(self, entry.name), entry)
+                value = _check(f"{type(self).__name__}.{entry.name}", getattr(self, entry.name), entry)
+                object.__setattr__(self, entry.name, value)
 
 
-def _check(where: str, value: Any, entry: Field[Any]) -> None:
+def _check(where: str, value: Any, entry: Field[Any]) -> Any:
+    """Return the value as a plain Python one if it is allowed."""
+    if isinstance(value, np.generic):
+        value = value.item()
     kinds = _TYPES[str(entry.type)]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise UserError(f"{where} is {value!r}; allowed: {_article(str(entry.type))}.")
@@ -45,6 +51,7 @@ def _check(where: str, value: Any, entry: Field[Any]) -> None:
     if not all(holds(value, bound) for _, bound, holds in limits):
         allowed = " and ".join(f"{word} {bound}" for word, bound, _ in limits)
         raise UserError(f"{where} is {value!r}; allowed: {allowed}.")
+    return value
 
 
 def _article(kind: str) -> str:
@@ -59,8 +66,9 @@ def names_of(cls: type[Settings]) -> tuple[str, ...]:
 def complete(cls: type[Settings], where: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Check a user's ``values`` for ``cls``, found in the section called ``where``, and fill in the defaults."""
     entries = {entry.name: entry for entry in fields(cls) if entry.type in _TYPES}
+    checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in entries:
             raise unknown(f"key in [{where}]", name, entries)
-        _check(f"{where}.{name}", value, entries[name])
-    return {name: values.get(name, entry.default) for name, entry in entries.items()}
+        checked[name] = _check(f"{where}.{name}", value, entries[name])
+    return {name: checked.get(name, entry.default) for name, entry in entries.items()}

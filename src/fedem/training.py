@@ -63,7 +63,13 @@ def run(
     listener: Listener | None = None,
 ) -> Result:
     """Carry out the run that ``config`` describes on ``dataset``."""
-    job = Job.prepare(config, dataset, model)
+    return carry_out(Job.prepare(config, dataset, model), out=out, resume=resume, listener=listener)
+
+
+def carry_out(
+    job: Job, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
+) -> Result:
+    """Carry out a job that is prepared already."""
     folder = RunFolder(Path(out)) if out is not None else None
     progress = _start(job, folder, resume)
     with _Recorder(folder, progress.state.round, listener) as record:

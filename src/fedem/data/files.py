@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import csv
+import re
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +20,9 @@ from numpy.typing import NDArray
 from fedem.data.base import Dataset, DataSource
 from fedem.errors import UserError
 from fedem.federation import Federation
+
+_WHOLE = re.compile(r"[+-]?\d{1,18}")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Table(NamedTuple):
@@ -31,11 +36,11 @@ class Table(NamedTuple):
 def read_table(path: Path, target_column: str = "y", client_column: str = "client") -> Table:
     """Read a file of samples; its ending (.npz or .csv) says how."""
     readers = {".npz": _read_npz, ".csv": _read_csv}
-    if path.suffix not in readers:
+    if path.suffix.lower() not in readers:
         raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(readers)}.")
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
-    table = readers[path.suffix](path, target_column, client_column)
+    table = readers[path.suffix.lower()](path, target_column, client_column)
     for what, column in (("targets", table.targets), ("clients", table.clients)):
         if column is not None and len(column) != len(table.inputs):
             raise UserError(
@@ -47,46 +52,67 @@ def read_table(path: Path, target_column: str = "y", client_column: str = "clien
 def _read_npz(path: Path, target_column: str, client_column: str) -> Table:
     names = {"x": "x", "y": target_column, "client": client_column}
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            found = {key: archive[name] for key, name in names.items() if name in archive}
-    except (OSError, ValueError, BadZipFile) as error:
-        raise UserError(f"{path} can't be read as npz: {error}") from None
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            found = {key: np.asarray(archive[name]) for key, name in names.items() if name in archive}
+            present = ", ".join(archive.files)
+        if "client" in found:
+            found["client"] = found["client"].astype(str)
+    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error) as error:
+        raise UserError(
+            f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."
+        ) from None
     if "x" not in found:
-        raise UserError(f"{path} has no array 'x'; allowed: x, {target_column} and {client_column}.")
-    clients = found.get("client")
-    return Table(found["x"], found.get("y"), None if clients is None else clients.astype(str))
+        raise UserError(
+            f"{path} has no array 'x' (it has: {present}); allowed: x, {target_column} and {client_column}."
+        )
+    for key, array in found.items():
+        if array.ndim == 0:
+            raise UserError(f"{path}: the array {names[key]!r} is a single value; allowed: one entry a sample.")
+    return Table(found["x"], found.get("y"), found.get("client"))
 
 
 def _read_csv(path: Path, target_column: str, client_column: str) -> Table:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
+    try:
+        # utf-8-sig: spreadsheets put a mark before the first column's name.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            rows = [(reader.line_num, row) for row in reader if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} can't be read as CSV: {error}.") from None
     if len(rows) < 2:
         raise UserError(f"{path} has {len(rows)} lines; allowed: a header and at least one row.")
-    header, body = rows[0], rows[1:]
+    header = rows[0][1]
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise UserError(f"{path} has the column {twice!r} more than once; names must differ.")
     features = [name for name in header if name not in (target_column, client_column)]
     if not features:
         raise UserError(f"{path} has the columns {', '.join(header)}; at least one feature is needed besides.")
-    for line, row in enumerate(body, start=2):
+    for line, row in rows[1:]:
         if len(row) != len(header):
             raise UserError(f"{path}, line {line}: {len(row)} fields; allowed: {len(header)}, as in the header.")
-    columns = dict(zip(header, zip(*body, strict=True), strict=True))
+    columns = {name: [(line, row[index]) for line, row in rows[1:]] for index, name in enumerate(header)}
     inputs = np.stack([_numbers(path, name, columns[name]) for name in features], axis=1).astype(np.float32)
-    targets = _numbers(path, target_column, columns[target_column]) if target_column in columns else None
-    if targets is not None and (targets == np.round(targets)).all():
-        targets = targets.astype(np.int64)
-    clients = np.array(columns[client_column]) if client_column in columns else None
+    targets = _targets(path, target_column, columns[target_column]) if target_column in columns else None
+    clients = np.array([text for _, text in columns[client_column]]) if client_column in columns else None
     return Table(inputs, targets, clients)
 
 
-def _numbers(path: Path, name: str, column: tuple[str, ...]) -> NDArray[np.float64]:
+def _targets(path: Path, name: str, column: list[tuple[int, str]]) -> NDArray[np.generic]:
+    """Whole numbers, written without a point, are classes; anything else is a number to regress on."""
+    if all(_WHOLE.fullmatch(text.strip()) for _, text in column):
+        return np.array([int(text) for _, text in column], dtype=np.int64)
+    return _numbers(path, name, column).astype(np.float32)
+
+
+def _numbers(path: Path, name: str, column: list[tuple[int, str]]) -> NDArray[np.float64]:
     numbers = np.empty(len(column))
-    for index, text in enumerate(column):
+    for index, (line, text) in enumerate(column):
         try:
-            numbers[index] = float(text)
+            numbers[index] = float(text.replace("_", " "))  # Python would read 1_0 as ten
         except ValueError:
-            raise UserError(f"{path}, line {index + 2}, column {name!r}: {text!r} is no number.") from None
-        if not np.isfinite(numbers[index]):
-            raise UserError(f"{path}, line {index + 2}, column {name!r}: {text!r} is not finite.")
+            raise UserError(f"{path}, line {line}, column {name!r}: {text!r} is no number.") from None
+        if not abs(numbers[index]) <= _LARGEST:
+            raise UserError(f"{path}, line {line}, column {name!r}: {text!r} is not finite in single precision.")
     return numbers
 
 
@@ -102,10 +128,15 @@ class FromFile(DataSource):
 
     def make(self, seed: int) -> Dataset:
         """Read and split."""
+        if not self.path:
+            raise UserError("data.path is empty; allowed: the path of a file ending in .npz or .csv.")
         table = read_table(Path(self.path), self.target_column, self.client_column)
         if table.targets is None or table.clients is None:
             missing = self.target_column if table.targets is None else self.client_column
-            raise UserError(f"{self.path} has no column {missing!r}; targets and clients are needed to train.")
+            raise UserError(
+                f"{self.path} has no column {missing!r} (see data.target_column and data.client_column); "
+                "targets and clients are needed to train."
+            )
         federation = Federation.from_arrays(
             table.inputs, table.targets, table.clients, validation=self.validation, test=self.test, seed=seed
         )

@@ -22,7 +22,7 @@ class Mixing(NamedTuple):
     groups: Tensor
     """``[g]`` int64: which groups are written"""
     weights: Tensor | None
-    """``[g, C]``: rows that sum to one; None is the identity, for which there may be too many clients to write it out"""
+    """``[g, C]``: rows that sum to one; None is the identity, which very many clients could not write out"""
 
     def apply(self, shared: Tree, uploads: Iterable[tuple[Tensor, Tree]]) -> Tree:
         """Mix uploads as they come, a few clients at a time.
