@@ -1,7 +1,9 @@
 """One FedEM round as plain PyTorch: client after client, component after component.
 
-Two variants that differ only in how a client's batches are made: with a ``DataLoader`` as a tutorial would write it,
-and with index tensors, the best that a plain loop does. With one component either is FedAvg, without an E-step.
+Three variants that differ only in how a client's batches are made: with a ``DataLoader`` and a local solver for each
+component in turn, as the paper's algorithm reads and a tutorial would write it; with a ``DataLoader`` whose batches
+serve all components; and so with index tensors instead, the best that a plain loop does. With one component each is
+FedAvg, without an E-step.
 
 Shapes: T clients, M components, n samples of a client, B of a batch, d features.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,6 +36,8 @@ class Client(NamedTuple):
     targets: Tensor
     """``[n]`` float"""
     batches: Callable[[], Batches]
+    shares_batches: bool
+    """whether one pass serves all components, or each makes a pass of its own"""
 
 
 class Server(NamedTuple):
@@ -43,13 +48,13 @@ class Server(NamedTuple):
     """``[T, M]``: each client's mixture weights"""
 
 
-def plain_loop(samples: Samples, batch_size: int) -> list[Client]:
+def plain_loop(samples: Samples, batch_size: int, shares_batches: bool = False) -> list[Client]:
     """Give each client a ``DataLoader``; ``batch_size`` 0 takes all of its samples at once."""
 
     def prepare(inputs: Tensor, targets: Tensor) -> Client:
         dataset = TensorDataset(inputs, targets, torch.arange(len(targets)))
         loader = DataLoader(dataset, batch_size=batch_size or len(targets), shuffle=True)
-        return Client(inputs, targets, lambda: loader)
+        return Client(inputs, targets, lambda: loader, shares_batches)
 
     return [prepare(*pair) for pair in _pairs(samples)]
 
@@ -62,12 +67,16 @@ def index_loop(samples: Samples, batch_size: int) -> list[Client]:
             for rows in torch.randperm(len(targets)).split(batch_size or len(targets)):
                 yield inputs.index_select(0, rows), targets.index_select(0, rows), rows
 
-        return Client(inputs, targets, batches)
+        return Client(inputs, targets, batches, shares_batches=True)
 
     return [prepare(*pair) for pair in _pairs(samples)]
 
 
-LOOPS: dict[str, Callable[[Samples, int], list[Client]]] = {"plain_loop": plain_loop, "index_loop": index_loop}
+LOOPS: dict[str, Callable[[Samples, int], list[Client]]] = {
+    "plain_loop": plain_loop,
+    "shared_loop": partial(plain_loop, shares_batches=True),
+    "index_loop": index_loop,
+}
 
 
 def _pairs(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
@@ -133,15 +142,17 @@ def _train_client(
         torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
         for model in models
     ]
-    for _ in range(local_epochs):
-        for inputs, targets, rows in client.batches():
-            batch_posterior = None if posterior is None else posterior[rows]
-            for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                losses = _losses(model, inputs, targets)
-                loss = (losses if batch_posterior is None else batch_posterior[:, index] * losses).mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+    everyone = range(len(models))
+    for group in [everyone] if client.shares_batches else [[index] for index in everyone]:
+        for _ in range(local_epochs):
+            for inputs, targets, rows in client.batches():
+                batch_posterior = None if posterior is None else posterior[rows]
+                for index in group:
+                    losses = _losses(models[index], inputs, targets)
+                    loss = (losses if batch_posterior is None else batch_posterior[:, index] * losses).mean()
+                    optimizers[index].zero_grad()
+                    loss.backward()
+                    optimizers[index].step()
 
 
 def _losses(model: nn.Linear, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -35,7 +35,13 @@ def test_quick_run_writes_figures_for_everything(tmp_path: Path, capsys: pytest.
 
     assert set(figures["rounds"]) == set(figures["agreement"]) == {"fedem", "fedavg"}
     for method, rounds in figures["rounds"].items():
-        assert set(rounds) == {*TITLES, "plain_to_stacked", "index_to_stacked", "stacked_to_floor"}, method
+        assert set(rounds) == {
+            *TITLES,
+            "plain_to_stacked",
+            "shared_to_stacked",
+            "index_to_stacked",
+            "stacked_to_floor",
+        }, method
         assert all(math.isfinite(number) and number > 0 for number in numbers(rounds)), rounds
         assert all(0 <= difference <= TOLERANCE for difference in numbers(figures["agreement"][method]))
     crowd = figures["many_clients"]

@@ -71,5 +71,5 @@ def choose(keys: Tensor, count: int, *words: int) -> Tensor:
     """
     if count >= len(keys):
         return torch.arange(len(keys))
-    tickets = derive(keys, *words)
+    tickets = derive(derive(*words), keys)  # the words once, and not for each of perhaps a million keys
     return torch.topk(tickets, count, largest=False, sorted=False).indices.sort().values

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,7 @@ class BatchPlan:
     """All batches of C clients in one round."""
 
     def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor):
-        """Shuffle with one sort.
+        """Shuffle all clients with one sort.
 
         Args:
             batching: how the clients walk.
@@ -76,8 +77,7 @@ class BatchPlan:
         segment = torch.repeat_interleave(torch.arange(len(segment_client), device=sizes.device), segment_sizes)
         position = torch.arange(len(segment), device=sizes.device) - starts[segment]
         words = derive(derive(keys[segment_client], segment_epoch)[segment], position)
-        ranks = (segment << 40) | (words & ((1 << 40) - 1))
-        self._order = position[torch.sort(ranks, stable=True).indices]
+        self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
         self._starts = starts[first_segment]
 
     def batch(self, step: int, num_active: int) -> Positions:
@@ -103,6 +103,17 @@ def blocks(sizes: Tensor, width: int) -> Iterator[tuple[int, Positions]]:
         columns = torch.arange(int(counts.max()), device=sizes.device)
         mask = columns < counts[:, None]
         yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask)
+
+
+def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: int, largest: int) -> Tensor:
+    """Return the positions ordered by segment, then by 32 bits of their word, then by position."""
+    hashes, position_bits = words & 0xFFFFFFFF, largest.bit_length()
+    if num_segments.bit_length() + position_bits > 31:
+        return position[torch.sort((segment << 32) | hashes, stable=True).indices]
+    # All three fit into one word: sorting values is much faster than finding an order, and numpy's sort than torch's.
+    packed = (((segment << 32) | hashes) << position_bits) | position
+    ordered = torch.sort(packed).values if packed.is_cuda else torch.from_numpy(np.sort(packed.numpy()))
+    return ordered & ((1 << position_bits) - 1)
 
 
 def _ceil_divide(a: Tensor, b: Tensor) -> Tensor:

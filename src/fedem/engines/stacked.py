@@ -9,7 +9,7 @@ Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -111,6 +111,17 @@ class _Chunk:
             cohort.samples.sizes[members].to(device),
         )
 
+    def part(self, which: slice) -> _Chunk:
+        """Some of the clients, a run of them."""
+        return replace(
+            self,
+            members=self.members[which],
+            shared=self.shared if self.shared_dim is None else tree_index(self.shared, which),
+            personal=tree_index(self.personal, which),
+            starts=self.starts[which],
+            sizes=self.sizes[which],
+        )
+
     def rows(self, where: Positions) -> tuple[Tensor, Tensor]:
         """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``."""
         rows = self.starts[: len(where.positions), None] + where.positions
@@ -122,10 +133,8 @@ class _Chunk:
 
     def active(self, num_active: int) -> tuple[Tree, Tree]:
         """Return shared and personal of the first clients."""
-        prefix = slice(num_active)
-        return self.shared if self.shared_dim is None else tree_index(self.shared, prefix), tree_index(
-            self.personal, prefix
-        )
+        first = self.part(slice(num_active))
+        return first.shared, first.personal
 
 
 def _flat_scores(algorithm: Algorithm, cohort: Cohort) -> Tree | None:
@@ -142,10 +151,40 @@ def _flat_scores(algorithm: Algorithm, cohort: Cohort) -> Tree | None:
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
 
 
-def _chunk_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Tree, Tensor]:
+def _begin(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Local, Tree, Tensor]:
+    """Begin the clients' rounds, those of similar size together, so that little is padded.
+
+    Returns:
+        the clients' states ``[c, ...]``, what they made for each sample ``[..., columns]``, and the column of each
+        client's first sample ``[c]``
+    """
+    begin = vmap(algorithm.begin, in_dims=(chunk.shared_dim, 0, 0, 0))
+    locals_, columns, starts, total = [], [], [], 0
+    for part in _similar(chunk.sizes.tolist()):
+        some = chunk.part(part)
+        scores, mask = _padded_scores(algorithm, some, flat)
+        local, samples = begin(some.shared, some.personal, scores, mask)
+        locals_.append(local)
+        columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
+        starts.append(total + mask.shape[1] * torch.arange(len(mask), device=mask.device))
+        total += mask.numel()
+    local = Local(*(tree_cat(trees) for trees in zip(*locals_, strict=True)))
+    joined = {name: torch.cat([piece[name] for piece in columns], dim=-1) for name in columns[0]}
+    return local, joined, torch.cat(starts)
+
+
+def _similar(sizes: list[int]) -> Iterator[slice]:
+    """Cut falling ``sizes`` where they have halved."""
+    start = 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
+            yield slice(start, end)
+            start = end
+
+
+def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Tree, Tensor]:
     """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
-    width = int(chunk.sizes.max())
-    ((_, where),) = blocks(chunk.sizes, width)
+    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()))
     if flat is not None:
         rows = (chunk.starts[:, None] + where.positions).flatten()
         # [..., N] -> [..., c, n] -> [c, ..., n]
@@ -155,9 +194,8 @@ def _chunk_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tup
     if type(algorithm).score is Algorithm.score:
         return {}, where.mask
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
-    per_block = max(1, _SCORE_ROWS // len(chunk.sizes))
     pieces: list[Tree] = []
-    for num_active, block in blocks(chunk.sizes, per_block):
+    for num_active, block in blocks(chunk.sizes, max(1, _SCORE_ROWS // len(chunk.sizes))):
         shared, _ = chunk.active(num_active)
         piece = stacked(shared, *chunk.rows(block))
         missing = len(chunk.sizes) - num_active
@@ -166,21 +204,21 @@ def _chunk_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tup
 
 
 def _train_chunk(algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rate: Tensor) -> Finished:
-    scores, mask = _chunk_scores(algorithm, chunk, flat)
-    begin = vmap(algorithm.begin, in_dims=(chunk.shared_dim, 0, 0, 0))
     step = vmap(algorithm.step, in_dims=(0, 0, None))
-    local, samples = begin(chunk.shared, chunk.personal, scores, mask)
+    local, samples, starts = _begin(algorithm, chunk, flat)
     steps = plan.steps.cpu()
     done: list[Local] = []
+    num_active = len(steps)
     for index in range(int(steps.max())):
-        num_active = int((steps > index).sum())
-        if num_active < len(local.shared[next(iter(local.shared))]):
+        still_active = int((steps > index).sum())
+        if still_active < num_active:
+            num_active = still_active
             done.append(_slice(local, slice(num_active, None)))
             local = _slice(local, slice(num_active))
         where = plan.batch(index, num_active)
         inputs, targets = chunk.rows(where)
         weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
-        local = step(local, Batch(inputs, targets, weights, _columns(samples, where)), rate)
+        local = step(local, Batch(inputs, targets, weights, _columns(samples, starts, where)), rate)
     finished = Local(*(tree_cat(trees) for trees in zip(local, *reversed(done), strict=True)))
     uploads, personal = vmap(algorithm.finish)(finished)
     return Finished(chunk.members, uploads, personal)
@@ -190,15 +228,12 @@ def _slice(local: Local, part: slice) -> Local:
     return Local(*(tree_index(tree, part) for tree in local))
 
 
-def _columns(samples: Tree, where: Positions) -> Tree:
-    """Pick each client's columns: ``[c, ..., n], [A, B] -> [A, ..., B]``."""
-
-    def pick(leaf: Tensor) -> Tensor:
-        shape = (len(where.positions), *leaf.shape[1:-1], where.positions.shape[1])
-        index = where.positions.reshape(len(where.positions), *(1,) * (leaf.ndim - 2), -1).expand(shape)
-        return leaf[: len(where.positions)].gather(-1, index)
-
-    return tree_map(pick, samples)
+def _columns(samples: Tree, starts: Tensor, where: Positions) -> Tree:
+    """Pick the columns of each client's batch: ``[..., columns] -> [A, ..., B]``."""
+    index = starts[: len(where.positions), None] + where.positions
+    return tree_map(
+        lambda leaf: leaf.index_select(-1, index.flatten()).unflatten(-1, index.shape).movedim(-2, 0), samples
+    )
 
 
 def _tally_chunk(function: Tally, chunk: _Chunk, width: int) -> Tree:
