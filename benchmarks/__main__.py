@@ -148,7 +148,8 @@ def _print_rounds(console: Console, method: str, timings: Mapping[str, Timing]) 
     console.print(table)
     ratios = _ratios(timings)
     console.print(
-        f"A round of {method} in a plain loop (DataLoader, a local solver for each component in turn) takes {ratios['plain_to_stacked']:.1f} times the stacked engine's."
+        f"A round of {method} in a plain loop (a DataLoader, a local solver for each component in turn) takes "
+        f"{ratios['plain_to_stacked']:.1f} times the stacked engine's."
     )
     console.print(f"The stacked engine takes {ratios['stacked_to_floor']:.1f} times the floor of its multiply-adds.")
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedem.federation import Samples
+from fedem.samples import Samples
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 

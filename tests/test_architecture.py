@@ -15,7 +15,7 @@ SOURCE = Path(fedem.__file__).parent
 # A room may import from its own line and from those above.
 STOREYS = [
     {"errors", "tree", "settings"},
-    {"randomness", "arrays"},
+    {"randomness", "arrays", "samples"},
     {"federation", "schedules", "solvers", "mixture"},
     {"data", "models"},
     {"algorithms", "mixing", "centralized"},

@@ -10,8 +10,9 @@ from fedem.data import Synthetic
 from fedem.engines import OneByOne, Stacked
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize, predict
-from fedem.federation import Federation, Samples
+from fedem.federation import Federation
 from fedem.recovery import cosine_distance, recover
+from fedem.samples import Samples
 from fedem.tree import tree_index
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedem.errors import UserError
-from fedem.federation import PARTS, Federation, Samples
+from fedem.federation import PARTS, Federation
+from fedem.samples import Samples
 
 Pair = tuple[NDArray[Any], NDArray[Any]]
 

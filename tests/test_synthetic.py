@@ -18,7 +18,8 @@ from torch import Tensor
 from fedem.data import Dataset, Synthetic, Truth
 from fedem.data.synthetic import SyntheticTruth
 from fedem.errors import UserError
-from fedem.federation import PARTS, Samples
+from fedem.federation import PARTS
+from fedem.samples import Samples
 from fedem.settings import names_of
 
 SMALL = Synthetic(

@@ -289,3 +289,23 @@ def test_more_components_than_the_truth_has_are_still_compared() -> None:
     data = fedem.Synthetic(**SMALL).make(0)
     result = fedem.train(data.federation, num_components=5, truth=data.truth, rounds=2)
     assert len(result.summary["recovery"]["component_distances"]) == 3
+
+
+def test_other_data_are_refused_on_resuming(tmp_path: Path) -> None:
+    fedem.train(make_federation(), rounds=2, out=tmp_path / "run")
+    with pytest.raises(UserError, match="The data are not those"):
+        fedem.train(make_federation(seed=1), rounds=2, out=tmp_path / "run", resume=True)
+
+
+def test_clients_fitted_later_are_not_scored_on_the_runs_own_data(tmp_path: Path) -> None:
+    result = _run(tmp_path / "run")
+    new = fedem.Synthetic(**SMALL).make(7).federation
+    result.with_unseen(new).save(tmp_path / "new")
+    with pytest.raises(UserError, match="The data are not those"):
+        reassess(tmp_path / "new")
+
+
+def test_the_time_of_a_resumed_run_counts_all_of_it(tmp_path: Path) -> None:
+    first = _run(tmp_path / "run")
+    again = _run(tmp_path / "run", resume=True)
+    assert again.summary["seconds_total"] >= sum(line["seconds"] for line in first.history)

@@ -10,10 +10,11 @@ torch.Size([4, 2])
 from fedem.config import Config
 from fedem.data import Dataset, FromFile, Synthetic
 from fedem.errors import UserError
-from fedem.federation import Federation, Samples
+from fedem.federation import Federation
 from fedem.methods import METHODS
 from fedem.models import Model
 from fedem.result import PersonalModel, Result
+from fedem.samples import Samples
 from fedem.training import run, train
 
 __version__ = "0.1.0"

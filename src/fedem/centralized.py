@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedem.federation import Samples
 from fedem.mixture import log_responsibilities, negative_log_likelihood, update_log_weights
 from fedem.models.base import Model
+from fedem.samples import Samples
 from fedem.solvers import Newton
 from fedem.tree import Tree, tree_map, tree_stack
 

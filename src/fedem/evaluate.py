@@ -16,11 +16,12 @@ from fedem.algorithms.base import Algorithm, Mixture
 from fedem.data.base import Truth
 from fedem.engines import Cohort, Engine
 from fedem.errors import UserError
-from fedem.federation import PARTS, Federation, Samples
+from fedem.federation import PARTS, Federation
 from fedem.mixing.base import Mixer
 from fedem.mixture import mix, negative_log_likelihood
 from fedem.models.base import Model
 from fedem.rounds import State
+from fedem.samples import Samples
 from fedem.tree import Tree, tree_index, tree_stack
 
 _ORACLE_ROWS = 1 << 17

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -17,66 +18,9 @@ from torch import Tensor
 from fedem.arrays import check_pair, describe, first_not_finite, not_finite
 from fedem.errors import UserError, unknown
 from fedem.randomness import HOLD_OUT, SPLIT, choose, client_keys, derive
+from fedem.samples import Samples, offsets_of
 
 PARTS = ("train", "validation", "test")
-
-
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Samples of several clients, one client after the other.
-
-    Attributes:
-        inputs: ``[N, ...]``
-        targets: ``[N]`` integers (classes) or floats, or ``[N, D]`` floats.
-        offsets: ``[T + 1]`` int64 on the CPU; client ``t`` owns rows ``offsets[t]`` up to ``offsets[t + 1]``.
-
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    offsets: Tensor
-
-    @property
-    def num_clients(self) -> int:
-        """T."""
-        return len(self.offsets) - 1
-
-    @cached_property
-    def sizes(self) -> Tensor:
-        """Number of samples of each client, ``[T]`` int64."""
-        return self.offsets.diff()
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def client(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return one client's inputs and targets, as views."""
-        rows = slice(int(self.offsets[position]), int(self.offsets[position + 1]))
-        return self.inputs[rows], self.targets[rows]
-
-    def take(self, clients: Tensor) -> Samples:
-        """Return the samples of ``clients`` (positions) in that order; only their rows are read."""
-        if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
-            return self
-        if len(clients) and not 0 <= int(clients.min()) <= int(clients.max()) < self.num_clients:
-            raise UserError(
-                f"Positions run from {int(clients.min())} to {int(clients.max())}; "
-                f"allowed: 0 to {self.num_clients - 1}."
-            )
-        sizes = self.sizes[clients]
-        offsets = _offsets(sizes)
-        shift = np.repeat((self.offsets[clients] - offsets[:-1]).numpy(), sizes.numpy())
-        rows = torch.from_numpy(np.arange(int(offsets[-1])) + shift).to(self.inputs.device)
-        return Samples(self.inputs.index_select(0, rows), self.targets.index_select(0, rows), offsets)
-
-    def to(self, device: torch.device) -> Samples:
-        """Move inputs and targets to ``device``; integer inputs stay as small as they are."""
-        return Samples(self.inputs.to(device), self.targets.to(device), self.offsets)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of inputs and targets."""
-        return sum(x.numel() * x.element_size() for x in (self.inputs, self.targets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,6 +147,15 @@ class Federation:
         return client_keys(self.names)
 
     @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the names and of all training samples: whether two federations are the same to train on."""
+        digest = blake2b("\0".join(self.names).encode(errors="surrogatepass"), digest_size=16)
+        for array in (self.train.offsets, self.train.targets, self.train.inputs):
+            digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
+            digest.update(array.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    @cached_property
     def _positions(self) -> dict[str, int]:
         return {name: position for position, name in enumerate(self.names)}
 
@@ -249,10 +202,6 @@ class Federation:
         return tuple(self.train.inputs.shape[1:])
 
 
-def _offsets(sizes: Tensor) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-
-
 def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
     """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
     first = next((pair for pair in pairs if len(pair[1])), pairs[0])
@@ -263,7 +212,7 @@ def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Sampl
                     f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
                 )
     sizes = torch.tensor([len(targets) for _, targets in pairs])
-    return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), _offsets(sizes))
+    return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
 
 
 def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:

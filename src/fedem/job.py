@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,14 @@ class Progress:
     best: State | None
     best_validation: float | None
     history: list[Record]
+    seconds_before: float = 0.0
+    """of earlier sessions, when the run was resumed"""
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken in all."""
+        return self.seconds_before + time.perf_counter() - self.started
 
     @property
     def states(self) -> dict[str, State]:
@@ -82,10 +90,14 @@ class Job:
         )
         return cls(config, parts, shapes, engine, note, federation, dataset.truth, training)
 
-    @property
-    def facts(self) -> Record:
+    def checkpoint_facts(self, progress: Progress) -> Record:
         """What a checkpoint must say besides its tensors."""
-        return checkpoint_facts(self.federation.names, self.shapes)
+        known = checkpoint_facts(self.federation.names, self.shapes)
+        return known | {
+            "data": self.federation.fingerprint,
+            "best_validation": progress.best_validation,
+            "seconds": progress.seconds,
+        }
 
     def scores(self, state: State) -> dict[str, Scores]:
         """Score a state on every part of the data."""
@@ -107,7 +119,6 @@ class Job:
 
     def conclude(self, progress: Progress) -> Result:
         """Score the end of the run and sum it up."""
-        started = time.perf_counter()
         scores = self.scores(progress.state)
         summary = self._summary(progress, scores)
         clients = client_rows("train", self.federation.names, scores, progress.state.personal)
@@ -115,7 +126,7 @@ class Job:
             unseen, personal = self._unseen(progress.state)
             summary |= {f"unseen_{key}": value for key, value in name_scores(unseen).items()}
             clients += client_rows("unseen", self.federation.unseen.names, unseen, personal)
-        summary["seconds_total"] = sum(line["seconds"] for line in progress.history) + time.perf_counter() - started
+        summary["seconds_total"] = progress.seconds
         return Result(
             self.config,
             self.parts,

@@ -19,13 +19,14 @@ from fedem.config import GIVEN, Config
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError, unknown
 from fedem.evaluate import evaluate_unseen, personalize, predict
-from fedem.federation import Federation, Samples
+from fedem.federation import Federation
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
 from fedem.models.base import Model
 from fedem.records import client_rows, name_scores
 from fedem.rounds import State
 from fedem.runs import RunFolder
+from fedem.samples import Samples
 from fedem.tree import Tree, tree_index
 
 ModelSource = nn.Module | Callable[[], nn.Module]

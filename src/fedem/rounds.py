@@ -18,9 +18,10 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm
 from fedem.engines import Batching, Cohort, Engine
 from fedem.errors import UserError
-from fedem.federation import Federation, Samples
+from fedem.federation import Federation
 from fedem.mixing.base import Mixer
 from fedem.randomness import COHORT, COMPONENTS, PERSONAL, SHUFFLE, choose, derive
+from fedem.samples import Samples
 from fedem.schedules import Schedule
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map, tree_to
 

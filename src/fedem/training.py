@@ -78,7 +78,7 @@ def carry_out(
             record(entry)
             due = progress.state.round % job.config.run.checkpoint_every == 0
             if folder and (due or progress.state.round == job.config.run.rounds):
-                folder.save(progress.states, job.facts | {"best_validation": progress.best_validation})
+                folder.save(progress.states, job.checkpoint_facts(progress))
     result = job.conclude(progress)
     if folder:
         folder.finish(result.summary, result.clients)
@@ -91,14 +91,20 @@ def _start(job: Job, folder: RunFolder | None, resume: bool) -> Progress:
         raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
     if folder is not None and resume:
         if folder.reopen(job.config):
-            states, facts = folder.load()
-            state = states["last"].to(job.parts.device)
-            best = states["best"].to(job.parts.device) if "best" in states else None
-            history = [line for line in folder.metrics() if line["round"] <= state.round]
-            return Progress(state, best, facts["best_validation"], history)
+            return _restore(job, folder)
     elif folder is not None:
         folder.create(job.config)
     return Progress(job.training.init(), None, None, [])
+
+
+def _restore(job: Job, folder: RunFolder) -> Progress:
+    """Take up a run where its last checkpoint left it."""
+    states, facts = folder.load()
+    if facts.get("data") != job.federation.fingerprint:
+        raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
+    placed = {role: state.to(job.parts.device) for role, state in states.items()}
+    history = [line for line in folder.metrics() if line["round"] <= placed["last"].round]
+    return Progress(placed["last"], placed.get("best"), facts["best_validation"], history, facts["seconds"])
 
 
 class _Recorder:
@@ -136,7 +142,4 @@ def reassess(path: str | Path) -> Result:
     folder = RunFolder(Path(path))
     config = folder.config()
     job = Job.prepare(config, config.data.make(config.run.seed), None)
-    states, facts = folder.load()
-    placed = {role: state.to(job.parts.device) for role, state in states.items()}
-    history = [line for line in folder.metrics() if line["round"] <= placed["last"].round]
-    return job.conclude(Progress(placed["last"], placed.get("best"), facts["best_validation"], history))
+    return job.conclude(_restore(job, folder))

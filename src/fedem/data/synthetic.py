@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedem.data.base import Dataset, DataSource, Truth
 from fedem.errors import UserError
-from fedem.federation import Federation, Samples
+from fedem.federation import Federation
+from fedem.samples import Samples
 
 
 @dataclass(frozen=True)

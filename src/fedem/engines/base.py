@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Algorithm
 from fedem.engines.batches import Batching
-from fedem.federation import Samples
+from fedem.samples import Samples
 from fedem.tree import Tree
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]

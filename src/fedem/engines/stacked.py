@@ -19,7 +19,7 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm, Batch, Local
 from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
-from fedem.federation import Samples
+from fedem.samples import Samples
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
 
 _TALLY_CLIENTS = 256
