@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 # FedEM on the paper's synthetic mixture beside FedAvg and Local; fewer test samples than the paper's 5,000 a client.
 train: install
-	$(BIN)/fedem train --data synthetic --method fedem --components 3 --rounds 150 \
+	$(BIN)/fedem train --data synthetic --method fedem --components 3 --rounds 100 \
 		--set data.num_test=500 --baselines fedavg,local
 
 test: install
