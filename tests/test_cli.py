@@ -125,6 +125,9 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
     code, out, err = run("personalize", tmp_path / "r", "--data", new, "--out", tmp_path / "p")
     assert code == 0, err
     assert "4 clients" in out
+    code, out, err = run("show", tmp_path / "p")
+    assert (code, err) == (0, "")
+    assert "FedEM (M=2)" in out
     for target in ("predictions.csv", "predictions.npz"):
         code, _, err = run("predict", tmp_path / "p", "--client", "3", "--data", new, "--out", tmp_path / target)
         assert code == 0, err

@@ -374,16 +374,22 @@ class TestPresets:
         for resource in files("fedem.presets").iterdir():
             if resource.name.endswith(".toml"):
                 content = tomllib.loads(resource.read_text(encoding="utf-8"))
-                assert resource.name.removesuffix(".toml") in DATA
+                assert resource.name.removesuffix(".toml") in (*DATA, "default")
                 assert set(content) <= {"all", *METHODS}
                 assert {section for sections in content.values() for section in sections} <= SECTIONS
 
-    def test_the_shipped_preset_is_used(self) -> None:
-        content = tomllib.loads(files("fedem.presets").joinpath("synthetic.toml").read_text(encoding="utf-8"))
-        for method in METHODS:
-            expected = {**content["all"]["schedule"], **content.get(method, {}).get("schedule", {})}
-            found = Config.build({"method": {"name": method}}).sections["schedule"]
-            assert expected.items() <= found.items()
+    def test_the_shipped_presets_are_used(self) -> None:
+        """What holds for any data, and on top of it what holds for this one."""
+        shipped = {
+            name: tomllib.loads(files("fedem.presets").joinpath(f"{name}.toml").read_text())
+            for name in ("default", "synthetic")
+        }
+        config = Config.build({"data": {"name": "synthetic"}, "method": {"name": "fedem"}})
+        assert config.solver.momentum == shipped["default"]["all"]["solver"]["momentum"]
+        assert config.solver.weight_decay == shipped["synthetic"]["all"]["solver"]["weight_decay"]
+        assert config.schedule.learning_rate == shipped["synthetic"]["fedem"]["schedule"]["learning_rate"]
+        mine = Config.build({"data": {"name": "file"}, "method": {"name": "fedem"}})
+        assert mine.schedule.learning_rate == shipped["default"]["fedem"]["schedule"]["learning_rate"]
 
 
 class TestRefusals:

@@ -59,7 +59,7 @@ _DEFAULTS: Sections = {
     "method": {"name": "fedem"},
     "model": {"name": "linear"},
     "loss": {"name": "auto"},
-    "solver": {"name": "sgd", "momentum": 0.9},
+    "solver": {"name": "sgd"},
     "schedule": {"name": "step"},
 }
 
@@ -72,7 +72,7 @@ class Config:
 
     @classmethod
     def build(cls, *layers: Layer, preset: bool = True) -> Config:
-        """Lay sections over each other, later ones winning, on top of the defaults and the data set's preset."""
+        """Lay sections over each other, later ones winning, on top of the defaults and the shipped presets."""
         asked = _overlay(*map(_check_layer, layers))
         chosen = _overlay({"data": _DEFAULTS["data"], "method": _DEFAULTS["method"]}, asked)
         method = find_method_name(chosen["method"].get("name"))
@@ -266,11 +266,14 @@ def _overlay(*layers: Layer) -> Sections:
 
 
 def _preset(data: Any, method: str) -> Sections:
-    resource = files("fedem.presets").joinpath(f"{data}.toml")
-    if not resource.is_file():
-        return {}
-    content = tomllib.loads(resource.read_text(encoding="utf-8"))
-    return _overlay(content.get("all", {}), content.get(method, {}))
+    """Return the shipped settings for a method on a data set: those for any data, then those for this one."""
+    layers: list[Layer] = []
+    for name in ("default", data):
+        resource = files("fedem.presets").joinpath(f"{name}.toml")
+        if resource.is_file():
+            content = tomllib.loads(resource.read_text(encoding="utf-8"))
+            layers += [content.get("all", {}), content.get(method, {})]
+    return _overlay(*layers)
 
 
 def _literal(value: Any) -> str:

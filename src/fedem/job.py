@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedem.algorithms.fedem import FedEM
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
 from fedem.engines import Engine
@@ -149,17 +148,10 @@ class Job:
     def _summary(self, progress: Progress, scores: Mapping[str, Scores]) -> Record:
         seconds = [line["seconds"] for line in progress.history]
         history = progress.history
-        algorithm = self.parts.algorithm
         summary: Record = {
-            "method": self.config.name("method"),
-            "data": self.config.name("data"),
-            "rounds": progress.state.round,
-            "seed": self.config.run.seed,
+            **self.parts.describe(self.config, progress.state),
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
-            "num_components": algorithm.num_components if isinstance(algorithm, FedEM) else 1,
-            "num_parameters": self.parts.model.num_parameters,
-            "device": str(self.parts.device),
             "engine": type(self.engine).__name__,
             **name_scores(scores),
             "best": self._best(progress),

@@ -23,7 +23,7 @@ from fedem.federation import Federation
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
 from fedem.models.base import Model
-from fedem.records import client_rows, name_scores
+from fedem.records import Record, client_rows, name_scores
 from fedem.rounds import State
 from fedem.runs import RunFolder
 from fedem.samples import Samples
@@ -64,6 +64,19 @@ class Parts:
         method = find_method(config.name("method"))
         algorithm = method.algorithm(model, config.solver, **config.values("method"))
         return cls(model, algorithm, method.mixer(), find_device(config.run.device))
+
+    def describe(self, config: Config, state: State) -> Record:
+        """Say what was trained: the head of every summary."""
+        first = tree_index(state.shared, 0), tree_index(state.personal, 0)
+        return {
+            "method": config.name("method"),
+            "data": config.name("data"),
+            "rounds": state.round,
+            "seed": config.run.seed,
+            "num_components": len(self.algorithm.predictor(*first).log_weights),
+            "num_parameters": self.model.num_parameters,
+            "device": str(self.device),
+        }
 
     def engine(self, config: Config) -> tuple[Engine, str | None]:
         """Choose the engine; returns a note when it is not the one hoped for."""
@@ -188,12 +201,8 @@ class Result:
         state = State(self.state(which).round, {name: leaf[None] for name, leaf in shared.items()}, personal)
         engine, _ = self.parts.engine(self.config)
         scores = evaluate_unseen(self.parts.algorithm, engine, shared, personal, federation)
-        summary = {
-            "method": self.config.name("method"),
-            "num_clients": federation.num_clients,
-            "rounds": state.round,
-            **name_scores(scores),
-        }
+        summary = self.parts.describe(self.config, state) | {"num_clients": federation.num_clients}
+        summary |= name_scores(scores)
         rows = client_rows("unseen", federation.names, scores, personal)
         return replace(self, states={"last": state}, names=federation.names, clients=rows, history=(), summary=summary)
 

@@ -48,7 +48,7 @@ def train(
     given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
     if model is not None:
         given["model"] = {"name": GIVEN}
-    config = Config.build(given, route(options, method), preset=False)
+    config = Config.build(given, route(options, method))
     dataset = Dataset(federation, truth)
     return run(config, dataset, model=model, out=out, resume=resume, listener=listener)
 

@@ -47,8 +47,8 @@ def comparison(summaries: Sequence[Summary]) -> Table:
             "loss": _number(summary.get("test_loss")),
             "train": score(summary.get(f"train_{metric}")),
             "unseen": score(summary.get(f"unseen_test_{metric}")),
-            "s/round": f"{summary['seconds_per_round']:.3f}",
-            "kB up/round": f"{summary['bytes_up_per_round'] / 1000:,.0f}",
+            "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
+            "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
         table.add_row(row.title + components, *(cells[heading] for heading in keep))
     oracle = next((summary for summary in summaries if summary.get("oracle_accuracy") is not None), None)
@@ -113,5 +113,5 @@ def _pair(source: Summary, part: str, metric: str) -> str:
     return f"{source[f'{part}_{metric}']:.4f}, {source[f'{part}_loss']:.4f}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _number(value: float | None, form: str = "{:.4f}", unit: float = 1) -> str:
+    return "-" if value is None else form.format(value / unit)
