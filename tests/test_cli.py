@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +95,69 @@ def test_resume_needs_no_other_option(run, tmp_path: Path) -> None:
     assert "FedEM (M=3)" in out
 
 
+def test_baselines_keep_their_own_settings_when_resumed_or_run_from_a_config(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--baselines", "fedavg", "--out", tmp_path / "r", "-q")
+    expected = fedem.Result.load(tmp_path / "r/baselines/fedavg").config
+    assert expected.schedule.learning_rate != fedem.Result.load(tmp_path / "r").config.schedule.learning_rate
+    assert run("train", "--out", tmp_path / "r", "--resume", "--baselines", "fedavg, local", "-q")[0] == 0
+    assert (tmp_path / "r/baselines/local/summary.json").exists()
+    shutil.rmtree(tmp_path / "r/baselines")
+    assert run("train", "--out", tmp_path / "r", "--resume", "--baselines", "fedavg", "-q")[0] == 0
+    assert fedem.Result.load(tmp_path / "r/baselines/fedavg").config == expected
+    assert run("train", tmp_path / "r/config.toml", "--out", tmp_path / "s", "--baselines", "fedavg", "-q")[0] == 0
+    assert fedem.Result.load(tmp_path / "s/baselines/fedavg").config == expected
+
+
+def test_columns_are_matched_by_name(run, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [[f"{i % 3}", *rng.normal(size=2).round(3), i % 2] for i in range(60)]
+
+    def write(name: str, order: list[int], header: list[str]) -> Path:
+        lines = [",".join(str(row[k]) for k in order) for row in rows]
+        path = tmp_path / name
+        path.write_text("\n".join([",".join(header), *lines]) + "\n")
+        return path
+
+    train = write("train.csv", [0, 1, 2, 3], ["shop", "a", "b", "label"])
+    columns = ["--set", "data.target_column=label", "--set", "data.client_column=shop"]
+    assert run("train", "--data", train, *columns, "--rounds", "3", "--out", tmp_path / "r", "-q")[0] == 0
+    outcomes = []
+    for name, order, header in (("same", [0, 1, 2, 3], "shop,a,b,label"), ("swapped", [3, 2, 0, 1], "label,b,shop,a")):
+        data = write(f"{name}.csv", order, header.split(","))
+        out = tmp_path / f"{name}-predictions.csv"
+        assert run("predict", tmp_path / "r", "--client", "1", "--data", data, "--out", out, "-q")[0] == 0
+        outcomes.append(out.read_text())
+    assert outcomes[0] == outcomes[1]
+    other = write("other.csv", [0, 1, 2, 3], ["shop", "a", "c", "label"])
+    code, _, err = run("predict", tmp_path / "r", "--client", "1", "--data", other, "--out", tmp_path / "p.csv")
+    assert code == 2
+    assert "The columns are a, c; allowed: a, b, as in training." in err
+    monkey = tmp_path / "elsewhere"
+    monkey.mkdir()
+    os.chdir(monkey)  # a run remembers where its data lie
+    assert run("evaluate", tmp_path / "r", "-q")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("summary.json", "{"), ("checkpoints/checkpoint.json", "{}"), ("checkpoints/checkpoint.json", "[")],
+)
+def test_damaged_folders_are_refused_in_a_sentence(run, tmp_path: Path, name: str, content: str) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    (tmp_path / "r" / name).write_text(content)
+    command = "show" if name == "summary.json" else "evaluate"
+    code, out, err = run(command, tmp_path / "r")
+    assert (code, out) == (2, "")
+    assert "can't be read" in err
+    assert "Traceback" not in err
+
+
+def test_a_lost_history_does_not_stop_an_evaluation(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    (tmp_path / "r" / "metrics.jsonl").unlink()
+    assert run("evaluate", tmp_path / "r")[0] == 0
+
+
 def test_evaluate_scores_again(run, tmp_path: Path) -> None:
     run("train", *SMALL, "--out", tmp_path / "r", "-q")
     code, out, _ = run("evaluate", tmp_path / "r", "--out", tmp_path / "scores.json")
@@ -147,7 +212,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
     [
         (["train", "--method", "fedm"], "Unknown method 'fedm'; allowed: fedavg, fedem, local. Did you mean 'fedem'?"),
         (["train", "--data", "mnist"], "Unknown data 'mnist'"),
-        (["train", "--data", "none.csv"], "There is no file none.csv"),
+        (["train", "--data", "none.csv"], "/none.csv."),
         (["train", "--rounds", "0"], "run.rounds is 0; allowed: at least 1"),
         (["train", "--rounds", "many"], "'many' is not a valid int"),
         (["train", "--components", "0"], "method.num_components is 0"),

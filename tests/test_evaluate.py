@@ -131,7 +131,7 @@ def test_fedavg_hands_its_model_to_unseen_clients() -> None:
 
 
 def test_the_oracle_beats_every_other_weighting() -> None:
-    federation, truth = Synthetic(num_clients=30, dimension=20, num_test=400).make(0)
+    federation, truth = Synthetic(num_clients=30, dimension=20, num_test=400).make(0)[:2]
     oracle = evaluate_oracle(truth, federation)
     flipped = type(truth)(truth.names, truth.components, truth.mixture_weights.flip(1), truth.noise_scale)
     other = evaluate_oracle(flipped, federation)

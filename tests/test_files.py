@@ -64,7 +64,7 @@ def table(tmp_path: Path) -> Path:
 
 class TestNpz:
     def test_arrays_come_back(self, npz: Path) -> None:
-        inputs, targets, clients = read_table(npz)
+        inputs, targets, clients = read_table(npz)[:3]
         assert inputs.tolist() == INPUTS.tolist()
         assert targets is not None
         assert targets.tolist() == TARGETS.tolist()
@@ -88,7 +88,7 @@ class TestNpz:
         assert read_table(tmp_path / "samples.npz").inputs.tolist() == INPUTS.tolist()
 
     def test_targets_and_clients_are_optional(self, tmp_path: Path) -> None:
-        _, targets, clients = read_table(write_npz(tmp_path / "samples.npz", x=INPUTS))
+        _, targets, clients = read_table(write_npz(tmp_path / "samples.npz", x=INPUTS))[:3]
         assert (targets, clients) == (None, None)
 
     def test_whole_numbers_may_name_clients(self, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ class TestNpz:
 
     def test_arrays_may_have_other_names(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS, label=TARGETS, hospital=CLIENTS, y=TARGETS + 1)
-        _, targets, clients = read_table(path, "label", "hospital")
+        _, targets, clients = read_table(path, "label", "hospital")[:3]
         assert targets is not None
         assert targets.tolist() == TARGETS.tolist()
         assert clients is not None
@@ -160,7 +160,7 @@ class _Touch:
 
 class TestCsv:
     def test_columns_come_back(self, table: Path) -> None:
-        inputs, targets, clients = read_table(table)
+        inputs, targets, clients = read_table(table)[:3]
         assert inputs.tolist() == INPUTS.tolist()
         assert targets is not None
         assert targets.tolist() == TARGETS.tolist()
@@ -192,7 +192,7 @@ class TestCsv:
 
     def test_columns_may_stand_in_any_order(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.csv", "client,second,y,first", "ann,2,1,1", "bob,4,0,3")
-        inputs, targets, clients = read_table(path)
+        inputs, targets, clients = read_table(path)[:3]
         assert inputs.tolist() == [[2, 1], [4, 3]]
         assert targets is not None
         assert targets.tolist() == [1, 0]
@@ -201,7 +201,7 @@ class TestCsv:
 
     def test_columns_may_have_other_names(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.csv", "y,label,hospital", "5,1,ann", "6,0,bob")
-        inputs, targets, clients = read_table(path, "label", "hospital")
+        inputs, targets, clients = read_table(path, "label", "hospital")[:3]
         assert inputs.tolist() == [[5], [6]]
         assert targets is not None
         assert targets.tolist() == [1, 0]
@@ -209,7 +209,7 @@ class TestCsv:
         assert clients.tolist() == ["ann", "bob"]
 
     def test_targets_and_clients_are_optional(self, tmp_path: Path) -> None:
-        _, targets, clients = read_table(write_csv(tmp_path / "samples.csv", "x", "1"))
+        _, targets, clients = read_table(write_csv(tmp_path / "samples.csv", "x", "1"))[:3]
         assert (targets, clients) == (None, None)
 
     def test_windows_line_endings_are_read(self, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ class TestPath:
 class TestFromFile:
     @pytest.mark.parametrize("kind", ["npz", "table"])
     def test_every_sample_reaches_its_client(self, kind: str, request: pytest.FixtureRequest) -> None:
-        federation, truth = FromFile(path=str(request.getfixturevalue(kind))).make(0)
+        federation, truth = FromFile(path=str(request.getfixturevalue(kind))).make(0)[:2]
         assert truth is None
         assert federation.names == ("ann", "bob")
         assert samples_of(federation) == EXPECTED

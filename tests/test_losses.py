@@ -56,6 +56,16 @@ def test_squared_error_takes_flat_targets_too() -> None:
     torch.testing.assert_close(SquaredError().score(outputs, targets), (outputs[:, 0] - targets) ** 2)
 
 
+def test_the_mean_squared_error_is_a_mean_over_the_targets_too() -> None:
+    outputs, targets = torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 6.0]])
+    assert SquaredError().score(outputs, targets).tolist() == pytest.approx([14 / 3, 12.0])
+
+
+def test_logistic_keeps_tiny_losses() -> None:
+    found = Logistic().negative_log_likelihood(torch.tensor([[20.0], [-20.0]]), torch.tensor([1, 0]))
+    assert found.tolist() == pytest.approx([np.log1p(np.exp(-20.0))] * 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_agree_with_finite_differences(loss: str) -> None:
     federation, model = make_federation(loss), make_model(loss)

@@ -66,6 +66,14 @@ def test_any_matrix_mixes() -> None:
     assert torch.equal(mixed["w"][1], torch.zeros(4, dtype=torch.float64))
 
 
+def test_counters_of_several_groups_whose_members_come_one_by_one() -> None:
+    weights = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    uploads = torch.tensor([-3, 4, -7])
+    shared = {"steps": torch.tensor([-9, -8])}
+    pieces = [(torch.tensor([c]), {"steps": uploads[c : c + 1]}) for c in range(3)]
+    assert Mixing(torch.arange(2), weights).apply(shared, pieces)["steps"].tolist() == [4, -7]
+
+
 def test_messages_and_groups() -> None:
     cohort = torch.arange(7)
     assert (Star().num_messages(cohort), Alone().num_messages(cohort)) == (7, 0)

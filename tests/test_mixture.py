@@ -86,6 +86,14 @@ def test_negative_log_likelihood_is_that_of_the_mixture() -> None:
     torch.testing.assert_close(negative_log_likelihood(losses, weights), expected)
 
 
+def test_negative_log_likelihood_stays_finite() -> None:
+    found = negative_log_likelihood(
+        torch.tensor([[math.inf, 1.0], [math.inf, math.inf]]), torch.tensor([0.5, 0.5]).log()
+    )
+    assert bool(torch.isfinite(found).all())
+    assert float(found[1]) == pytest.approx(1 + math.log(2))
+
+
 def test_predictions_mix_probabilities_and_not_logits() -> None:
     logits = torch.tensor([[[10.0, 0.0]], [[0.0, 2.0]]], dtype=torch.float64)
     weights = _log_weights(0.4, 0.6)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,40 @@ def _network() -> nn.Module:
 
 def _normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(DIMENSION, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+
+class _FunctionalDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIMENSION, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(nn.functional.dropout(inputs, 0.5, self.training))
+
+
+class _RunningMean(nn.Module):
+    """Keeps a statistic of its batches, without being a known kind of normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIMENSION, 1)
+        self.register_buffer("mean", torch.zeros(DIMENSION))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * inputs.detach().mean(0))
+        return self.layer(inputs - self.mean)
+
+
+class _Views(nn.Module):
+    """What works with nn.Linear and needs its output laid out as nn.Linear lays it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 3), nn.Linear(6, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(inputs.view(-1, 2, 2)).view(len(inputs), -1))
 
 
 def _engine(model: Model) -> tuple[Engine, str | None]:
@@ -115,6 +151,8 @@ def test_a_network_stacks_and_agrees_with_the_loop() -> None:
         (_normalised, "BatchNorm1d"),
         (lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.5)), "Dropout"),
         (_Branching, "vmap"),
+        (_FunctionalDropout, "random"),
+        (_RunningMean, "training changes 'mean'"),
     ],
 )
 def test_what_cannot_be_stacked_runs_one_by_one_with_a_note(build, reason: str) -> None:
@@ -124,6 +162,56 @@ def test_what_cannot_be_stacked_runs_one_by_one_with_a_note(build, reason: str) 
     assert reason in note
     with pytest.raises(UserError, match="use engine one_by_one or auto"):
         choose_engine("stacked", 0, model)
+
+
+@pytest.mark.parametrize("build", [_FunctionalDropout, _RunningMean, _normalised, _Branching])
+@pytest.mark.parametrize("method", ["fedem", "fedavg"])
+def test_what_cannot_be_stacked_still_trains_and_predicts(method: str, build, tmp_path: Path) -> None:
+    federation = make_federation(sizes=(12, 8), dtype=np.float32)
+    result = fedem.train(federation, method, model=build, rounds=2, batch_size=4, out=tmp_path / "r")
+    assert "one by one" in result.summary["note"]
+    inputs = federation.test.inputs
+    expected = result.predict("ann", inputs)
+    loaded = fedem.Result.load(tmp_path / "r", model=build)
+    assert torch.equal(loaded.predict("ann", inputs), expected)
+
+
+def test_a_linear_layers_output_can_be_viewed() -> None:
+    model = Model(_Views, Logistic(), torch.float64)
+    engine, _ = _engine(model)
+    assert isinstance(engine, Stacked)
+    states = [advance(make_training("fedem", model=model, engine=e)) for e in (OneByOne(), Stacked())]
+    assert distance(*states) < 1e-12
+
+
+def test_batch_norm_refuses_batches_of_one_by_the_clients_name() -> None:
+    federation = make_federation(sizes=(8, 9))
+    with pytest.raises(UserError, match="Client 'bob' would train on a batch of one"):
+        fedem.train(federation, model=_normalised, batch_size=4, rounds=1)
+
+
+def test_components_that_start_equal_are_refused() -> None:
+    module = nn.Linear(DIMENSION, 1)
+    with pytest.raises(UserError, match="All components start equal"):
+        fedem.train(make_federation(), model=lambda: module, rounds=1)
+    assert type(module) is nn.Linear  # the user's own module is left alone
+
+
+def test_frozen_parts_keep_the_values_they_were_given() -> None:
+    module = _network()
+    module[0].requires_grad_(False)
+    model = Model(module, Logistic())
+    assert all(torch.equal(model.init(seed)["0.weight"], module[0].weight) for seed in (1, 2))
+    assert not torch.equal(model.init(1)["2.weight"], model.init(2)["2.weight"])
+
+
+def test_the_memory_of_activations_bounds_what_is_scored_at_once() -> None:
+    wide = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1000), nn.Tanh(), nn.Linear(1000, 1)), Logistic())
+    wide.probe(make_federation(dtype=np.float32).train.inputs[:2])
+    assert wide.bytes_per_sample == 4 * (1000 + 1000 + 1 + 1)  # the layers and the whole
+    training = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked(memory=30_000))
+    reference = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked())
+    assert distance(advance(training, 1), advance(reference, 1)) < 1e-5
 
 
 def test_dropout_that_drops_nothing_stacks() -> None:

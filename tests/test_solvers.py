@@ -83,6 +83,15 @@ def test_newton_never_climbs_even_where_the_curvature_is_negative() -> None:
         assert float(wavy(moved)[0]) <= float(wavy(parameters)[0])
 
 
+@pytest.mark.parametrize("rounds", range(1, 10))
+def test_the_step_schedule_starts_at_its_rate_and_passes_each_stage_in_time(rounds: int) -> None:
+    rates = [Step(1.0).rate(k, rounds) for k in range(rounds)]
+    assert rates[0] == 1.0
+    assert rates == sorted(rates, reverse=True)
+    assert [rate < 0.5 for rate in rates] == [k >= rounds / 2 for k in range(rounds)]
+    assert [rate < 0.05 for rate in rates] == [k >= 0.75 * rounds for k in range(rounds)]
+
+
 def test_schedules_count_rounds() -> None:
     assert [Constant(0.3).rate(k, 4) for k in range(4)] == [0.3] * 4
     assert [round(Step(1.0).rate(k, 8), 10) for k in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
@@ -98,6 +107,7 @@ def test_schedules_count_rounds() -> None:
     [
         (lambda: SGD(momentum=1.0), "SGD.momentum is 1.0; allowed: at least 0 and below 1"),
         (lambda: SGD(-1.0), "SGD.weight_decay is -1.0"),
+        (lambda: SGD(nesterov=True), "needs a momentum above 0"),
         (lambda: SGD(momentum="much"), "SGD.momentum is 'much'; allowed: a number"),
         (lambda: Constant(0.0), "Constant.learning_rate is 0.0; allowed: above 0"),
         (lambda: Constant(float("nan")), "finite"),

@@ -379,7 +379,7 @@ class TestTruth:
         assert self.truth().weights_of(("bob", "ann", "bob")).tolist() == [[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]]
 
     def test_the_truth_knows_the_federations_clients(self) -> None:
-        federation, truth = SMALL.make(0)
+        federation, truth = SMALL.make(0)[:2]
         assert truth is not None
         assert truth.names == federation.names
         assert torch.equal(truth.weights_of(federation.names), truth.mixture_weights)
@@ -471,7 +471,7 @@ class TestParameters:
     )
     def test_shapes_follow_the_parameters(self, num_clients: int, num_components: int, dimension: int) -> None:
         recipe = replace(SMALL, num_clients=num_clients, num_components=num_components, dimension=dimension)
-        federation, truth = recipe.make(0)
+        federation, truth = recipe.make(0)[:2]
         assert truth is not None
         assert (federation.num_clients, federation.input_shape) == (num_clients, (dimension,))
         assert truth.components.shape == (num_components, dimension)

@@ -301,7 +301,7 @@ def test_clients_fitted_later_are_not_scored_on_the_runs_own_data(tmp_path: Path
     result = _run(tmp_path / "run")
     new = fedem.Synthetic(**SMALL).make(7).federation
     result.with_unseen(new).save(tmp_path / "new")
-    with pytest.raises(UserError, match="The data are not those"):
+    with pytest.raises(UserError, match="were fitted after training"):
         reassess(tmp_path / "new")
 
 
@@ -309,3 +309,59 @@ def test_the_time_of_a_resumed_run_counts_all_of_it(tmp_path: Path) -> None:
     first = _run(tmp_path / "run")
     again = _run(tmp_path / "run", resume=True)
     assert again.summary["seconds_total"] >= sum(line["seconds"] for line in first.history)
+
+
+def test_a_folder_with_remains_of_a_run_is_refused(tmp_path: Path) -> None:
+    _run(tmp_path / "run")
+    (tmp_path / "run" / "config.toml").unlink()
+    with pytest.raises(UserError, match="holds a run already"):
+        _run(tmp_path / "run", seed=5)
+
+
+def test_a_saved_result_can_be_scored_and_gone_on_with(tmp_path: Path) -> None:
+    result = _run(None)
+    result.save(tmp_path / "saved")
+    fedem.Result.load(tmp_path / "saved").save(tmp_path / "again")
+    for name in ("saved", "again"):
+        assert reassess(tmp_path / name).summary["test_loss"] == result.summary["test_loss"]
+
+
+def test_a_killed_runs_state_can_be_saved_and_shown(tmp_path: Path) -> None:
+    _run(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    fedem.Result.load(tmp_path / "run").save(tmp_path / "saved")
+    assert RunFolder(tmp_path / "saved").summary()["method"] == "fedem"
+
+
+def test_scores_that_are_not_finite_do_not_stop_a_run(tmp_path: Path) -> None:
+    federation = make_federation("squared_error", dtype=np.float32)
+    federation.test.inputs[0] = 1e25
+    result = fedem.train(federation, rounds=2, learning_rate=0.01, out=tmp_path / "run")
+    assert math.isinf(result.summary["test_mean_squared_error"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_mean_squared_error"] is None
+
+
+def test_inputs_of_another_kind_are_refused() -> None:
+    bytes_ = np.random.default_rng(0).integers(0, 255, (20, 4), dtype=np.uint8)
+    targets = np.arange(20) % 2
+    on_bytes = fedem.train(fedem.Federation.from_clients([(bytes_, targets)]), rounds=1)
+    on_floats = fedem.train(fedem.Federation.from_clients([(bytes_.astype(np.float32), targets)]), rounds=1)
+    for result, inputs in ((on_bytes, bytes_.astype(np.float32)), (on_floats, bytes_)):
+        with pytest.raises(UserError, match="as in training"):
+            result.predict("0", inputs)
+        with pytest.raises(UserError, match="as in training"):
+            result.personalize(inputs, targets)
+    whole = bytes_.astype(np.int64)
+    assert torch.equal(on_floats.predict("0", whole), on_floats.predict("0", whole.astype(np.float32)))
+
+
+def test_another_solver_does_not_inherit_a_learning_rate() -> None:
+    assert fedem.Config.build({"solver": {"name": "adam"}}).schedule.learning_rate == 0.001
+    assert fedem.Config.build({"solver": {"name": "adam"}}).solver.weight_decay == 0
+    explicit = fedem.Config.build({"solver": {"name": "adam"}, "schedule": {"learning_rate": 0.02}})
+    assert explicit.schedule.learning_rate == 0.02
+
+
+def test_data_are_an_argument_and_not_an_option() -> None:
+    with pytest.raises(UserError, match="the federation is the first argument"):
+        fedem.train(make_federation(), data="synthetic")

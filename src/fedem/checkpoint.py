@@ -8,6 +8,7 @@ the new one.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    # The move itself must reach the disk before anything that relies on it is done.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -40,8 +47,17 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically. NaN is not JSON, and so an error."""
-    write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    """Write JSON atomically."""
+    write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def plain(content: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not know, by null."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: plain(value) for key, value in content.items()}
+    return [plain(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
@@ -91,11 +107,11 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
         for role, entry in manifest["states"].items():
             tensors: dict[str, Tensor] = load_file(folder / entry["file"])
             states[role] = State(entry["round"], take_prefix("shared", tensors), take_prefix("personal", tensors))
+        return states, manifest["facts"]
     except FileNotFoundError as error:
         raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
     except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
-        raise UserError(f"The checkpoint in {folder} can't be read: {error}") from None
-    return states, manifest["facts"]
+        raise UserError(f"The checkpoint in {folder} can't be read ({type(error).__name__}: {error}).") from None
 
 
 def same_states(first: State, second: State) -> bool:

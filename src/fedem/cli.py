@@ -5,30 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import click
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fedem import __version__
 from fedem.checkpoint import write_atomically, write_json
 from fedem.config import Config, Layer, Sections, parse_assignment, read_toml
 from fedem.data import DATA
-from fedem.data.files import read_table
+from fedem.data.files import Table, read_table
 from fedem.errors import UserError, unknown
 from fedem.federation import Federation
 from fedem.job import Job
 from fedem.methods import METHODS, find_method
-from fedem.report.tables import comparison, metric_of, remarks, states_table, unfinished
+from fedem.report.console import console, errors, print_summary, progress, show_run, waiting, writing
+from fedem.report.tables import metric_of
 from fedem.result import Result
 from fedem.runs import RunFolder, new_folder
-from fedem.training import Listener, carry_out, reassess
+from fedem.training import carry_out, reassess
 
 app = typer.Typer(
     help="Federated learning of personalised models as mixtures.",
@@ -36,15 +33,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-errors = Console(stderr=True)
 
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
 DataFile = Annotated[Path, typer.Option("--data", help="Samples: npz (x, y, client) or CSV.", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
 Which = Annotated[str, typer.Option(help="The state to use: last, or best by validation.")]
-TargetColumn = Annotated[str, typer.Option(help="Name of the target column.")]
-ClientColumn = Annotated[str, typer.Option(help="Name of the column of client names.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+TargetColumn = Annotated[str | None, typer.Option(help="Name of the target column; as in training when not given.")]
+ClientColumn = Annotated[str | None, typer.Option(help="Name of the column of client names; likewise.")]
 
 
 @app.command()
@@ -70,7 +66,8 @@ def train(
         list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
     ] = None,
     baselines: Annotated[
-        str | None, typer.Option(help="Also train these methods on the same data, to compare: fedavg,local")
+        str | None,
+        typer.Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
     ] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -86,29 +83,33 @@ def train(
     """
     if resume and out is None:
         raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
-    if data is not None and data not in DATA and not data.endswith((".npz", ".csv")):
+    if data is not None and data not in DATA and not data.lower().endswith((".npz", ".csv")):
         raise unknown("data", data, (*DATA, "a file ending in .npz or .csv"))
     asked: Sections = {
         "run": _given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device),
         "method": _given(name=method, num_components=components),
-        "data": _given(name=data) if data in DATA else {"name": "file", "path": data} if data else {},
+        "data": _given(name=data)
+        if data in DATA
+        else {"name": "file", "path": str(Path(data).absolute())}
+        if data
+        else {},
     }
     layers: list[Layer] = [read_toml(config) if config else {}, asked, *map(parse_assignment, settings or [])]
     if resume and out is not None:
         layers.insert(0, RunFolder(out).config().sections)
     chosen = Config.build(*layers, preset=not resume)
-    others = {name: _baseline(layers, name) for name in baselines.split(",")} if baselines else {}
+    others = {name: _baseline(layers, name, out if resume else None) for name in _names(baselines)}
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
     folder = RunFolder(out if out else new_folder(Path("runs"), name))
     folder.prepare(resume)
-    with _waiting("Making the data", quiet):
+    with waiting("Making the data", quiet):
         dataset = chosen.data.make(chosen.run.seed)
     jobs = [(folder, Job.prepare(chosen, dataset, None))]
     jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
     for place, job in jobs:
-        _train(job, place, resume and (place.path / "config.toml").exists(), quiet)
+        _train(job, place, resume and place.exists(), quiet)
     if not quiet:
-        _show(folder)
+        show_run(folder)
     console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
 
 
@@ -116,23 +117,24 @@ def train(
 def show(run_folder: RunArgument) -> None:
     """Show a run's table again."""
     folder = RunFolder(run_folder).check()
-    _show(folder)
+    show_run(folder)
 
 
 @app.command()
 def evaluate(
     run_folder: RunArgument,
     out: Annotated[Path | None, typer.Option(help="Also write the scores to this JSON file.")] = None,
+    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Make a run's data again and score its saved states afresh."""
     RunFolder(run_folder).check()
-    with _waiting("Scoring", quiet):
-        result = reassess(run_folder)
+    with waiting("Scoring", quiet):
+        result = reassess(run_folder, device)
     if not quiet:
-        _print_summary([result.summary])
+        print_summary([result.summary])
     if out:
-        with _writing(out):
+        with writing(out):
             write_json(out, result.summary)
 
 
@@ -145,22 +147,22 @@ def personalize(
         int, typer.Option(help="Updates of the mixture weights: 1 as in the paper, 0 until they converge.", min=0)
     ] = 0,
     which: Which = "last",
-    target_column: TargetColumn = "y",
-    client_column: ClientColumn = "client",
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
+    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Give clients unseen in training a model of their own: the shared components stay, only their weights are fitted.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
-    result = Result.load(run_folder)
-    table = read_table(data, target_column, client_column)
+    result = Result.load(run_folder, device=device)
+    table = _read(result, data, target_column, client_column)
     if table.targets is None:
-        raise UserError(f"{data} has no targets {target_column!r}; they are needed to fit the weights.")
+        raise UserError(f"{data} has no targets; they are needed to fit the weights (see --target-column).")
     clients = np.full(len(table.inputs), data.stem) if table.clients is None else table.clients
     federation = Federation.from_arrays(table.inputs, table.targets, clients, validation=0, test=0)
-    result.parts.model.check(federation.train.inputs, federation.train.targets)
-    with _waiting("Personalising", quiet):
+    with waiting("Personalising", quiet):
         fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which)
     fitted.save(out)
     if not quiet:
@@ -176,15 +178,17 @@ def predict(
     data: DataFile,
     out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv or .npz).", show_default=False)],
     which: Which = "last",
-    target_column: TargetColumn = "y",
-    client_column: ClientColumn = "client",
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
+    device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
     """Predict with one client's own mixture: class probabilities, or means for regression."""
     if out.suffix not in (".csv", ".npz"):
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
-    personal = Result.load(run_folder).client(client, which)
-    predictions = personal.predict(read_table(data, target_column, client_column).inputs).numpy()
+    result = Result.load(run_folder, device=device)
+    personal = result.client(client, which)
+    predictions = personal.predict(_read(result, data, target_column, client_column).inputs).numpy()
     classes = predictions.argmax(1) if personal.model.loss.metric == "accuracy" else None
     columns = {} if classes is None else {"prediction": classes}
     text = io.StringIO()
@@ -198,7 +202,7 @@ def predict(
         buffer = io.BytesIO()
         np.savez(buffer, predictions=predictions, **columns)
         content = buffer.getvalue()
-    with _writing(out):
+    with writing(out):
         write_atomically(out, content)
     if not quiet:
         console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
@@ -210,14 +214,29 @@ def version() -> None:
     console.print(__version__, highlight=False)
 
 
+def _read(result: Result, path: Path, target_column: str | None, client_column: str | None) -> Table:
+    """Read a file with the columns that the run was trained on, unless others are named."""
+    known = result.config.values("data")
+    target = target_column or known.get("target_column", "y")
+    client = client_column or known.get("client_column", "client")
+    return read_table(path, target, client).arranged(result.shapes.features)
+
+
 def _given(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _baseline(layers: list[Layer], name: str) -> Config:
-    """Return the same run with another method and that method's own settings."""
+def _names(listing: str | None) -> list[str]:
+    return [name.strip() for name in listing.split(",")] if listing else []
+
+
+def _baseline(layers: list[Layer], name: str, resumed: Path | None) -> Config:
+    """Return the same run with another method; solver and schedule are those shipped for it, not the main method's."""
     find_method(name)
-    shared = [{section: values for section, values in layer.items() if section != "method"} for layer in layers]
+    if resumed is not None and (place := RunFolder(resumed / "baselines" / name)).exists():
+        return place.config()
+    own = ("method", "solver", "schedule")
+    shared = [{section: values for section, values in layer.items() if section not in own} for layer in layers]
     return Config.build(*shared, {"method": {"name": name}})
 
 
@@ -225,60 +244,8 @@ def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
     title = METHODS[job.config.name("method")].title
     if job.note:
         errors.print(f"note: {job.note}", highlight=False)
-    with _progress(title, job.config.run.rounds, quiet) as listener:
+    with progress(title, job.config.run.rounds, quiet) as listener:
         carry_out(job, out=folder.path, resume=resume, listener=listener)
-
-
-def _show(folder: RunFolder) -> None:
-    summary = folder.summary()
-    if summary is None:
-        console.print(unfinished(folder), highlight=False)
-        return
-    others = [other for place in folder.baselines() if (other := place.summary()) is not None]
-    _print_summary([summary, *others])
-
-
-def _print_summary(summaries: Sequence[Mapping[str, Any]]) -> None:
-    console.print(comparison(summaries))
-    if summaries[0].get("best"):
-        console.print(states_table(summaries[0]))
-    for line in remarks(summaries[0]):
-        console.print(line, highlight=False)
-
-
-@contextmanager
-def _progress(title: str, rounds: int, quiet: bool) -> Iterator[Listener | None]:
-    if quiet:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[score]}"), console=errors) as progress:
-        task = progress.add_task(f"{title:8s}", total=rounds, score="")
-
-        def listen(record: dict[str, Any]) -> None:
-            metric = metric_of(record)
-            if f"test_{metric}" in record:
-                progress.update(task, score=f"test {metric.replace('_', ' ')} {record[f'test_{metric}']:.4f}")
-            progress.update(task, completed=record["round"])
-
-        yield listen
-
-
-@contextmanager
-def _waiting(what: str, quiet: bool) -> Iterator[None]:
-    if quiet:
-        yield
-        return
-    with errors.status(f"{what} ..."):
-        yield
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path} can't be written: {error.strerror}.") from None
 
 
 def main() -> None:
@@ -293,6 +260,9 @@ def main() -> None:
         sys.exit(2)
     except UserError as error:
         errors.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except OSError as error:
+        errors.print(f"error: {error}.", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
         errors.print("Stopped; a run that was going on can be continued with --resume.", highlight=False)

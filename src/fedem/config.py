@@ -17,7 +17,7 @@ from fedem.methods import METHODS, find_method
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.schedules import SCHEDULES, Schedule
-from fedem.settings import Settings, complete
+from fedem.settings import Settings, complete, names_of
 from fedem.solvers import SOLVERS, Solver
 
 Values = dict[str, Any]
@@ -75,8 +75,14 @@ class Config:
         """Lay sections over each other, later ones winning, on top of the defaults and the shipped presets."""
         asked = _overlay(*map(_check_layer, layers))
         chosen = _overlay({"data": _DEFAULTS["data"], "method": _DEFAULTS["method"]}, asked)
-        method = find_method_name(chosen["method"].get("name"))
+        method = str(chosen["method"].get("name"))
+        find_method(method)
         ground = _preset(chosen["data"].get("name"), method) if preset else {}
+        solver = chosen.get("solver", {}).get("name", ground.get("solver", {}).get("name"))
+        if preset and isinstance(solver, str) and solver in SOLVERS and solver != ground["solver"]["name"]:
+            # Learning rates and decays are shipped for one solver and mean nothing to another.
+            del ground["solver"]
+            ground["schedule"] = {"learning_rate": SOLVERS[solver].usual_rate}
         merged = _overlay(_DEFAULTS, ground, asked)
         return cls({name: _complete(name, merged.get(name, {})) for name in (*_UNNAMED, *_NAMED)})
 
@@ -152,12 +158,6 @@ class Config:
         )
 
 
-def find_method_name(name: Any) -> str:
-    """Check the name of a method."""
-    find_method(str(name))
-    return str(name)
-
-
 def read_toml(path: Path) -> Sections:
     """Read a run's file; every top-level entry must be a section."""
     try:
@@ -206,6 +206,8 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
     chosen: Sections = {"method": {"name": method}}
     flat: Values = {}
     for key, value in options.items():
+        if key == "data":
+            raise UserError("Option 'data' is for runs from a file; the federation is the first argument.")
         if key in _NAMED or key in _UNNAMED:
             if key in _UNNAMED and not isinstance(value, Mapping):
                 raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
@@ -237,7 +239,7 @@ def _settings_class(section: str, values: Mapping[str, Any]) -> type[Settings] |
 
 def _keys(section: str, values: Mapping[str, Any]) -> list[str]:
     cls = _settings_class(section, values)
-    return list(complete(cls, section, {})) if cls else []
+    return list(names_of(cls)) if cls else []
 
 
 def _complete(section: str, values: Mapping[str, Any]) -> Values:

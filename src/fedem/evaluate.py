@@ -118,7 +118,7 @@ def _scores(
         samples = federation.part(part)
         if len(samples):
             with torch.no_grad():
-                sums = engine.tally(assess, Cohort(shared, reads, personal, samples.to(device)))
+                sums = engine.tally(algorithm, assess, Cohort(shared, reads, personal, samples.to(device)))
             losses, values = (sums[name] / samples.sizes for name in ("loss", "value"))
             scores[part] = Scores(loss.metric, federation.train.sizes, samples.sizes, losses, values)
     return scores

@@ -148,11 +148,13 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the names and of all training samples: whether two federations are the same to train on."""
+        """A hash of the names and of all samples, but for the clients held out."""
         digest = blake2b("\0".join(self.names).encode(errors="surrogatepass"), digest_size=16)
-        for array in (self.train.offsets, self.train.targets, self.train.inputs):
-            digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
-            digest.update(array.contiguous().numpy().tobytes())
+        for part in PARTS:
+            samples = self.part(part)
+            for array in (samples.offsets, samples.targets, samples.inputs):
+                digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
+                digest.update(array.contiguous().numpy().view(np.uint8).data if array.numel() else b"")
         return digest.hexdigest()
 
     @cached_property

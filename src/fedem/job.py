@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
-from fedem.engines import Engine
+from fedem.engines import Batching, Engine
+from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize
 from fedem.federation import PARTS, Federation
+from fedem.models.base import Model
 from fedem.models.losses import LOSSES, guess_loss
 from fedem.records import Record, client_rows, mixture_weights, name_scores
 from fedem.recovery import Recovery, recover
@@ -70,10 +72,11 @@ class Job:
         loss = config.loss
         assert loss is not None, "just settled"
         inputs = federation.train.inputs
-        shapes = Shapes(federation.input_shape, inputs.dtype, loss.num_outputs(targets))
+        shapes = Shapes(federation.input_shape, inputs.dtype, loss.num_outputs(targets), dataset.feature_names)
         parts = Parts.build(config, shapes, source)
         parts.model.check(inputs, targets)
         parts.model.probe(inputs[:2])
+        _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
         training = Training(
             parts.algorithm,
@@ -91,8 +94,10 @@ class Job:
 
     def checkpoint_facts(self, progress: Progress) -> Record:
         """What a checkpoint must say besides its tensors."""
-        known = checkpoint_facts(self.federation.names, self.shapes)
-        return known | {
+        return checkpoint_facts(self.federation.names, self.shapes, self.parts.model) | self._origin(progress)
+
+    def _origin(self, progress: Progress) -> Record:
+        return {
             "data": self.federation.fingerprint,
             "best_validation": progress.best_validation,
             "seconds": progress.seconds,
@@ -135,6 +140,7 @@ class Job:
             summary,
             progress.history,
             clients,
+            self._origin(progress),
         )
 
     def _unseen(self, state: State) -> tuple[dict[str, Scores], Tree]:
@@ -155,9 +161,8 @@ class Job:
             "engine": type(self.engine).__name__,
             **name_scores(scores),
             "best": self._best(progress),
-            "seconds_per_round": statistics.median(seconds[1:] or seconds),
-            "bytes_up_per_round": round(statistics.mean(line["bytes_up"] for line in history)),
-            "bytes_down_per_round": round(statistics.mean(line["bytes_down"] for line in history)),
+            "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
+            **{f"{way}_per_round": _mean(line[way] for line in history) for way in ("bytes_up", "bytes_down")},
         }
         if self.truth is not None:
             oracle = evaluate_oracle(self.truth, self.federation)
@@ -191,6 +196,25 @@ class Job:
         if flat.shape[1] != truth.components.shape[1]:
             return None
         return recover(flat, weights, truth.components, truth.weights_of(self.federation.names))
+
+
+def _mean(values: Iterable[int]) -> int | None:
+    known = list(values)
+    return round(statistics.mean(known)) if known else None
+
+
+def _check_batches(model: Model, batching: Batching, federation: Federation) -> None:
+    """Refuse batches of one sample where layers normalise over the batch."""
+    if not model.normalises_batches:
+        return
+    sizes = federation.train.sizes
+    lonely = (sizes % batching.widths(sizes) == 1) | (batching.widths(sizes) == 1)
+    if bool(lonely.any()):
+        name = federation.names[int(lonely.nonzero()[0])]
+        raise UserError(
+            f"Client {name!r} would train on a batch of one sample, which batch normalisation can't take; "
+            "another batching.batch_size is needed, or a model without it."
+        )
 
 
 def _all_targets(federation: Federation) -> Tensor:

@@ -26,15 +26,15 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
     tensor([0.2500, 0.7500])
 
     """
-    # A quarter of the range: differences between columns and weights then stay finite.
-    ceiling = torch.finfo(losses.dtype).max / 4
-    joint = log_weights[:, None] - _relative(losses.clamp(max=ceiling))
-    return torch.log_softmax(joint, dim=0)
+    finite = _finite(losses)
+    # Without each sample's smallest loss: a large common part would swallow the weights in floating point.
+    relative = finite - finite.amin(dim=0, keepdim=True)
+    return torch.log_softmax(log_weights[:, None] - relative, dim=0)
 
 
-def _relative(losses: Tensor) -> Tensor:
-    """Subtract each sample's smallest loss: a large common part would swallow the weights in floating point."""
-    return losses - losses.amin(dim=0, keepdim=True)
+def _finite(losses: Tensor) -> Tensor:
+    """Bound infinite losses by a quarter of the range: differences and sums with weights then stay finite."""
+    return losses.clamp(max=torch.finfo(losses.dtype).max / 4)
 
 
 def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
 
 def negative_log_likelihood(losses: Tensor, log_weights: Tensor) -> Tensor:
     """-log sum_m pi_m exp(-loss_m) of each sample; their mean is the paper's f. ``[M, n], [M] -> [n]``."""
-    return -torch.logsumexp(log_weights[:, None] - losses, dim=0)
+    return -torch.logsumexp(log_weights[:, None] - _finite(losses), dim=0)
 
 
 def mix(predictions: Tensor, log_weights: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 # Purposes, so that the streams of one seed never meet.
-COHORT, SHUFFLE, PERSONAL, COMPONENTS, HOLD_OUT, SPLIT, STOCHASTIC_LAYERS = range(1, 8)
+COHORT, SHUFFLE, PERSONAL, COMPONENTS, HOLD_OUT, SPLIT = range(1, 7)
+STOCHASTIC_LAYERS = -1  # folded into a shuffling key beside epochs, which count from 0
 
 # The constants of splitmix64 (Steele, Lea, Flood 2014), as signed words.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -57,11 +58,6 @@ def client_keys(names: Sequence[str]) -> Tensor:
     """Hash client names to words, so that a client keeps its random numbers wherever it stands. ``[T]`` int64."""
     digests = b"".join(blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in names)
     return torch.from_numpy(np.frombuffer(digests, dtype=np.int64).copy())
-
-
-def generator(*words: int) -> torch.Generator:
-    """Return a CPU generator seeded by ``words``, for draws that torch makes itself (initial parameters)."""
-    return torch.Generator().manual_seed(int(derive(*words)) & (2**63 - 1))
 
 
 def choose(keys: Tensor, count: int, *words: int) -> Tensor:

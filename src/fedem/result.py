@@ -39,6 +39,18 @@ class Shapes:
     inputs: tuple[int, ...]
     input_dtype: torch.dtype
     outputs: int
+    features: tuple[str, ...] | None = None
+    """names of the input columns, when they came from a table"""
+
+    def conform(self, name: str, values: Any) -> Tensor:
+        """Check a client's new inputs; they must be of the kind that was trained on."""
+        inputs = check_inputs(name, values)
+        if inputs.dtype == torch.int64 and self.input_dtype.is_floating_point:
+            return inputs.to(self.input_dtype)
+        kinds = ["float" if dtype.is_floating_point else str(dtype) for dtype in (inputs.dtype, self.input_dtype)]
+        if kinds[0] != kinds[1]:
+            raise UserError(f"The inputs are {inputs.dtype}; allowed: {self.input_dtype}, as in training.")
+        return inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +72,6 @@ class Parts:
             spec = config.model
             source = lambda: spec.build(shapes.inputs, shapes.outputs)  # noqa: E731 - one line says it all
         model = Model(source, loss, dtype)
-        model.probe(torch.zeros(2, *shapes.inputs, dtype=shapes.input_dtype))
         method = find_method(config.name("method"))
         algorithm = method.algorithm(model, config.solver, **config.values("method"))
         return cls(model, algorithm, method.mixer(), find_device(config.run.device))
@@ -104,6 +115,7 @@ class PersonalModel:
 
     model: Model
     mixture: Mixture
+    shapes: Shapes
 
     @property
     def mixture_weights(self) -> Tensor:
@@ -112,7 +124,7 @@ class PersonalModel:
 
     def predict(self, inputs: Any) -> Tensor:
         """Return class probabilities ``[n, K]``, or means ``[n, D]``, for inputs ``[n, ...]``."""
-        checked = check_inputs("(new inputs)", inputs).to(self.mixture.log_weights.device)
+        checked = self.shapes.conform("(new inputs)", inputs).to(self.mixture.log_weights.device)
         try:
             with torch.no_grad():
                 return predict(self.model, self.mixture, checked).cpu()
@@ -143,6 +155,8 @@ class Result:
     summary: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     clients: Sequence[Mapping[str, Any]]
+    origin: Mapping[str, Any]
+    """what a checkpoint says of the training it came from, so that it can be gone on with"""
 
     def state(self, which: str = "last") -> State:
         """Return the state called "last" or "best"."""
@@ -161,7 +175,7 @@ class Result:
         return self._personal(tree_index(state.shared, group), tree_index(state.personal, position))
 
     def _personal(self, shared: Tree, personal: Tree) -> PersonalModel:
-        return PersonalModel(self.parts.model, self.parts.algorithm.predictor(shared, personal))
+        return PersonalModel(self.parts.model, self.parts.algorithm.predictor(shared, personal), self.shapes)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:
         """Predict for a client that took part in training: class probabilities ``[n, K]``, or means ``[n, D]``."""
@@ -179,11 +193,12 @@ class Result:
             which: "last" or "best".
 
         """
-        x, y = check_inputs("(new client)", inputs), torch.as_tensor(targets)
+        x = self.shapes.conform("(new client)", inputs)
         if len(x) == 0:
-            samples = Samples(torch.zeros(0, *self.shapes.inputs), torch.zeros(0).long(), torch.tensor([0, 0]))
+            nothing = torch.zeros(0, *self.shapes.inputs, dtype=self.shapes.input_dtype)
+            samples = Samples(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
         else:
-            samples = Federation.from_clients([(x, y)], ["(new client)"], validation=0, test=0).train
+            samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             self.parts.model.check(samples.inputs, samples.targets)
         shared, personal = self.fit_unseen(samples, max_iterations=max_iterations, which=which)
         return self._personal(shared, tree_index(personal, 0))
@@ -197,6 +212,8 @@ class Result:
 
     def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
+        self.shapes.conform(federation.names[0], federation.train.inputs[:1])
+        self.parts.model.check(federation.train.inputs, federation.train.targets)
         shared, personal = self.fit_unseen(federation.train, max_iterations=max_iterations, which=which)
         state = State(self.state(which).round, {name: leaf[None] for name, leaf in shared.items()}, personal)
         engine, _ = self.parts.engine(self.config)
@@ -204,12 +221,15 @@ class Result:
         summary = self.parts.describe(self.config, state) | {"num_clients": federation.num_clients}
         summary |= name_scores(scores)
         rows = client_rows("unseen", federation.names, scores, personal)
-        return replace(self, states={"last": state}, names=federation.names, clients=rows, history=(), summary=summary)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint must say besides its tensors, so that it can be loaded without the data."""
-        return checkpoint_facts(self.names, self.shapes)
+        return replace(
+            self,
+            states={"last": state},
+            names=federation.names,
+            clients=rows,
+            history=(),
+            summary=summary,
+            origin={},
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
@@ -217,39 +237,49 @@ class Result:
         folder.create(self.config)
         with folder.open_metrics(0) as file:
             file.writelines(folder.line(record) for record in self.history)
-        folder.save(self.states, self.facts)
+        folder.save(self.states, checkpoint_facts(self.names, self.shapes, self.parts.model) | dict(self.origin))
         folder.finish(self.summary, self.clients)
         return folder.path
 
     @classmethod
-    def load(cls, path: str | Path, model: ModelSource | None = None, device: str | None = None) -> Result:
+    def load(cls, path: str | Path, model: ModelSource | None = None, device: str = "auto") -> Result:
         """Read a run folder, complete or killed; the data are not needed.
 
         Args:
             path: the folder.
             model: the user's own model, if the run was trained with one.
-            device: where to put it; where it was trained when None.
-
+            device: where to put it, wherever it was trained.
         """
         folder = RunFolder(Path(path))
         config = folder.config()
-        if device is not None:
-            config = config.replace("run", device=device)
         if config.name("model") == GIVEN and model is None:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
         states, facts = folder.load()
-        shapes = Shapes(tuple(facts["input_shape"]), getattr(torch, facts["input_dtype"]), facts["num_outputs"])
-        parts = Parts.build(config, shapes, model)
+        names = facts.pop("feature_names")
+        shapes = Shapes(
+            tuple(facts.pop("input_shape")),
+            getattr(torch, facts.pop("input_dtype")),
+            facts.pop("num_outputs"),
+            None if names is None else tuple(names),
+        )
+        parts = Parts.build(config.replace("run", device=device), shapes, model)
+        parts.model.not_stackable = facts.pop("not_stackable")
         placed = {role: state.to(parts.device) for role, state in states.items()}
-        summary, clients = folder.summary(), folder.clients() if folder.summary() else []
-        return cls(config, parts, shapes, placed, tuple(facts["clients"]), summary or {}, folder.metrics(), clients)
+        clients = tuple(facts.pop("clients"))
+        summary = folder.summary()
+        rows = folder.clients() if summary else []
+        # A killed run has no summary yet.
+        head = summary or parts.describe(config, placed["last"]) | {"num_clients": len(clients)}
+        return cls(config, parts, shapes, placed, clients, head, folder.metrics(), rows, facts)
 
 
-def checkpoint_facts(names: Sequence[str], shapes: Shapes) -> dict[str, Any]:
-    """Return what a checkpoint must say besides its tensors."""
+def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict[str, Any]:
+    """Return what a checkpoint must say besides its tensors, so that it can be loaded without the data."""
     return {
         "clients": list(names),
         "input_shape": list(shapes.inputs),
         "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
         "num_outputs": shapes.outputs,
+        "feature_names": None if shapes.features is None else list(shapes.features),
+        "not_stackable": model.not_stackable,
     }

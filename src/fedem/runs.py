@@ -20,7 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedem.checkpoint import MANIFEST, load_checkpoint, remove_leftovers, save_checkpoint, write_atomically, write_json
+from fedem.checkpoint import (
+    MANIFEST,
+    load_checkpoint,
+    plain,
+    remove_leftovers,
+    save_checkpoint,
+    write_atomically,
+    write_json,
+)
 from fedem.config import Config, read_toml
 from fedem.errors import UserError
 from fedem.rounds import State
@@ -40,11 +48,16 @@ class RunFolder:
         """Where the state lies."""
         return self.path / "checkpoints"
 
+    def exists(self) -> bool:
+        """Whether there is a run in the folder."""
+        return (self.path / "config.toml").is_file()
+
     # --- writing
 
     def prepare(self, resume: bool = False) -> None:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
-        if not resume and (self.path / "config.toml").exists():
+        traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json")
+        if not resume and any((self.path / name).exists() for name in traces):
             raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
@@ -61,7 +74,7 @@ class RunFolder:
 
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
-        if not (self.path / "config.toml").exists():
+        if not self.exists():
             raise UserError(f"There is no run to resume in {self.path} (no config.toml).")
         changed = set(self.config().differences(config)) - _FREE
         if changed:
@@ -82,7 +95,7 @@ class RunFolder:
     @staticmethod
     def line(record: Mapping[str, Any]) -> str:
         """Return a record as a line of metrics.jsonl."""
-        return json.dumps(record, allow_nan=False) + "\n"
+        return json.dumps(plain(record), allow_nan=False) + "\n"
 
     def save(self, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
         """Write a checkpoint."""
@@ -107,7 +120,7 @@ class RunFolder:
 
     def check(self) -> RunFolder:
         """Refuse a folder that holds no run."""
-        if not (self.path / "config.toml").is_file():
+        if not self.exists():
             raise UserError(f"{self.path} holds no run (no config.toml).")
         return self
 
@@ -127,7 +140,13 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """Read summary.json; None when the run is not complete."""
         path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"{path} can't be read: {error}.") from None
+        return summary or None
 
     def clients(self) -> list[dict[str, str]]:
         """Read clients.csv."""

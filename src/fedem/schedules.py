@@ -37,7 +37,7 @@ class Step(Schedule):
 
     def rate(self, round_index: int, num_rounds: int) -> float:
         """``learning_rate * factor^(number of milestones passed)``."""
-        passed = sum(round_index >= milestone for milestone in (num_rounds // 2, 3 * (num_rounds // 4)))
+        passed = (2 * round_index >= num_rounds) + (4 * round_index >= 3 * num_rounds)
         return self.learning_rate * self.factor**passed
 
 

@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
+from fedem.errors import UserError
 from fedem.settings import Settings
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
@@ -21,6 +23,9 @@ Objective = Callable[[Tree], tuple[Tensor, Tree]]
 @dataclass(frozen=True)
 class Solver(Settings, ABC):
     """One step of a local solver. ``weight_decay`` adds weight_decay/2 |parameters|^2 to every objective."""
+
+    usual_rate: ClassVar[float] = 0.1
+    """a learning rate to begin with"""
 
     weight_decay: float = field(default=0.0, metadata={"min": 0})
 
@@ -48,6 +53,11 @@ class SGD(Solver):
     momentum: float = field(default=0.0, metadata={"min": 0, "below": 1})
     nesterov: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not self.momentum:
+            raise UserError("SGD.nesterov is true but SGD.momentum is 0; Nesterov's step needs a momentum above 0.")
+
     def init(self, parameters: Tree) -> Tree:
         """Zero velocity."""
         return tree_map(torch.zeros_like, parameters) if self.momentum else {}
@@ -71,6 +81,8 @@ class SGD(Solver):
 @dataclass(frozen=True)
 class Adam(Solver):
     """Adam (Kingma and Ba 2015) with its two moments, started afresh each round."""
+
+    usual_rate: ClassVar[float] = 0.001
 
     beta1: float = field(default=0.9, metadata={"min": 0, "below": 1})
     beta2: float = field(default=0.999, metadata={"min": 0, "below": 1})

@@ -100,7 +100,9 @@ def _start(job: Job, folder: RunFolder | None, resume: bool) -> Progress:
 def _restore(job: Job, folder: RunFolder) -> Progress:
     """Take up a run where its last checkpoint left it."""
     states, facts = folder.load()
-    if facts.get("data") != job.federation.fingerprint:
+    if "data" not in facts:
+        raise UserError(f"The clients in {folder.path} were fitted after training; there is no training to go on with.")
+    if facts["data"] != job.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     placed = {role: state.to(job.parts.device) for role, state in states.items()}
     history = [line for line in folder.metrics() if line["round"] <= placed["last"].round]
@@ -137,9 +139,9 @@ class _Recorder:
             self._listener(entry)
 
 
-def reassess(path: str | Path) -> Result:
+def reassess(path: str | Path, device: str = "auto") -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained or written."""
     folder = RunFolder(Path(path))
-    config = folder.config()
+    config = folder.config().replace("run", device=device)
     job = Job.prepare(config, config.data.make(config.run.seed), None)
     return job.conclude(_restore(job, folder))

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import LOSSES, NAMES, SIZES, advance, distance, make_federation, make_model, make_training
+from helpers import DIMENSION, LOSSES, NAMES, SIZES, advance, distance, make_federation, make_model, make_training
+from torch import nn
 
 from fedem.checkpoint import load_checkpoint, same_states, save_checkpoint
 from fedem.engines import Batching, OneByOne, Stacked
 from fedem.evaluate import evaluate
 from fedem.federation import Federation
 from fedem.methods import METHODS
+from fedem.models import Model
 from fedem.solvers import SOLVERS, Newton
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -94,6 +96,8 @@ def test_unsampled_clients_keep_their_personal_state(method: str) -> None:
         rest = [t for t in range(len(SIZES)) if t not in log.cohort.tolist()]
         for name, leaf in after.personal.items():
             assert torch.equal(leaf[rest], state.personal[name][rest])
+        if training.mixer.num_groups(len(SIZES)) == len(SIZES):
+            assert all(torch.equal(leaf[rest], state.shared[name][rest]) for name, leaf in after.shared.items())
         state = after
 
 
@@ -185,6 +189,15 @@ def test_bytes_are_those_of_the_messages(method: str) -> None:
     one = sum(leaf[0].numel() * leaf.element_size() for leaf in state.shared.values())
     expected = training.mixer.num_messages(log.cohort) * one
     assert (log.bytes_up, log.bytes_down) == (expected, expected)
+
+
+@every_method
+def test_loop_equals_stacked_for_a_network(method: str) -> None:
+    model = Model(
+        lambda: nn.Sequential(nn.Linear(DIMENSION, 6), nn.Tanh(), nn.Linear(6, 1)), LOSSES["logistic"], torch.float64
+    )
+    states = [advance(make_training(method, model=model, engine=engine)) for engine in (OneByOne(), Stacked(2))]
+    assert distance(*states) < 1e-12
 
 
 @every_method

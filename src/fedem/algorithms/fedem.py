@@ -16,6 +16,7 @@ from torch.func import vmap
 
 from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
 from fedem.algorithms.training import start_memory, train_step
+from fedem.errors import UserError
 from fedem.mixture import fit_log_weights, log_responsibilities, uniform_log_weights, update_log_weights
 from fedem.randomness import derive, uniform
 from fedem.tree import Tree, tree_stack
@@ -38,7 +39,14 @@ class FedEM(Algorithm):
 
     def init_shared(self, seed: int) -> Tree:
         """Draw M models independently: components that start equal never part. ``[M, ...]``."""
-        return tree_stack([self.model.init(int(derive(seed, m))) for m in range(self.num_components)])
+        trees = [self.model.init(int(derive(seed, m))) for m in range(self.num_components)]
+        names = self.model.trainable
+        if len(trees) > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in names):
+            raise UserError(
+                "All components start equal and would stay so: the function that builds the model must draw its "
+                "parameters afresh each time, from torch's global generator."
+            )
+        return tree_stack(trees)
 
     def init_personal(self, key: Tensor) -> Tree:
         """Log mixture weights ``[M]``."""

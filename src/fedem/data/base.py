@@ -33,10 +33,11 @@ class Truth(ABC):
 
 
 class Dataset(NamedTuple):
-    """A federation and the truth behind it."""
+    """A federation and what is known of it."""
 
     federation: Federation
-    truth: Truth | None
+    truth: Truth | None = None
+    feature_names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,18 @@ class Table(NamedTuple):
     inputs: NDArray[np.generic]
     targets: NDArray[np.generic] | None
     clients: NDArray[np.str_] | None
+    features: tuple[str, ...] | None = None
+    """names of the input columns, where the file has them"""
+
+    def arranged(self, features: tuple[str, ...] | None) -> Table:
+        """Return the table with its columns in the order of ``features``; refuse other columns."""
+        if features is None or self.features is None or self.features == features:
+            return self
+        if set(self.features) != set(features):
+            raise UserError(
+                f"The columns are {', '.join(self.features)}; allowed: {', '.join(features)}, as in training."
+            )
+        return self._replace(inputs=self.inputs[:, [self.features.index(name) for name in features]], features=features)
 
 
 def read_table(path: Path, target_column: str = "y", client_column: str = "client") -> Table:
@@ -94,7 +106,7 @@ def _read_csv(path: Path, target_column: str, client_column: str) -> Table:
     inputs = np.stack([_numbers(path, name, columns[name]) for name in features], axis=1).astype(np.float32)
     targets = _targets(path, target_column, columns[target_column]) if target_column in columns else None
     clients = np.array([text for _, text in columns[client_column]]) if client_column in columns else None
-    return Table(inputs, targets, clients)
+    return Table(inputs, targets, clients, tuple(features))
 
 
 def _targets(path: Path, name: str, column: list[tuple[int, str]]) -> NDArray[np.generic]:
@@ -140,4 +152,4 @@ class FromFile(DataSource):
         federation = Federation.from_arrays(
             table.inputs, table.targets, table.clients, validation=self.validation, test=self.test, seed=seed
         )
-        return Dataset(federation, None)
+        return Dataset(federation, feature_names=table.features)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedem.algorithms.base import Algorithm
 from fedem.engines.batches import Batching
 from fedem.samples import Samples
+from fedem.settings import Settings
 from fedem.tree import Tree
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
@@ -46,7 +47,7 @@ class Finished(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine(ABC):
+class Engine(Settings, ABC):
     """Runs a method for many clients. All engines agree up to rounding."""
 
     @abstractmethod
@@ -56,5 +57,5 @@ class Engine(ABC):
         """Train every client of the cohort for one round; ``keys`` ``[C]`` are the clients' keys for this round."""
 
     @abstractmethod
-    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""

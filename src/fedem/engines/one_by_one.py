@@ -16,6 +16,14 @@ from fedem.randomness import STOCHASTIC_LAYERS, derive
 from fedem.tree import Tree, tree_index, tree_map
 
 
+def seed_layers(seed: int, device: torch.device) -> None:
+    """Seed torch's own generators, of the CPU and of ``device``, and no others."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def run_client(
     algorithm: Algorithm,
     shared: Tree,
@@ -33,7 +41,7 @@ def run_client(
     plan = BatchPlan(batching, torch.tensor([len(targets)], device=inputs.device), key[None])
     with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
         # For layers that draw from torch's own generator: the same draws whoever else is trained.
-        torch.manual_seed(int(derive(key, STOCHASTIC_LAYERS)))
+        seed_layers(int(derive(key, STOCHASTIC_LAYERS)), inputs.device)
         for step in range(int(plan.steps)):
             rows = plan.batch(step, 1).positions[0]
             weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=inputs.device)
@@ -60,7 +68,7 @@ class OneByOne(Engine):
             upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
             yield Finished(torch.tensor([position]), upload, kept)
 
-    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Call ``function`` once a client."""
         rows = []
         for position in range(len(cohort.reads)):

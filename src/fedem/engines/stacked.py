@@ -24,7 +24,7 @@ from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
 
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
-_SCORE_ROWS = 1 << 17
+_SCORE_ROWS = 1 << 17  # the same for scores
 
 
 @final
@@ -49,21 +49,26 @@ class Stacked(Engine):
         device = cohort.samples.inputs.device
         sizes = cohort.samples.sizes
         rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
-        scores = _flat_scores(algorithm, cohort)
-        for members in self._chunks(cohort, batching):
+        rows = self._rows(algorithm, cohort, _SCORE_ROWS)
+        scores = _flat_scores(algorithm, cohort, rows)
+        for members in self._chunks(algorithm, cohort, batching):
             plan = BatchPlan(batching, sizes[members].to(device), keys[members].to(device))
-            yield _train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rate)
+            yield _train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rows, rate)
 
-    def _chunks(self, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
+    def _rows(self, algorithm: Algorithm, cohort: Cohort, wanted: int) -> int:
+        """Return how many samples may go through all of a client's models at once, ``wanted`` at most."""
+        return max(1, min(wanted, self.memory // _bytes_per_sample(algorithm, cohort)))
+
+    def _chunks(self, algorithm: Algorithm, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
         """Cut the cohort, longest-running clients first."""
         sizes = cohort.samples.sizes
         order = torch.argsort(sizes, descending=True, stable=True)
         if self.chunk_size:
             yield from order.split(self.chunk_size)
             return
-        # Parameters, gradients, momentum and the temporaries of a step; inputs and about as many activations again.
-        model_bytes = 8 * tree_bytes(cohort.shared) // max(len(next(iter(cohort.shared.values()))), 1)
-        row_bytes = 4 * cohort.samples.num_bytes // max(len(cohort.samples), 1)
+        # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients.
+        model_bytes = 8 * tree_bytes(tree_index(cohort.shared, 0))
+        row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
         widths = batching.widths(sizes[order])
         while len(order):
             per_client = model_bytes + row_bytes * int(widths[0])
@@ -71,14 +76,15 @@ class Stacked(Engine):
             yield order[:count]
             order, widths = order[count:], widths[count:]
 
-    def tally(self, function: Tally, cohort: Cohort) -> Tree:
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Walk through all clients' samples in blocks."""
+        rows = self._rows(algorithm, cohort, _TALLY_ROWS)
         sizes = cohort.samples.sizes
         order = torch.argsort(sizes, descending=True, stable=True)
         order = order[sizes[order] > 0]
         pieces = []
-        for members in order.split(self.chunk_size or _TALLY_CLIENTS):
-            width = max(1, _TALLY_ROWS // len(members))
+        for members in order.split(min(rows, self.chunk_size or _TALLY_CLIENTS)):
+            width = max(1, rows // len(members))
             pieces.append(_tally_chunk(function, _Chunk.of(cohort, members), width))
         return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
 
@@ -137,21 +143,26 @@ class _Chunk:
         return first.shared, first.personal
 
 
-def _flat_scores(algorithm: Algorithm, cohort: Cohort) -> Tree | None:
+def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
+    """Estimate what one sample takes on its way through all of a client's models."""
+    components = sum(cohort.shared[name][0].numel() for name in algorithm.model.trainable if name in cohort.shared)
+    inputs = cohort.samples.inputs[:1].numel() * 4
+    return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
+
+
+def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
     """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
     if len(next(iter(cohort.shared.values()))) > 1:
         return None
     shared = tree_index(cohort.shared, 0)
     pieces = [
         algorithm.score(shared, inputs, targets)
-        for inputs, targets in zip(
-            cohort.samples.inputs.split(_SCORE_ROWS), cohort.samples.targets.split(_SCORE_ROWS), strict=True
-        )
+        for inputs, targets in zip(cohort.samples.inputs.split(rows), cohort.samples.targets.split(rows), strict=True)
     ]
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
 
 
-def _begin(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Local, Tree, Tensor]:
+def _begin(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int) -> tuple[Local, Tree, Tensor]:
     """Begin the clients' rounds, those of similar size together, so that little is padded.
 
     Returns:
@@ -162,7 +173,7 @@ def _begin(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Loca
     locals_, columns, starts, total = [], [], [], 0
     for part in _similar(chunk.sizes.tolist()):
         some = chunk.part(part)
-        scores, mask = _padded_scores(algorithm, some, flat)
+        scores, mask = _padded_scores(algorithm, some, flat, rows)
         local, samples = begin(some.shared, some.personal, scores, mask)
         locals_.append(local)
         columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
@@ -182,20 +193,20 @@ def _similar(sizes: list[int]) -> Iterator[slice]:
             start = end
 
 
-def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tuple[Tree, Tensor]:
+def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
     """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
     ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()))
     if flat is not None:
-        rows = (chunk.starts[:, None] + where.positions).flatten()
+        index = (chunk.starts[:, None] + where.positions).flatten()
         # [..., N] -> [..., c, n] -> [c, ..., n]
         return tree_map(
-            lambda leaf: leaf.index_select(-1, rows).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
+            lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
         ), where.mask
     if type(algorithm).score is Algorithm.score:
         return {}, where.mask
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
     pieces: list[Tree] = []
-    for num_active, block in blocks(chunk.sizes, max(1, _SCORE_ROWS // len(chunk.sizes))):
+    for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes))):
         shared, _ = chunk.active(num_active)
         piece = stacked(shared, *chunk.rows(block))
         missing = len(chunk.sizes) - num_active
@@ -203,9 +214,11 @@ def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None) -> tu
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
 
 
-def _train_chunk(algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rate: Tensor) -> Finished:
+def _train_chunk(
+    algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
+) -> Finished:
     step = vmap(algorithm.step, in_dims=(0, 0, None))
-    local, samples, starts = _begin(algorithm, chunk, flat)
+    local, samples, starts = _begin(algorithm, chunk, flat, rows)
     steps = plan.steps.cpu()
     done: list[Local] = []
     num_active = len(steps)

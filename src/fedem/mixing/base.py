@@ -32,24 +32,27 @@ class Mixing(NamedTuple):
             uploads: pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``.
 
         Returns:
-            the next shared trees ``[G, ...]``; integer leaves (counters) take the largest value uploaded
+            the next shared trees ``[G, ...]``; integer leaves (counters) never fall below the largest uploaded
         """
         device = next(iter(shared.values())).device
         groups = self.groups.to(device)
-        mixed = {name: leaf.index_fill(0, groups, 0) for name, leaf in shared.items()}
+        mixed = {
+            name: leaf.index_fill(0, groups, 0) if leaf.is_floating_point() else leaf.clone()
+            for name, leaf in shared.items()
+        }
         for positions, trees in uploads:
             if self.weights is None:
                 mine = groups[positions.to(device)]
                 mixed = {name: leaf.index_copy_(0, mine, trees[name]) for name, leaf in mixed.items()}
                 continue
-            weights = self.weights[:, positions].to(device)
+            weights = self.weights[:, positions.to(self.weights.device)].to(device)
             for name, leaf in trees.items():
                 if leaf.is_floating_point():
                     part = (weights.to(leaf.dtype) @ leaf.flatten(1)).reshape(-1, *leaf.shape[1:])
                     mixed[name].index_add_(0, groups, part)
                 else:
-                    largest = torch.stack([leaf[row].amax(0) for row in weights > 0])
-                    mixed[name][groups] = torch.maximum(mixed[name][groups], largest)
+                    for group, members in zip(groups.tolist(), weights > 0, strict=True):
+                        mixed[name][group] = torch.cat([mixed[name][group][None], leaf[members]]).amax(0)
         return mixed
 
 

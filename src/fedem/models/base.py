@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
@@ -42,7 +42,9 @@ class FoldedLinear(nn.Linear):
             outputs.register_hook(lambda gradient: gradient.reshape(-1).reshape(gradient.shape))
         if self.bias is not None:
             outputs = outputs + self.bias[:, None]
-        return outputs.mT if inputs.ndim == 2 else outputs.mT.reshape(*inputs.shape[:-1], self.out_features)
+        # Contiguous as nn.Linear's output is: what follows may want to view it.
+        outputs = outputs.mT.contiguous()
+        return outputs if inputs.ndim == 2 else outputs.reshape(*inputs.shape[:-1], self.out_features)
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,13 @@ class Model:
         self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
         self.not_stackable = _reason_not_to_stack(self._training)
         """why models can't be stacked through vmap; None when they can"""
+        self.bytes_per_sample = 0
+        """of all outputs of all layers for one sample, once :meth:`probe` has seen one"""
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            module = self._build().to(self.dtype).train(training)
+            # A copy: the function may hand out a module that somebody else uses.
+            module = deepcopy(self._build()).to(self.dtype).train(training)
         for part in module.modules():
             if type(part) is nn.Linear:
                 part.__class__ = FoldedLinear
@@ -91,10 +96,15 @@ class Model:
     def init(self, seed: int) -> Tree:
         """Draw initial parameters."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = self._build().to(self.dtype)
+            torch.default_generator.manual_seed(seed)
+            module = deepcopy(self._build()).to(self.dtype)
         leaves = dict(module.named_parameters()) | dict(module.named_buffers())
         return {name: leaf.detach().clone() for name, leaf in leaves.items()}
+
+    @cached_property
+    def normalises_batches(self) -> bool:
+        """Whether a layer normalises over the samples of a batch."""
+        return any(isinstance(part, _BatchNorm) for part in self._training.modules())
 
     @cached_property
     def num_parameters(self) -> int:
@@ -117,27 +127,68 @@ class Model:
 
     def training_losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tree]:
         """Negative log-likelihood of each sample in training mode, ``[n]``, and the buffers as the pass left them."""
+        outputs, buffers = self._training_outputs(parameters, inputs)
+        return self.loss.negative_log_likelihood(outputs, self._targets(targets)), buffers
+
+    def _training_outputs(self, parameters: Tree, inputs: Tensor) -> tuple[Tensor, Tree]:
         # Modules change their buffers in place, so they get copies.
         state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
-        outputs = functional_call(self._training, state, (self._prepare(inputs),))
-        losses = self.loss.negative_log_likelihood(outputs, self._targets(targets))
-        return losses, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
+        outputs: Tensor = functional_call(self._training, state, (self._prepare(inputs),))
+        return outputs, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
 
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(self.dtype) if targets.is_floating_point() else targets
 
     def probe(self, inputs: Tensor) -> None:
-        """Stack two copies of the module and try them on a few inputs; note in ``not_stackable`` if that fails."""
+        """Try a few inputs: measure what the layers put out, and whether stacked models train as single ones do.
+
+        What is found is noted in ``bytes_per_sample`` and ``not_stackable``.
+        """
+        trees = [self.init(0), self.init(1)]
+        self.bytes_per_sample = self._measure(trees[0], inputs[:1])
         if self.not_stackable is not None:
             return
-        trees = [self.init(0), self.init(1)]
+
+        def pull(tree: Tree, inputs: Tensor) -> tuple[Tree, Tree]:
+            """The gradient of something that depends on every output, and the buffers."""
+
+            def objective(trained: Tree) -> tuple[Tensor, Tree]:
+                outputs, buffers = self._training_outputs(tree | trained, inputs)
+                return outputs.square().sum(), buffers
+
+            gradient, buffers = grad(objective, has_aux=True)({name: tree[name] for name in self.trainable})
+            return gradient, buffers
+
         try:
-            together = vmap(self.outputs)(tree_stack(trees), torch.stack([inputs, inputs]))
+            together, _ = vmap(pull)(tree_stack(trees), torch.stack([inputs, inputs]))
+            alone, buffers = pull(trees[1], inputs)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.not_stackable = str(error).splitlines()[0]
             return
-        if not torch.allclose(together[1], self.outputs(trees[1], inputs), rtol=1e-3, atol=1e-4):
-            self.not_stackable = "its stacked and its single outputs differ"
+        changed = [name for name, leaf in buffers.items() if not torch.equal(leaf, trees[1][name])]
+        if changed:
+            self.not_stackable = f"training changes {changed[0]!r}, which would see the padding of short batches"
+        elif not all(
+            torch.allclose(together[name][1], leaf, rtol=1e-3, atol=1e-4, equal_nan=True)
+            for name, leaf in alone.items()
+        ):
+            self.not_stackable = "stacked and single gradients differ"
+
+    def _measure(self, tree: Tree, inputs: Tensor) -> int:
+        """Count the bytes that the layers put out for these inputs."""
+        total = 0
+
+        def count(module: nn.Module, arguments: Any, output: Any) -> None:
+            nonlocal total
+            total += sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
+        hooks = [part.register_forward_hook(count) for part in self._evaluation.modules()]
+        try:
+            self.outputs(tree, inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return total
 
     def over_components(self, function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
         """Return ``function`` of one component as one of M stacked ones, by vmap where the module allows it.
@@ -165,6 +216,8 @@ class Model:
 
     def check(self, inputs: Tensor, targets: Tensor) -> None:
         """Try a few samples; refuse a module whose output does not fit the loss or the inputs."""
+        if not self.trainable:
+            raise UserError("The model has no parameters to train.")
         parameters = self.init(0)
         try:
             outputs = self.outputs(parameters, inputs[:2])
@@ -180,7 +233,8 @@ class Model:
 def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
     """Return a function that copies ``source`` and initialises the copy afresh."""
     for name, part in source.named_modules():
-        if list(part.parameters(recurse=False)) and not callable(getattr(part, "reset_parameters", None)):
+        own = any(leaf.requires_grad for leaf in part.parameters(recurse=False))
+        if own and not callable(getattr(part, "reset_parameters", None)):
             raise UserError(
                 f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters(), so "
                 "components could not start differently; pass a function that builds the module instead."
@@ -189,7 +243,8 @@ def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
     def rebuild() -> nn.Module:
         module = deepcopy(source)
         for part in module.modules():
-            if list(part.parameters(recurse=False)):
+            # What is frozen was given for its values.
+            if any(leaf.requires_grad for leaf in part.parameters(recurse=False)):
                 part.reset_parameters()  # type: ignore[operator]  # its presence is checked above
         return module
 

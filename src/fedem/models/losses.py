@@ -109,9 +109,8 @@ class Logistic(_Classification):
         return 2
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``softplus(o) - y o``, ``[n]``."""
-        logits = outputs.squeeze(-1)
-        return F.softplus(logits, threshold=40) - targets * logits
+        """``softplus(-o)`` for class 1 and ``softplus(o)`` for class 0, ``[n]``."""
+        return F.softplus((1 - 2 * targets) * outputs.squeeze(-1), threshold=40)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """``[n, 2]``."""
@@ -140,20 +139,20 @@ class SquaredError(Loss):
             )
 
     def _errors(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions - targets.reshape(predictions.shape)).square().sum(-1)
+        return (predictions - targets.reshape(predictions.shape)).square()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[n]``."""
         constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2
-        return self._errors(outputs, targets) / (2 * self.variance) + constant
+        return self._errors(outputs, targets).sum(-1) / (2 * self.variance) + constant
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The mean, ``[n, D]``."""
         return outputs
 
     def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error, ``[n]``."""
-        return self._errors(predictions, targets)
+        """Return the squared error, averaged over the D targets, ``[n]``."""
+        return self._errors(predictions, targets).mean(-1)
 
 
 LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "logistic": Logistic, "squared_error": SquaredError}
