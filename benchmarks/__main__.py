@@ -49,8 +49,8 @@ class Plan(NamedTuple):
 FULL = Plan(
     Synthetic(num_validation=0, num_test=0),
     Crowd(),
-    stacked=Effort(3, 15),
-    loops=Effort(1, 3),
+    stacked=Effort(20, 30),  # recordings are made on the way
+    loops=Effort(1, 5),
     floor=Effort(5, 20),
 )
 QUICK = Plan(

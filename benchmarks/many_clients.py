@@ -29,7 +29,7 @@ class Crowd(NamedTuple):
     cohort_size: int = 100
     samples: int = 50
     dimension: int = 20
-    effort: Effort = Effort(warm_up=5, repeats=50)
+    effort: Effort = Effort(warm_up=20, repeats=50)
 
 
 def compare(crowd: Crowd) -> dict[str, object]:

@@ -8,9 +8,9 @@ Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm, Batch, Local
 from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
+from fedem.engines.replay import Replay
 from fedem.samples import Samples
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
 
@@ -36,11 +37,14 @@ class Stacked(Engine):
         chunk_size: clients stacked together; 0 chooses as many as ``memory`` holds. It never changes a result beyond
             rounding.
         memory: bytes that a chunk may take, roughly.
+        record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all.
 
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})
     memory: int = field(default=2 << 30, metadata={"min": 1})
+    record_after: int = field(default=16, metadata={"min": 0})
+    _replays: dict[Any, Replay] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def train(
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
@@ -53,7 +57,37 @@ class Stacked(Engine):
         scores = _flat_scores(algorithm, cohort, rows)
         for members in self._chunks(algorithm, cohort, batching):
             plan = BatchPlan(batching, sizes[members].to(device), keys[members].to(device))
-            yield _train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rows, rate)
+            yield self._train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rows, rate)
+
+    def _stacked(self, function: Callable[..., Any], shared_dim: int | None, *rest: int | None) -> Callable[..., Any]:
+        """Return a method's function for many clients, recorded where the same shapes come back."""
+        key = function, shared_dim
+        if key not in self._replays:
+            self._replays[key] = Replay(vmap(function, in_dims=(shared_dim, *rest)), self.record_after)
+        return self._replays[key]
+
+    def _train_chunk(
+        self, algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
+    ) -> Finished:
+        step = self._stacked(algorithm.step, 0, 0, None)
+        begin = self._stacked(algorithm.begin, chunk.shared_dim, 0, 0, 0)
+        local, samples, starts = _begin(begin, algorithm, chunk, flat, rows)
+        steps = plan.steps.cpu()
+        done: list[Local] = []
+        num_active = len(steps)
+        for index in range(int(steps.max())):
+            still_active = int((steps > index).sum())
+            if still_active < num_active:
+                num_active = still_active
+                done.append(_slice(local, slice(num_active, None)))
+                local = _slice(local, slice(num_active))
+            where = plan.batch(index, num_active)
+            inputs, targets = chunk.rows(where)
+            weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
+            local = step(local, Batch(inputs, targets, weights, _columns(samples, starts, where)), rate)
+        finished = Local(*(tree_cat(trees) for trees in zip(local, *reversed(done), strict=True)))
+        uploads, personal = vmap(algorithm.finish)(finished)
+        return Finished(chunk.members, uploads, personal)
 
     def _rows(self, algorithm: Algorithm, cohort: Cohort, wanted: int) -> int:
         """Return how many samples may go through all of a client's models at once, ``wanted`` at most."""
@@ -162,14 +196,15 @@ def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
 
 
-def _begin(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int) -> tuple[Local, Tree, Tensor]:
+def _begin(
+    begin: Callable[..., Any], algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int
+) -> tuple[Local, Tree, Tensor]:
     """Begin the clients' rounds, those of similar size together, so that little is padded.
 
     Returns:
         the clients' states ``[c, ...]``, what they made for each sample ``[..., columns]``, and the column of each
         client's first sample ``[c]``
     """
-    begin = vmap(algorithm.begin, in_dims=(chunk.shared_dim, 0, 0, 0))
     locals_, columns, starts, total = [], [], [], 0
     for part in _similar(chunk.sizes.tolist()):
         some = chunk.part(part)
@@ -212,29 +247,6 @@ def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows:
         missing = len(chunk.sizes) - num_active
         pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
-
-
-def _train_chunk(
-    algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
-) -> Finished:
-    step = vmap(algorithm.step, in_dims=(0, 0, None))
-    local, samples, starts = _begin(algorithm, chunk, flat, rows)
-    steps = plan.steps.cpu()
-    done: list[Local] = []
-    num_active = len(steps)
-    for index in range(int(steps.max())):
-        still_active = int((steps > index).sum())
-        if still_active < num_active:
-            num_active = still_active
-            done.append(_slice(local, slice(num_active, None)))
-            local = _slice(local, slice(num_active))
-        where = plan.batch(index, num_active)
-        inputs, targets = chunk.rows(where)
-        weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
-        local = step(local, Batch(inputs, targets, weights, _columns(samples, starts, where)), rate)
-    finished = Local(*(tree_cat(trees) for trees in zip(local, *reversed(done), strict=True)))
-    uploads, personal = vmap(algorithm.finish)(finished)
-    return Finished(chunk.members, uploads, personal)
 
 
 def _slice(local: Local, part: slice) -> Local:
