@@ -365,3 +365,15 @@ def test_another_solver_does_not_inherit_a_learning_rate() -> None:
 def test_data_are_an_argument_and_not_an_option() -> None:
     with pytest.raises(UserError, match="the federation is the first argument"):
         fedem.train(make_federation(), data="synthetic")
+
+
+def test_clients_held_out_may_have_parts_that_the_others_lack(tmp_path: Path) -> None:
+    pairs = [(np.eye(4)[:1], [1])] * 3 + [(np.eye(4), [0, 1, 0, 1])] * 3
+    federation = fedem.Federation.from_clients(pairs, validation=0.25, test=0.25)
+    seen, held = federation.take(torch.arange(3)), federation.take(torch.arange(3, 6))
+    parted = fedem.Federation(seen.names, seen.train, seen.validation, seen.test, unseen=held)
+    result = fedem.train(parted, rounds=1, num_components=2, out=tmp_path / "run")
+    assert "unseen_test_accuracy" in result.summary
+    assert "test_accuracy" not in result.summary
+    rows = list(csv.DictReader((tmp_path / "run/clients.csv").read_text().splitlines()))
+    assert [row["test_accuracy"] == "" for row in rows] == [True] * 3 + [False] * 3

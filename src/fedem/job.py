@@ -34,7 +34,7 @@ class Progress:
     best_validation: float | None
     history: list[Record]
     seconds_before: float = 0.0
-    """of earlier sessions, when the run was resumed"""
+    """taken before the run was resumed"""
     started: float = field(default_factory=time.perf_counter)
 
     @property

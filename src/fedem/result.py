@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Parts:
         assert loss is not None, "the loss is settled once the targets are known"
         if source is None:
             spec = config.model
-            source = lambda: spec.build(shapes.inputs, shapes.outputs)  # noqa: E731 - one line says it all
+            source = partial(spec.build, shapes.inputs, shapes.outputs)
         model = Model(source, loss, dtype)
         method = find_method(config.name("method"))
         algorithm = method.algorithm(model, config.solver, **config.values("method"))

@@ -105,7 +105,9 @@ class RunFolder:
         """Write the outcome."""
         text = io.StringIO()
         if clients:
-            writer = csv.DictWriter(text, list(clients[0]), lineterminator="\n")
+            # Clients held out may have parts that the others lack.
+            columns = list(dict.fromkeys(key for row in clients for key in row))
+            writer = csv.DictWriter(text, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(clients)
         write_atomically(self.path / "clients.csv", text.getvalue().encode())
