@@ -63,9 +63,9 @@ def test_fedem_with_a_full_local_solve_and_one_client_is_centralised_em(loss: st
 def test_likelihood_never_falls_at_any_step_of_exact_em(loss: str, seed: int) -> None:
     federation = make_federation(loss, sizes=(30, 8, 15), seed=seed)
     algorithm = FedEM(make_model(loss), Newton(), num_components=3)
-    state = EMState(
-        algorithm.init_shared(seed), torch.stack([algorithm.init_personal(k)["log_weights"] for k in federation.keys])
-    )
+    components = algorithm.init_shared(seed)
+    weights = [algorithm.init_personal(components, key)["log_weights"] for key in federation.keys]
+    state = EMState(components, torch.stack(weights))
     em = CentralizedEM(algorithm.model, weight_decay=0.01)
     values = [em.objective(state, federation.train)]
     values += [em.objective(step, federation.train) for step in em.steps(state, federation.train, 12)]

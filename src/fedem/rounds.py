@@ -80,7 +80,9 @@ class Training:
         shared = self.algorithm.init_shared(int(derive(self.seed, COMPONENTS)))
         groups = self.mixer.num_groups(self.federation.num_clients)
         keys = derive(self.federation.keys, PERSONAL, self.seed)
-        personal = vmap(self.algorithm.init_personal)(keys) if self.algorithm.init_personal(keys[0]) else {}
+        personal: Tree = {}
+        if self.algorithm.init_personal(shared, keys[0]):
+            personal = vmap(self.algorithm.init_personal, in_dims=(None, 0))(shared, keys)
         stacked = tree_map(lambda leaf: leaf[None].repeat(groups, *(1,) * leaf.ndim), shared)
         return State(0, stacked, personal).to(self.device)
 
@@ -98,9 +100,12 @@ class Training:
         rate = self.schedule.rate(state.round, self.num_rounds)
         keys = derive(self.federation.keys[clients], SHUFFLE, self.seed, state.round)
         finished: list[tuple[Tensor, Tree]] = []
+        upload_bytes = 0
 
         def uploads() -> Iterator[tuple[Tensor, Tree]]:
+            nonlocal upload_bytes
             for chunk in self.engine.train(self.algorithm, cohort, self.batching, keys, rate):
+                upload_bytes = tree_bytes(chunk.uploads) // len(chunk.positions)
                 finished.append((clients[chunk.positions], chunk.personal))
                 yield chunk.positions, chunk.uploads
 
@@ -115,8 +120,8 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
-        message = tree_bytes(tree_index(shared, 0)) * self.mixer.num_messages(clients)
-        return state, RoundLog(clients, rate, seconds, bytes_up=message, bytes_down=message)
+        messages, download_bytes = self.mixer.num_messages(clients), tree_bytes(tree_index(shared, 0))
+        return state, RoundLog(clients, rate, seconds, messages * upload_bytes, messages * download_bytes)
 
 
 def _check_finite(state: State, rate: float) -> None:

@@ -68,8 +68,8 @@ class Algorithm(Settings, ABC):
     def init_shared(self, seed: int) -> Tree:
         """Draw the initial u."""
 
-    def init_personal(self, key: Tensor) -> Tree:
-        """Return a client's initial v_t; ``key`` (int64, no dimensions) is the source of its random numbers."""
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """Return a client's initial v_t beside the initial u; ``key`` (int64) is the source of its random numbers."""
         return {}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:

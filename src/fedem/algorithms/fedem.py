@@ -48,7 +48,7 @@ class FedEM(Algorithm):
             )
         return tree_stack(trees)
 
-    def init_personal(self, key: Tensor) -> Tree:
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """Log mixture weights ``[M]``."""
         like = torch.empty(0, dtype=self.model.dtype, device=key.device)
         if self.initial_weights == "uniform":
