@@ -377,3 +377,12 @@ def test_clients_held_out_may_have_parts_that_the_others_lack(tmp_path: Path) ->
     assert "test_accuracy" not in result.summary
     rows = list(csv.DictReader((tmp_path / "run/clients.csv").read_text().splitlines()))
     assert [row["test_accuracy"] == "" for row in rows] == [True] * 3 + [False] * 3
+
+
+def test_two_processes_do_not_train_into_one_folder(tmp_path: Path) -> None:
+    _run(tmp_path / "run")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with RunFolder(tmp_path / "run").locked(), pytest.raises(UserError, match="Another process is training into"):
+        _run(tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    _run(tmp_path / "run", resume=True)  # and afterwards it may

@@ -16,7 +16,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,8 +75,6 @@ class RunFolder:
 
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
-        if not self.exists():
-            raise UserError(f"There is no run to resume in {self.path} (no config.toml).")
         changed = set(self.config().differences(config)) - _FREE
         if changed:
             raise UserError(
@@ -84,6 +83,21 @@ class RunFolder:
             )
         remove_leftovers(self.path)
         return (self.checkpoints / MANIFEST).exists()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training into the folder; a process that is killed lets go of it."""
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            yield
+            return
+        with (self.path / "config.toml").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"Another process is training into {self.path}.") from None
+            yield
 
     def open_metrics(self, done: int) -> IO[str]:
         """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""

@@ -71,30 +71,32 @@ def carry_out(
 ) -> Result:
     """Carry out a job that is prepared already."""
     folder = RunFolder(Path(out)) if out is not None else None
-    progress = _start(job, folder, resume)
+    if resume and folder is None:
+        raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
+    if folder is None:
+        return _carry_out(job, None, Progress(job.training.init(), None, None, []), listener)
+    if not resume:
+        folder.create(job.config)
+    elif not folder.exists():
+        raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
+    with folder.locked():
+        resumed = resume and folder.reopen(job.config)
+        progress = _restore(job, folder) if resumed else Progress(job.training.init(), None, None, [])
+        return _carry_out(job, folder, progress, listener)
+
+
+def _carry_out(job: Job, folder: RunFolder | None, progress: Progress, listener: Listener | None) -> Result:
+    rounds = job.config.run.rounds
     with _Recorder(folder, progress.state.round, listener) as record:
-        while progress.state.round < job.config.run.rounds:
-            entry = job.advance(progress)
-            record(entry)
+        while progress.state.round < rounds:
+            record(job.advance(progress))
             due = progress.state.round % job.config.run.checkpoint_every == 0
-            if folder and (due or progress.state.round == job.config.run.rounds):
+            if folder and (due or progress.state.round == rounds):
                 folder.save(progress.states, job.checkpoint_facts(progress))
     result = job.conclude(progress)
     if folder:
         folder.finish(result.summary, result.clients)
     return result
-
-
-def _start(job: Job, folder: RunFolder | None, resume: bool) -> Progress:
-    """Start afresh, or where the run in ``folder`` was stopped."""
-    if resume and folder is None:
-        raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
-    if folder is not None and resume:
-        if folder.reopen(job.config):
-            return _restore(job, folder)
-    elif folder is not None:
-        folder.create(job.config)
-    return Progress(job.training.init(), None, None, [])
 
 
 def _restore(job: Job, folder: RunFolder) -> Progress:
