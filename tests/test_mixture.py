@@ -121,6 +121,22 @@ def test_fitted_weights_reach_the_optimum_that_scipy_finds(num_components: int, 
     assert found <= best + 2e-6
 
 
+@pytest.mark.parametrize("kind", ["plain", "twins", "hopeless", "huge"])
+@given(st.integers(2, 7), st.integers(1, 60), st.floats(-3, 2), st.integers(0, 2**31))
+@settings(max_examples=40)
+def test_fitted_weights_are_optimal_by_their_own_certificate(
+    kind: str, num_components: int, count: int, exponent: float, seed: int
+) -> None:
+    """No direction into the simplex improves the likelihood: mean_i p_im / p_i is at most one for every component."""
+    losses = np.random.default_rng(seed).exponential(10**exponent, (num_components, count))
+    losses[1] = losses[0] if kind == "twins" else losses[1]
+    losses[0] += {"hopeless": 1000, "huge": 1e30}.get(kind, 0)
+    weights = fit_log_weights(torch.from_numpy(losses)).exp().numpy()
+    assert weights.sum() == pytest.approx(1)
+    likelihoods = np.exp(losses.min(axis=0) - losses)
+    assert (likelihoods / (weights @ likelihoods)).mean(axis=1).max() <= 1 + 1.1e-6
+
+
 def test_fitted_weights_recover_planted_ones() -> None:
     rng = np.random.default_rng(0)
     truth = np.array([0.7, 0.1, 0.2])

@@ -11,6 +11,10 @@ import math
 import torch
 from torch import Tensor
 
+_LEAST = 1e-300  # a weight that still has a logarithm
+_EDGE = 1e-3  # weights below may count as lying on the simplex's edge
+_MOST_NEWTON_STEPS, _MOST_HALVINGS = 1000, 30
+
 
 def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
     """E-step: log q(z = m), with q(z = m) proportional to pi_m exp(-loss_m) (Eq. 4).
@@ -70,30 +74,59 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
     return like.new_full((num_components,), -math.log(num_components))
 
 
-def fit_log_weights(losses: Tensor, max_iterations: int = 10_000, tolerance: float = 1e-6) -> Tensor:
-    """Fit one client's mixture weights with the components fixed, from uniform, by EM to convergence.
-
-    The problem is concave in the weights, so EM finds its global optimum. One iteration is the paper's rule for unseen
-    clients. With no samples the weights stay uniform.
+def fit_log_weights(losses: Tensor, max_iterations: int | None = None, tolerance: float = 1e-6) -> Tensor:
+    """Fit one client's mixture weights with the components fixed, from uniform.
 
     Args:
-        losses: ``[M, n]``
-        max_iterations: E-steps at most.
-        tolerance: stop once the mean log-likelihood is provably within so much of its maximum.
+        losses: ``[M, n]``; with no samples the weights stay uniform.
+        max_iterations: so many updates of EM, one being the paper's rule for unseen clients; None for convergence.
+        tolerance: convergence is when the mean log-likelihood is provably within so much of its maximum.
 
     Returns:
         log weights ``[M]``, in ``losses``'s type
-
     """
     log_weights = uniform_log_weights(len(losses), losses).double()
     if losses.shape[1] == 0:
         return log_weights.to(losses.dtype)
-    doubles, mask = losses.double(), torch.ones(losses.shape[1], dtype=torch.bool, device=losses.device)
+    doubles = losses.double()
+    if max_iterations is None:
+        return _converge(doubles, log_weights, tolerance).to(losses.dtype)
+    mask = torch.ones(losses.shape[1], dtype=torch.bool, device=losses.device)
     for _ in range(max_iterations):
-        updated = update_log_weights(log_responsibilities(doubles, log_weights), mask)
-        # By concavity no weights are better by more than max_m of (updated / present) - 1 (Lindsay 1983).
-        gap = float((updated - log_weights).max().expm1())
-        log_weights = updated
+        log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
+    return log_weights.to(losses.dtype)
+
+
+def _converge(losses: Tensor, log_weights: Tensor, tolerance: float) -> Tensor:
+    """Maximise the likelihood in the weights by projected Newton steps.
+
+    The problem is concave, its optimum often at the simplex's edge; there, or where components are alike, EM takes
+    thousands of updates. Without the constraint that weights sum to one, -mean log(w P) + sum(w) over w >= 0 has the
+    same minimum, and only bounds are left to keep (Bertsekas 1982). Where a Newton step fails, EM goes on.
+    """
+    finite = _finite(losses)
+    likelihoods = (finite.amin(dim=0) - finite).exp()  # P, up to a factor a sample: the best component has one
+    weights = log_weights.exp()
+
+    def objective(candidate: Tensor) -> float:
+        return float(candidate.sum() - (candidate @ likelihoods).log().mean())
+
+    value = objective(weights)
+    for _ in range(_MOST_NEWTON_STEPS):
+        scaled = likelihoods / (weights @ likelihoods)
+        ratios = scaled.mean(dim=1)
+        # By concavity no weights are better by more than this (Lindsay 1983).
+        gap = float(ratios.max()) - 1
         if gap <= tolerance:
             break
-    return log_weights.to(losses.dtype)
+        free = (weights > min(_EDGE, gap)) | (ratios >= 1)
+        curvature = scaled[free] @ scaled[free].T / losses.shape[1]
+        # Damped by what is still to gain: components that are alike make the curvature singular.
+        curvature.diagonal().add_(gap * float(curvature.diagonal().mean()))
+        direction = -weights  # what lies at the edge and does not help goes to zero
+        direction[free] = torch.linalg.solve(curvature, ratios[free] - 1)
+        trials = ((weights + 0.5**halvings * direction).clamp(min=0) for halvings in range(_MOST_HALVINGS))
+        weights = next((trial for trial in trials if objective(trial) < value), weights * ratios)
+        weights = weights / weights.sum()  # which only improves the objective
+        value = objective(weights)
+    return weights.clamp(min=_LEAST).log()

@@ -86,5 +86,4 @@ class FedEM(Algorithm):
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients."""
-        limit = {} if max_iterations is None else {"max_iterations": max_iterations}
-        return {"log_weights": fit_log_weights(scores["losses"], **limit)}
+        return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}
