@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -156,4 +155,4 @@ def _train_client(
 
 
 def _losses(model: nn.Linear, inputs: Tensor, targets: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(model(inputs).squeeze(-1), targets, reduction="none")
+    return nn.functional.binary_cross_entropy_with_logits(model(inputs).squeeze(-1), targets, reduction="none")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from hypothesis import settings
 
@@ -11,5 +9,5 @@ from hypothesis import settings
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("suite")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Tensors as small as the tests' only wait for further threads.
+torch.set_num_threads(1)

@@ -68,7 +68,7 @@ def make_training(
 ) -> Training:
     federation = make_federation(loss) if federation is None else federation
     row = METHODS[method]
-    algorithm = row.algorithm(model or make_model(loss), solver or SGD(0.01, momentum=0.9), **hyper)  # type: ignore[arg-type]
+    algorithm = row.algorithm(model or make_model(loss), solver or SGD(0.01, momentum=0.9), **hyper)
     return Training(
         algorithm,
         row.mixer(),

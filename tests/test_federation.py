@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,6 @@ client_sizes = st.lists(st.integers(1, 25), min_size=1, max_size=8)
 share = st.floats(0, 1, exclude_max=True)
 shares = st.tuples(share, share).filter(lambda pair: sum(pair) < 1)
 seeds = st.integers(0, 2**31)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for further threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def labelled(client: int, size: int) -> Pair:
@@ -176,7 +167,7 @@ class TestFromClients:
         assert Federation.from_clients([good(), good(), good()]).names == ("0", "1", "2")
 
     def test_names_become_strings(self) -> None:
-        assert Federation.from_clients([good(), good()], [7, 8]).names == ("7", "8")  # type: ignore[list-item]
+        assert Federation.from_clients([good(), good()], [7, 8]).names == ("7", "8")
 
     def test_takes_any_iterable(self) -> None:
         pairs = labelled_clients([4, 6])
@@ -483,7 +474,7 @@ class TestRefusals:
 
     def test_names_that_are_equal_as_strings(self) -> None:
         with pytest.raises(UserError, match="'1' stands more than once"):
-            Federation.from_clients([good()] * 2, [1, "1"])  # type: ignore[list-item]
+            Federation.from_clients([good()] * 2, [1, "1"])
 
     @pytest.mark.parametrize("names", [["ann"], ["ann", "bob", "cem"]])
     def test_a_wrong_number_of_names(self, names: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +25,6 @@ SMALL = Synthetic(
     num_clients=8, num_components=3, dimension=4, max_samples=60, min_samples=20, num_validation=6, num_test=9
 )
 FIELDS = ("inputs", "targets", "offsets")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only wait for further threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def truth_of(dataset: Dataset) -> Truth:

@@ -165,11 +165,12 @@ class _Chunk:
     def rows(self, where: Positions) -> tuple[Tensor, Tensor]:
         """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``."""
         rows = self.starts[: len(where.positions), None] + where.positions
-        return tuple(
+
+        def read(flat: Tensor) -> Tensor:
             # index_select is several times faster than indexing on a CPU.
-            flat.index_select(0, rows.flatten()).reshape(*rows.shape, *flat.shape[1:])
-            for flat in (self.samples.inputs, self.samples.targets)
-        )  # type: ignore[return-value]  # two of them
+            return flat.index_select(0, rows.flatten()).reshape(*rows.shape, *flat.shape[1:])
+
+        return read(self.samples.inputs), read(self.samples.targets)
 
     def active(self, num_active: int) -> tuple[Tree, Tree]:
         """Return shared and personal of the first clients."""

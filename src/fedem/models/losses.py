@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everyone knows
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from fedem.errors import UserError
 from fedem.settings import Settings
@@ -110,7 +110,7 @@ class Logistic(_Classification):
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softplus(-o)`` for class 1 and ``softplus(o)`` for class 0, ``[n]``."""
-        return F.softplus((1 - 2 * targets) * outputs.squeeze(-1), threshold=40)
+        return softplus((1 - 2 * targets) * outputs.squeeze(-1), threshold=40)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """``[n, 2]``."""
