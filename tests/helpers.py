@@ -6,10 +6,12 @@ import numpy as np
 import torch
 
 from fedem.engines import Batching, Engine, Stacked
+from fedem.evaluate import Scores, evaluate
 from fedem.federation import Federation
 from fedem.methods import METHODS
 from fedem.models import Linear, Model
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
+from fedem.personal import Personalizer
 from fedem.rounds import State, Training
 from fedem.schedules import Constant, Schedule
 from fedem.solvers import SGD, Solver
@@ -67,11 +69,10 @@ def make_training(
     **hyper: object,
 ) -> Training:
     federation = make_federation(loss) if federation is None else federation
-    row = METHODS[method]
-    algorithm = row.algorithm(model or make_model(loss), solver or SGD(0.01, momentum=0.9), **hyper)
+    algorithm, mixer = METHODS[method].build(model or make_model(loss), solver or SGD(0.01, momentum=0.9), hyper)
     return Training(
         algorithm,
-        row.mixer(),
+        mixer,
         engine or Stacked(),
         batching or Batching(batch_size=4, local_epochs=2),
         schedule or Constant(0.2),
@@ -90,10 +91,22 @@ def advance(training: Training, rounds: int = 3, state: State | None = None) -> 
     return state
 
 
+def make_personalizer(training: Training, engine: Engine | None = None, **settings: int) -> Personalizer:
+    values = {"fine_tune_epochs": 0, "unseen_epochs": 2} | settings
+    return Personalizer(
+        training.algorithm, training.mixer, engine or training.engine, training.batching, 0.2, seed=0, **values
+    )
+
+
+def scores_of(training: Training, state: State, engine: Engine | None = None) -> dict[str, Scores]:
+    found = make_personalizer(training, engine).predictors(state, training.federation)
+    return evaluate(training.algorithm, engine or training.engine, found, training.federation)
+
+
 def distance(first: State, second: State) -> float:
-    """Largest difference between two states."""
-    assert first.shared.keys() == second.shared.keys()
-    assert first.personal.keys() == second.personal.keys()
-    pairs = [(first.shared[k], second.shared[k]) for k in first.shared]
-    pairs += [(first.personal[k], second.personal[k]) for k in first.personal]
-    return max(float((a.double().cpu() - b.double().cpu()).abs().max()) for a, b in pairs)
+    """Largest difference between two states; minus infinity equals itself."""
+    pairs = []
+    for trees in ((first.shared, second.shared), (first.personal, second.personal), (first.memory, second.memory)):
+        assert trees[0].keys() == trees[1].keys()
+        pairs += [(trees[0][name].double().cpu(), trees[1][name].double().cpu()) for name in trees[0]]
+    return max(float(torch.where(a == b, 0.0, a - b).abs().max()) for a, b in pairs if a.numel())

@@ -25,13 +25,16 @@ from fedem.schedules import SCHEDULES, Cosine, Step
 from fedem.settings import Settings, complete, names_of
 from fedem.solvers import SGD, SOLVERS, Adam, Newton
 
-NAMED: dict[str, Mapping[str, type[Settings]]] = {
+ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "data": DATA,
-    "method": {name: row.algorithm for name, row in METHODS.items()},
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,
     "schedule": SCHEDULES,
+}
+NAMED: dict[str, Mapping[str, tuple[type[Settings], ...]]] = {
+    "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
+    **{section: {name: (kind,) for name, kind in table.items()} for section, table in ONE_KIND.items()},
 }
 SECTIONS = {"run", "batching", *NAMED}
 
@@ -110,16 +113,16 @@ class TestSettings:
         assert not {"model", "solver"} & set(names)
 
     def test_complete_fills_in_the_defaults(self) -> None:
-        values = complete(Example, "example", {"share": 0.25})
+        values = complete("example", {"share": 0.25}, Example)
         assert values == {"count": 3, "share": 0.25, "flag": False, "word": "red", "free": ""}
 
     def test_complete_names_the_section(self) -> None:
         with pytest.raises(UserError, match=r"example\.count is 0; allowed"):
-            complete(Example, "example", {"count": 0})
+            complete("example", {"count": 0}, Example)
 
     def test_complete_suggests_a_key(self) -> None:
         with pytest.raises(UserError, match=r"key in \[example\] 'shar'.*Did you mean 'share'\?"):
-            complete(Example, "example", {"shar": 0.5})
+            complete("example", {"shar": 0.5}, Example)
 
 
 class TestDefaults:
@@ -133,7 +136,7 @@ class TestDefaults:
     @pytest.mark.parametrize(("section", "name"), [(section, name) for section in NAMED for name in NAMED[section]])
     def test_named_sections_are_complete(self, section: str, name: str) -> None:
         found = build({section: {"name": name}}).sections[section]
-        assert set(found) == {"name", *names_of(NAMED[section][name])}
+        assert set(found) == {"name", *names_of(*NAMED[section][name])}
         assert found["name"] == name
 
     def test_every_section_makes_its_settings(self) -> None:
@@ -397,7 +400,7 @@ class TestRefusals:
         ("section", "name", "suggestion"),
         [
             ("data", "sinthetic", "synthetic"),
-            ("method", "fedme", "fedem"),
+            ("method", "feddem", "fedem"),
             ("model", "linaer", "linear"),
             ("loss", "logistics", "logistic"),
             ("solver", "adma", "adam"),
@@ -604,8 +607,8 @@ class TestRoute:
             route({"learning_rat": 0.5}, "fedem")
 
     def test_an_unknown_method_gets_a_suggestion(self) -> None:
-        with pytest.raises(UserError, match=r"Unknown method 'fedme'; .*Did you mean 'fedem'\?"):
-            route({}, "fedme")
+        with pytest.raises(UserError, match=r"Unknown method 'feddem'; .*Did you mean 'fedem'\?"):
+            route({}, "feddem")
 
     def test_an_unknown_solver_gets_a_suggestion(self) -> None:
         with pytest.raises(UserError, match=r"Unknown solver 'adma'; .*Did you mean 'adam'\?"):
@@ -619,7 +622,7 @@ class TestRoute:
             assert len(keys) == len(set(keys))
 
     def test_no_option_is_called_as_a_section(self) -> None:
-        keys = {key for table in NAMED.values() for settings in table.values() for key in names_of(settings)}
+        keys = {key for table in NAMED.values() for kinds in table.values() for key in names_of(*kinds)}
         assert not (keys | set(names_of(RunSettings)) | set(names_of(Batching))) & (SECTIONS | {"name"})
 
 

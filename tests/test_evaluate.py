@@ -3,15 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers import advance, make_federation, make_training
+from helpers import advance, make_federation, make_personalizer, make_training, scores_of
 from sklearn.metrics import accuracy_score, log_loss
 
 from fedem.data import Synthetic
 from fedem.engines import OneByOne, Stacked
 from fedem.errors import UserError
-from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize, predict
+from fedem.evaluate import Scores, evaluate, evaluate_oracle, predict
 from fedem.federation import Federation
+from fedem.personal import Predictors
 from fedem.recovery import cosine_distance, recover
+from fedem.rounds import State, Training
 from fedem.samples import Samples
 from fedem.tree import tree_index
 
@@ -48,7 +50,7 @@ def test_clients_without_samples_are_left_out() -> None:
 def test_scores_agree_with_scikit_learn(engine: OneByOne | Stacked) -> None:
     training = make_training("fedem")
     state, federation = advance(training), training.federation
-    found = evaluate(training.algorithm, training.mixer, engine, state, federation)["train"]
+    found = scores_of(training, state, engine)["train"]
     for position in range(federation.num_clients):
         inputs, targets = federation.train.client(position)
         mixture = training.algorithm.predictor(tree_index(state.shared, 0), tree_index(state.personal, position))
@@ -60,7 +62,7 @@ def test_scores_agree_with_scikit_learn(engine: OneByOne | Stacked) -> None:
 def test_parts_without_samples_are_not_scored() -> None:
     federation = Federation.from_parts([(np.ones((2, 4)), [0, 1])])
     training = make_training("fedem", federation)
-    assert list(evaluate(training.algorithm, training.mixer, training.engine, training.init(), federation)) == ["train"]
+    assert list(scores_of(training, training.init())) == ["train"]
 
 
 def test_a_client_without_test_samples_among_others() -> None:
@@ -69,7 +71,7 @@ def test_a_client_without_test_samples_among_others() -> None:
     federation = Federation.from_parts(pairs, None, tests)
     training = make_training("fedem", federation)
     for engine in (OneByOne(), Stacked()):
-        scores = evaluate(training.algorithm, training.mixer, engine, training.init(), federation)["test"]
+        scores = scores_of(training, training.init(), engine)["test"]
         assert scores.counts.tolist() == [0, 1]
         assert np.isfinite(scores.average)
 
@@ -79,12 +81,15 @@ def _unseen(count: int) -> Samples:
     return Samples(inputs[:count], targets[:count], torch.tensor([0, count]))
 
 
+def _fit(training: Training, state: State, samples: Samples, iterations: int | None = None) -> Predictors:
+    return make_personalizer(training).personalize(state, samples, torch.zeros(1, dtype=torch.int64), iterations)
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 40])
 def test_unseen_clients_from_any_number_of_samples(count: int) -> None:
     training = make_training("fedem")
     state = advance(training)
-    _, personal = personalize(training.algorithm, training.mixer, state, _unseen(count))
-    weights = personal["log_weights"].exp()
+    weights = _fit(training, state, _unseen(count)).personal["log_weights"].exp()
     assert weights.shape == (1, 3)
     assert float(weights.sum()) == pytest.approx(1)
     if count == 0:
@@ -99,8 +104,8 @@ def test_one_update_and_convergence_differ_and_convergence_is_at_least_as_likely
     federation = Federation(("new",), samples, samples, samples)
     losses = []
     for iterations in (1, None):
-        shared, personal = personalize(training.algorithm, training.mixer, state, samples, iterations)
-        scores = evaluate_unseen(training.algorithm, training.engine, shared, personal, federation)
+        found = _fit(training, state, samples, iterations)
+        scores = evaluate(training.algorithm, training.engine, found, federation)
         losses.append(scores["train"].loss)
     assert losses[1] < losses[0] - 1e-4
 
@@ -111,7 +116,7 @@ def test_an_unseen_copy_of_a_client_predicts_like_it() -> None:
     state = advance(training, 60)
     inputs, targets = training.federation.train.client(3)
     samples = Samples(inputs, targets, torch.tensor([0, len(targets)]))
-    _, personal = personalize(training.algorithm, training.mixer, state, samples)
+    personal = _fit(training, state, samples).personal
     old = state.personal["log_weights"][3].exp()
     assert float((personal["log_weights"][0].exp() - old).abs().max()) < 0.1
 
@@ -119,15 +124,15 @@ def test_an_unseen_copy_of_a_client_predicts_like_it() -> None:
 def test_clients_alone_have_nothing_for_an_unseen_one() -> None:
     training = make_training("local")
     with pytest.raises(UserError, match="choose another method"):
-        personalize(training.algorithm, training.mixer, training.init(), _unseen(3))
+        _fit(training, training.init(), _unseen(3))
 
 
 def test_fedavg_hands_its_model_to_unseen_clients() -> None:
     training = make_training("fedavg")
     state = advance(training)
-    shared, personal = personalize(training.algorithm, training.mixer, state, _unseen(3))
-    assert personal == {}
-    assert all(torch.equal(shared[name], state.shared[name][0]) for name in shared)
+    found = _fit(training, state, _unseen(3))
+    assert found.personal == {}
+    assert all(torch.equal(found.shared[name], state.shared[name]) for name in found.shared)
 
 
 def test_the_oracle_beats_every_other_weighting() -> None:

@@ -22,6 +22,7 @@ from fedem.rounds import State
 from fedem.tree import add_prefix, take_prefix
 
 MANIFEST = "checkpoint.json"
+_TREES = ("shared", "personal", "memory")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -63,7 +64,7 @@ def plain(content: Any) -> Any:
 def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
     """Write ``states`` (by role, such as "last" and "best") and ``facts`` (JSON), then drop what is no longer named.
 
-    A state is written once, under its round; roles may share one.
+    A state is written once; roles that have the same one share its file.
     """
     from safetensors.torch import save
 
@@ -72,16 +73,18 @@ def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[st
     # A file that no manifest names was left by a killed run and is written again.
     kept = _named_files(folder)
     for role, state in states.items():
-        path = folder / f"round-{state.round:06d}.safetensors"
+        # Round by round a state has one value; whatever else has a prefix to its role.
+        prefix = role.rpartition("-")[0] or "round"
+        path = folder / f"{prefix}-{state.round:06d}.safetensors"
         if path.name not in kept:
-            tree = add_prefix("shared", state.shared) | add_prefix("personal", state.personal)
+            tree = {key: leaf for name in _TREES for key, leaf in add_prefix(name, getattr(state, name)).items()}
             tensors = {name: leaf.contiguous().cpu() for name, leaf in tree.items()}
             write_atomically(path, save(tensors, metadata={"round": str(state.round)}))
             kept.add(path.name)
         manifest["states"][role] = {"round": state.round, "file": path.name}
     write_json(folder / MANIFEST, manifest)
     named = _named_files(folder)
-    for path in folder.glob("round-*.safetensors"):
+    for path in folder.glob("*-*.safetensors"):
         if path.name not in named:
             path.unlink()
     remove_leftovers(folder)
@@ -106,7 +109,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
         states: dict[str, State] = {}
         for role, entry in manifest["states"].items():
             tensors: dict[str, Tensor] = load_file(folder / entry["file"])
-            states[role] = State(entry["round"], take_prefix("shared", tensors), take_prefix("personal", tensors))
+            states[role] = State(entry["round"], *(take_prefix(name, tensors) for name in _TREES))
         return states, manifest["facts"]
     except FileNotFoundError as error:
         raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
@@ -116,7 +119,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
 
 def same_states(first: State, second: State) -> bool:
     """Whether two states are equal to the last bit."""
-    pairs = ((first.shared, second.shared), (first.personal, second.personal))
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _TREES]
     return first.round == second.round and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
     )

@@ -13,7 +13,7 @@ from typing import Any
 from fedem.data import DATA, DataSource
 from fedem.engines import ENGINES, Batching
 from fedem.errors import UserError, unknown
-from fedem.methods import METHODS, find_method
+from fedem.methods import ALIASES, METHODS, find_method
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.schedules import SCHEDULES, Schedule
@@ -40,18 +40,28 @@ class RunSettings(Settings):
     engine: str = field(default="auto", metadata={"choices": ENGINES})
     chunk_size: int = field(default=0, metadata={"min": 0})
     dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
+    fine_tune_epochs: int = field(default=0, metadata={"min": 0})
+    unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     checkpoint_every: int = field(default=10, metadata={"min": 1})
 
 
-_UNNAMED: dict[str, type[Settings]] = {"run": RunSettings, "batching": Batching}
-_NAMED: dict[str, Mapping[str, type[Settings]]] = {
-    "data": DATA,
-    "method": {name: row.algorithm for name, row in METHODS.items()},
-    "model": MODELS,
-    "loss": LOSSES,
-    "solver": SOLVERS,
-    "schedule": SCHEDULES,
+Kinds = tuple[type[Settings], ...]
+
+
+def _rows(table: Mapping[str, type[Settings]]) -> dict[str, Kinds]:
+    return {name: (kind,) for name, kind in table.items()}
+
+
+# A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
+_UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,)}
+_NAMED: dict[str, dict[str, Kinds]] = {
+    "data": _rows(DATA),
+    "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
+    "model": _rows(MODELS),
+    "loss": _rows(LOSSES),
+    "solver": _rows(SOLVERS),
+    "schedule": _rows(SCHEDULES),
 }
 _WITHOUT_SETTINGS = [("data", GIVEN), ("model", GIVEN), ("loss", "auto")]
 _DEFAULTS: Sections = {
@@ -216,7 +226,7 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
             flat[key] = value
     places: dict[str, str] = {}
     for section in ("run", "batching", "method", "solver", "schedule", "model", "loss"):
-        for key in _keys(section, {**_DEFAULTS.get(section, {}), **chosen.get(section, {})}):
+        for key in names_of(*_kinds(section, {**_DEFAULTS.get(section, {}), **chosen.get(section, {})})):
             places.setdefault(key, section)
     for key, value in flat.items():
         if key not in places:
@@ -225,45 +235,43 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
     return chosen
 
 
-def _settings_class(section: str, values: Mapping[str, Any]) -> type[Settings] | None:
-    """Return the class that describes a section's values; None when it has none to set."""
+def _kinds(section: str, values: Mapping[str, Any]) -> Kinds:
+    """Return the classes that describe a section's values; none when it has none to set."""
     if section in _UNNAMED:
         return _UNNAMED[section]
     name = values.get("name")
     if (section, name) in _WITHOUT_SETTINGS:
-        return None
+        return ()
     if not isinstance(name, str) or name not in _NAMED[section]:
         raise unknown(section, name, _NAMED[section])
     return _NAMED[section][name]
 
 
-def _keys(section: str, values: Mapping[str, Any]) -> list[str]:
-    cls = _settings_class(section, values)
-    return list(names_of(cls)) if cls else []
-
-
 def _complete(section: str, values: Mapping[str, Any]) -> Values:
-    cls = _settings_class(section, values)
+    kinds = _kinds(section, values)
     own = {key: value for key, value in values.items() if key != "name" or section in _UNNAMED}
     named = {} if section in _UNNAMED else {"name": values["name"]}
-    if cls is None:
+    if not kinds:
         if own:
             raise UserError(f"[{section}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
         return named
-    return named | complete(cls, section, own)
+    return named | complete(section, own, *kinds)
 
 
 def _overlay(*layers: Layer) -> Sections:
     """Merge section by section; a layer that changes a section's name keeps the old values that the new one has too."""
     merged: Sections = {}
     for layer in layers:
-        for section, values in layer.items():
+        for section, given in layer.items():
+            values = dict(given)
+            if section == "method" and "name" in values:
+                values["name"] = ALIASES.get(values["name"], values["name"])
             old = merged.get(section, {})
             default = _DEFAULTS.get(section, {}).get("name")
             if old and "name" in values and old.get("name", default) != values["name"]:
-                known = _keys(section, values)
+                known = names_of(*_kinds(section, values))
                 old = {key: value for key, value in old.items() if key in known}
-            merged[section] = old | dict(values)
+            merged[section] = old | values
     return merged
 
 

@@ -15,14 +15,11 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm, Mixture
 from fedem.data.base import Truth
 from fedem.engines import Cohort, Engine
-from fedem.errors import UserError
 from fedem.federation import PARTS, Federation
-from fedem.mixing.base import Mixer
 from fedem.mixture import mix, negative_log_likelihood
 from fedem.models.base import Model
-from fedem.rounds import State
-from fedem.samples import Samples
-from fedem.tree import Tree, tree_index, tree_stack
+from fedem.personal import Predictors
+from fedem.tree import Tree
 
 _ORACLE_ROWS = 1 << 17
 
@@ -79,29 +76,10 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     return mix(model.loss.probabilities(outputs), mixture.log_weights)
 
 
-def evaluate(
-    algorithm: Algorithm, mixer: Mixer, engine: Engine, state: State, federation: Federation
-) -> dict[str, Scores]:
+def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation) -> dict[str, Scores]:
     """Score every client's own predictor on each part of its data that there is."""
-    return _scores(
-        algorithm, engine, state.shared, mixer.reads(torch.arange(federation.num_clients)), state.personal, federation
-    )
-
-
-def evaluate_unseen(
-    algorithm: Algorithm, engine: Engine, shared: Tree, personal: Tree, federation: Federation
-) -> dict[str, Scores]:
-    """Score clients that :func:`personalize` fitted, all of whom read the one ``shared`` tree."""
-    one_group = {name: leaf[None] for name, leaf in shared.items()}
-    reads = torch.zeros(federation.num_clients, dtype=torch.int64)
-    return _scores(algorithm, engine, one_group, reads, personal, federation)
-
-
-def _scores(
-    algorithm: Algorithm, engine: Engine, shared: Tree, reads: Tensor, personal: Tree, federation: Federation
-) -> dict[str, Scores]:
     model, loss = algorithm.model, algorithm.model.loss
-    device = next(iter(shared.values())).device
+    device = next(iter(found.shared.values())).device
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         components, log_weights = algorithm.predictor(shared, personal)
@@ -118,38 +96,10 @@ def _scores(
         samples = federation.part(part)
         if len(samples):
             with torch.no_grad():
-                sums = engine.tally(algorithm, assess, Cohort(shared, reads, personal, samples.to(device)))
+                sums = engine.tally(algorithm, assess, Cohort(*found, samples.to(device)))
             losses, values = (sums[name] / samples.sizes for name in ("loss", "value"))
             scores[part] = Scores(loss.metric, federation.train.sizes, samples.sizes, losses, values)
     return scores
-
-
-def personalize(
-    algorithm: Algorithm, mixer: Mixer, state: State, samples: Samples, max_iterations: int | None = None
-) -> tuple[Tree, Tree]:
-    """Fit clients unseen in training on their ``samples``, the shared tree fixed.
-
-    Args:
-        algorithm: the method.
-        mixer: says which group they read.
-        state: of the federation that was trained.
-        samples: of the new clients; a client may have none.
-        max_iterations: one for the paper's single update; None for convergence.
-
-    Returns:
-        the shared tree they read ``[...]`` and their personal trees ``[T, ...]``
-
-    """
-    group = mixer.group_for_unseen()
-    if group is None:
-        raise UserError("Clients that train alone leave nothing to share with an unseen client; choose another method.")
-    shared = tree_index(state.shared, group)
-    device = next(iter(shared.values())).device
-    trees = []
-    for position in range(samples.num_clients):
-        inputs, targets = (part.to(device) for part in samples.client(position))
-        trees.append(algorithm.adapt(shared, algorithm.score(shared, inputs, targets), max_iterations))
-    return shared, tree_stack(trees)
 
 
 def evaluate_oracle(truth: Truth, federation: Federation) -> Scores | None:

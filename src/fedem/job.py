@@ -14,15 +14,16 @@ from fedem.config import Config
 from fedem.data.base import Dataset, Truth
 from fedem.engines import Batching, Engine
 from fedem.errors import UserError
-from fedem.evaluate import Scores, evaluate, evaluate_oracle, evaluate_unseen, personalize
+from fedem.evaluate import Scores, evaluate, evaluate_oracle
 from fedem.federation import PARTS, Federation
 from fedem.models.base import Model
 from fedem.models.losses import LOSSES, guess_loss
-from fedem.records import Record, client_rows, mixture_weights, name_scores
+from fedem.parts import ModelSource, Parts, Shapes
+from fedem.personal import Personalizer, Predictors
+from fedem.records import Record, client_rows, name_scores
 from fedem.recovery import Recovery, recover
-from fedem.result import ModelSource, Parts, Result, Shapes, checkpoint_facts
+from fedem.result import Result, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size
-from fedem.tree import Tree
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Job:
     federation: Federation
     truth: Truth | None
     training: Training
+    personalizer: Personalizer
 
     @classmethod
     def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None) -> Job:
@@ -76,6 +78,7 @@ class Job:
         parts = Parts.build(config, shapes, source)
         parts.model.check(inputs, targets)
         parts.model.probe(inputs[:2])
+        parts.algorithm.check(inputs[:2])
         _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
         training = Training(
@@ -90,7 +93,8 @@ class Job:
             config.run.seed,
             parts.device,
         )
-        return cls(config, parts, shapes, engine, note, federation, dataset.truth, training)
+        personalizer = parts.personalizer(config, engine)
+        return cls(config, parts, shapes, engine, note, federation, dataset.truth, training, personalizer)
 
     def checkpoint_facts(self, progress: Progress) -> Record:
         """What a checkpoint must say besides its tensors."""
@@ -103,9 +107,14 @@ class Job:
             "seconds": progress.seconds,
         }
 
-    def scores(self, state: State) -> dict[str, Scores]:
-        """Score a state on every part of the data."""
-        return evaluate(self.parts.algorithm, self.parts.mixer, self.engine, state, self.federation)
+    def predictors(self, state: State) -> Predictors:
+        """Return every client's predictor."""
+        with torch.no_grad():
+            return self.personalizer.predictors(state, self.federation)
+
+    def scores(self, found: Predictors) -> dict[str, Scores]:
+        """Score the clients' predictors on every part of the data."""
+        return evaluate(self.parts.algorithm, self.engine, found, self.federation)
 
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state."""
@@ -113,7 +122,7 @@ class Job:
         entry = _cost(progress.state.round, log)
         every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
         if last or (every and progress.state.round % every == 0):
-            scores = self.scores(progress.state)
+            scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)
             validation = scores.get("validation")
             if validation is not None and _improves(validation, progress.best_validation):
@@ -123,14 +132,22 @@ class Job:
 
     def conclude(self, progress: Progress) -> Result:
         """Score the end of the run and sum it up."""
-        scores = self.scores(progress.state)
-        summary = self._summary(progress, scores)
-        clients = client_rows("train", self.federation.names, scores, progress.state.personal)
-        if self.federation.unseen is not None and self.parts.mixer.group_for_unseen() is not None:
-            unseen, personal = self._unseen(progress.state)
-            summary |= {f"unseen_{key}": value for key, value in name_scores(unseen).items()}
-            clients += client_rows("unseen", self.federation.unseen.names, unseen, personal)
+        found = {role: self.predictors(state) for role, state in progress.states.items()}
+        scores = {role: self.scores(entry) for role, entry in found.items()}
+        summary = self._summary(progress, found["last"], scores)
+        weights = found["last"].log_weights(self.parts.algorithm)
+        clients = client_rows("train", self.federation.names, scores["last"], weights)
+        unseen = self.federation.unseen
+        if unseen is not None and self.parts.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
+            with torch.no_grad():
+                fitted = self.personalizer.personalize(progress.state, unseen.train, unseen.keys)
+            theirs = evaluate(self.parts.algorithm, self.engine, fitted, unseen)
+            summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
+            clients += client_rows("unseen", unseen.names, theirs, fitted.log_weights(self.parts.algorithm))
         summary["seconds_total"] = progress.seconds
+        tuned = {}
+        if self.config.run.fine_tune_epochs:
+            tuned = {role: found[role].settled(state.round) for role, state in progress.states.items()}
         return Result(
             self.config,
             self.parts,
@@ -141,17 +158,10 @@ class Job:
             progress.history,
             clients,
             self._origin(progress),
+            tuned,
         )
 
-    def _unseen(self, state: State) -> tuple[dict[str, Scores], Tree]:
-        unseen = self.federation.unseen
-        assert unseen is not None, "asked for only when there are unseen clients"
-        algorithm = self.parts.algorithm
-        with torch.no_grad():
-            shared, personal = personalize(algorithm, self.parts.mixer, state, unseen.train)
-        return evaluate_unseen(algorithm, self.engine, shared, personal, unseen), personal
-
-    def _summary(self, progress: Progress, scores: Mapping[str, Scores]) -> Record:
+    def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         seconds = [line["seconds"] for line in progress.history]
         history = progress.history
         summary: Record = {
@@ -159,8 +169,9 @@ class Job:
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
             "engine": type(self.engine).__name__,
-            **name_scores(scores),
-            "best": self._best(progress),
+            **name_scores(scores["last"]),
+            # The test part took no part in choosing it.
+            "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": _mean(line[way] for line in history) for way in ("bytes_up", "bytes_down")},
         }
@@ -169,7 +180,7 @@ class Job:
             if oracle is not None:
                 summary |= {"oracle_accuracy": oracle.average, "oracle_bottom_decile": oracle.bottom_decile}
                 summary["oracle_loss"] = oracle.loss
-            recovery = self._recovery(progress.state)
+            recovery = self._recovery(found)
             if recovery is not None:
                 summary["recovery"] = {
                     "component_distances": list(recovery.component_distances),
@@ -180,22 +191,16 @@ class Job:
             summary["note"] = self.note
         return summary
 
-    def _best(self, progress: Progress) -> Record | None:
-        """Sum up the state that was best by validation; the test part took no part in choosing it."""
-        if progress.best is None:
+    def _recovery(self, found: Predictors) -> Recovery | None:
+        """Compare with the truth, where all clients mix the same components, of the truth's kind."""
+        truth, mixture = self.truth, found.of(self.parts.algorithm, 0)
+        if truth is None or len(mixture.log_weights) == 1 or bool((found.reads != found.reads[0]).any()):
             return None
-        return {"round": progress.best.round, **name_scores(self.scores(progress.best))}
-
-    def _recovery(self, state: State) -> Recovery | None:
-        """Compare with the truth, where the method learns components of the truth's kind."""
-        weights, truth = mixture_weights(state.personal), self.truth
-        components = next((leaf for name, leaf in state.shared.items() if name.endswith("weight")), None)
-        if weights is None or truth is None or components is None or components.shape[0] != 1:
+        components = next((leaf for name, leaf in mixture.components.items() if name.endswith("weight")), None)
+        if components is None or components.flatten(1).shape[1] != truth.components.shape[1]:
             return None
-        flat = components[0].flatten(1)
-        if flat.shape[1] != truth.components.shape[1]:
-            return None
-        return recover(flat, weights, truth.components, truth.weights_of(self.federation.names))
+        weights = found.log_weights(self.parts.algorithm).exp().cpu()
+        return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
 
 
 def _mean(values: Iterable[int]) -> int | None:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fedem.algorithms.afl import AFL
+from fedem.algorithms.apfl import APFL
 from fedem.algorithms.base import Algorithm
+from fedem.algorithms.ditto import Ditto
 from fedem.algorithms.fedavg import FedAvg
 from fedem.algorithms.fedem import FedEM
+from fedem.algorithms.fedfomo import FedFOMO
+from fedem.algorithms.fedprox import FedProx
+from fedem.algorithms.ifca import IFCA
+from fedem.algorithms.mocha import Mocha
+from fedem.algorithms.perfedavg import PerFedAvg
+from fedem.algorithms.pfedme import PFedMe
+from fedem.algorithms.qffl import QFFL
+from fedem.algorithms.scaffold import Scaffold
 from fedem.errors import unknown
+from fedem.mixing.agnostic import Agnostic
 from fedem.mixing.alone import Alone
 from fedem.mixing.base import Mixer
+from fedem.mixing.candidates import Candidates
+from fedem.mixing.clusters import Clusters
+from fedem.mixing.hypernetwork import Hypernetwork
+from fedem.mixing.pull import Laplacian, Loopless
+from fedem.mixing.relations import Relations
 from fedem.mixing.star import Star
+from fedem.models.base import Model
+from fedem.settings import names_of
+from fedem.solvers import Solver
 
 
 class Method(NamedTuple):
@@ -20,13 +40,212 @@ class Method(NamedTuple):
     mixer: type[Mixer]
     title: str
     summary: str
+    paper: str
+    personal: str
+    """what a client keeps to itself"""
+    sent: str
+    """what goes up and down in a round"""
+    unseen: str
+    """what a client unseen in training does"""
 
+    def build(self, model: Model, solver: Solver, settings: dict[str, Any]) -> tuple[Algorithm, Mixer]:
+        """Build the two from a user's checked settings."""
+        own = names_of(self.mixer)
+        mine = {key: value for key, value in settings.items() if key not in own}
+        return self.algorithm(model, solver, **mine), self.mixer(
+            **{key: value for key, value in settings.items() if key in own}
+        )
+
+
+_AS_IS = "takes the shared model"
+_TUNE = "fine-tunes the mean of all models"
 
 METHODS: dict[str, Method] = {
-    "fedem": Method(FedEM, Star, "FedEM", "M shared components, private mixture weights"),
-    "fedavg": Method(FedAvg, Star, "FedAvg", "one model for all, averaged each round"),
-    "local": Method(FedAvg, Alone, "Local", "a model for each client, trained alone"),
+    "fedem": Method(
+        FedEM,
+        Star,
+        "FedEM",
+        "M shared components, private mixture weights",
+        "Marfoq et al. 2021",
+        "mixture weights",
+        "M models",
+        "fits its mixture weights",
+    ),
+    "local": Method(
+        FedAvg, Alone, "Local", "a model for each client, trained alone", "", "a model", "nothing", "refused"
+    ),
+    "fedavg": Method(
+        FedAvg,
+        Star,
+        "FedAvg",
+        "one model for all, averaged each round",
+        "McMahan et al. 2017",
+        "nothing",
+        "a model",
+        _AS_IS,
+    ),
+    "fedprox": Method(
+        FedProx,
+        Star,
+        "FedProx",
+        "FedAvg, each client held near the model it received",
+        "Li et al. 2020",
+        "nothing",
+        "a model",
+        _AS_IS,
+    ),
+    "fedavg+": Method(
+        FedAvg,
+        Star,
+        "FedAvg+",
+        "FedAvg, fine-tuned by each client for one epoch before it predicts",
+        "Jiang et al. 2019",
+        "nothing",
+        "a model",
+        "fine-tunes the shared model",
+    ),
+    "clustered": Method(
+        FedAvg,
+        Clusters,
+        "Clustered FL",
+        "FedAvg in clusters that split where updates disagree",
+        "Sattler et al. 2020",
+        "nothing",
+        "a model",
+        "joins the cluster with the least loss",
+    ),
+    "pfedme": Method(
+        PFedMe,
+        Star,
+        "pFedMe",
+        "own models as proximal points of the shared one",
+        "Dinh et al. 2020",
+        "a model",
+        "a model",
+        "finds its proximal point",
+    ),
+    "apfl": Method(
+        APFL,
+        Star,
+        "APFL",
+        "a blend of the shared model and an own one",
+        "Deng et al. 2020",
+        "a model, its share",
+        "a model",
+        "trains its own model and share",
+    ),
+    "mocha": Method(
+        Mocha,
+        Relations,
+        "MOCHA",
+        "linear models tied by a learnt matrix of relations",
+        "Smith et al. 2017",
+        "a dual vector (sent)",
+        "a model down, a dual vector up",
+        _TUNE,
+    ),
+    "l2sgd": Method(
+        FedAvg,
+        Loopless,
+        "L2SGD",
+        "own models, pulled towards their mean at random times",
+        "Hanzely, Richtarik 2020",
+        "nothing",
+        "a model",
+        _TUNE,
+    ),
+    "afl": Method(
+        AFL,
+        Agnostic,
+        "AFL",
+        "one model for the worst mixture of the clients",
+        "Mohri et al. 2019",
+        "nothing",
+        "a model; a loss up",
+        _AS_IS,
+    ),
+    "qffl": Method(
+        QFFL,
+        Star,
+        "q-FFL",
+        "one model, clients with larger losses weigh more",
+        "Li et al. 2020",
+        "nothing",
+        "a model; a number up",
+        _AS_IS,
+    ),
+    "scaffold": Method(
+        Scaffold,
+        Star,
+        "SCAFFOLD",
+        "FedAvg, the clients' drift corrected by control variates",
+        "Karimireddy et al. 2020",
+        "a control",
+        "a model and a control",
+        _AS_IS,
+    ),
+    "ifca": Method(
+        IFCA,
+        Star,
+        "IFCA",
+        "K models, each client trains the one that fits it best",
+        "Ghosh et al. 2020",
+        "its choice (sent)",
+        "K models down, one up",
+        "joins the cluster with the least loss",
+    ),
+    "ditto": Method(
+        Ditto,
+        Star,
+        "Ditto",
+        "FedAvg, and own models pulled towards its model",
+        "Li et al. 2021",
+        "a model",
+        "a model",
+        "trains its own model",
+    ),
+    "perfedavg": Method(
+        PerFedAvg,
+        Star,
+        "Per-FedAvg",
+        "a start from which one gradient step fits each client",
+        "Fallah et al. 2020",
+        "nothing",
+        "a model",
+        "fine-tunes the shared model",
+    ),
+    "fedfomo": Method(
+        FedFOMO,
+        Candidates,
+        "FedFOMO",
+        "own models that move towards others that help",
+        "Zhang et al. 2021",
+        "which samples are held out",
+        "a model up, P and its own down",
+        "moves the mean model towards those that help, and fine-tunes",
+    ),
+    "fedu": Method(
+        FedAvg,
+        Laplacian,
+        "FedU",
+        "own models under Laplacian regularisation",
+        "Dinh et al. 2021",
+        "nothing",
+        "a model",
+        _TUNE,
+    ),
+    "pfedhn": Method(
+        FedAvg,
+        Hypernetwork,
+        "pFedHN",
+        "a server's network makes each client's model from an embedding",
+        "Shamsian et al. 2021",
+        "nothing",
+        "a model",
+        "takes the nearest client's model by loss, and fine-tunes",
+    ),
 }
+ALIASES = {"hypcluster": "ifca"}
 
 
 def find_method(name: str) -> Method:

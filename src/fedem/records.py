@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from fedem.evaluate import Scores
-from fedem.tree import Tree
 
 Record = dict[str, Any]
 
@@ -25,19 +24,13 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
     return record
 
 
-def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], personal: Tree) -> list[Record]:
-    """Return a record a client: its scores on every part and, where the method has them, its mixture weights."""
+def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], log_weights: Tensor) -> list[Record]:
+    """Return a record a client: its scores on every part and, where it mixes several models, its mixture weights."""
     columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
     for part, entry in scores.items():
         columns[f"{part}_samples"] = entry.counts.tolist()
         columns[f"{part}_{entry.metric}"] = entry.values.tolist()
         columns[f"{part}_loss"] = entry.losses.tolist()
-    weights = mixture_weights(personal)
-    if weights is not None:
-        columns |= {f"weight_{m}": column for m, column in enumerate(weights.T.tolist())}
+    if log_weights.shape[1] > 1:
+        columns |= {f"weight_{m}": column for m, column in enumerate(log_weights.exp().T.tolist())}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def mixture_weights(personal: Tree) -> Tensor | None:
-    """Return the clients' mixture weights ``[T, M]``, for a method that has them."""
-    return personal["log_weights"].exp().cpu() if "log_weights" in personal else None

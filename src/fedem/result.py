@@ -5,109 +5,32 @@ Shapes: T clients, M components, n samples, K classes (or target dimensions).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedem.algorithms.base import Algorithm, Mixture
-from fedem.arrays import check_inputs
+from fedem.algorithms.base import Mixture
 from fedem.config import GIVEN, Config
-from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError, unknown
-from fedem.evaluate import evaluate_unseen, personalize, predict
+from fedem.evaluate import evaluate, predict
 from fedem.federation import Federation
-from fedem.methods import find_method
-from fedem.mixing.base import Mixer
+from fedem.mixing.base import Served
+from fedem.mixing.settled import Settled
 from fedem.models.base import Model
-from fedem.records import Record, client_rows, name_scores
+from fedem.parts import ModelSource, Parts, Shapes
+from fedem.personal import Predictors
+from fedem.randomness import client_keys
+from fedem.records import client_rows, name_scores
 from fedem.rounds import State
 from fedem.runs import RunFolder
 from fedem.samples import Samples
 from fedem.tree import Tree, tree_index
 
-ModelSource = nn.Module | Callable[[], nn.Module]
-
-
-@dataclass(frozen=True, eq=False)
-class Shapes:
-    """What a model must know of the data."""
-
-    inputs: tuple[int, ...]
-    input_dtype: torch.dtype
-    outputs: int
-    features: tuple[str, ...] | None = None
-    """names of the input columns, when they came from a table"""
-
-    def conform(self, name: str, values: Any) -> Tensor:
-        """Check a client's new inputs; they must be of the kind that was trained on."""
-        inputs = check_inputs(name, values)
-        if inputs.dtype == torch.int64 and self.input_dtype.is_floating_point:
-            return inputs.to(self.input_dtype)
-        kinds = ["float" if dtype.is_floating_point else str(dtype) for dtype in (inputs.dtype, self.input_dtype)]
-        if kinds[0] != kinds[1]:
-            raise UserError(f"The inputs are {inputs.dtype}; allowed: {self.input_dtype}, as in training.")
-        return inputs
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What a configuration describes, built: the pieces that training and a loaded result share."""
-
-    model: Model
-    algorithm: Algorithm
-    mixer: Mixer
-    device: torch.device
-
-    @classmethod
-    def build(cls, config: Config, shapes: Shapes, source: ModelSource | None) -> Parts:
-        """Build from a configuration whose loss is settled, and the user's own model if there is one."""
-        dtype = {"float32": torch.float32, "float64": torch.float64}[config.run.dtype]
-        loss = config.loss
-        assert loss is not None, "the loss is settled once the targets are known"
-        if source is None:
-            spec = config.model
-            source = partial(spec.build, shapes.inputs, shapes.outputs)
-        model = Model(source, loss, dtype)
-        method = find_method(config.name("method"))
-        algorithm = method.algorithm(model, config.solver, **config.values("method"))
-        return cls(model, algorithm, method.mixer(), find_device(config.run.device))
-
-    def describe(self, config: Config, state: State) -> Record:
-        """Say what was trained: the head of every summary."""
-        first = tree_index(state.shared, 0), tree_index(state.personal, 0)
-        return {
-            "method": config.name("method"),
-            "data": config.name("data"),
-            "rounds": state.round,
-            "seed": config.run.seed,
-            "num_components": len(self.algorithm.predictor(*first).log_weights),
-            "num_parameters": self.model.num_parameters,
-            "device": str(self.device),
-        }
-
-    def engine(self, config: Config) -> tuple[Engine, str | None]:
-        """Choose the engine; returns a note when it is not the one hoped for."""
-        return choose_engine(config.run.engine, config.run.chunk_size, self.model)
-
-
-def find_device(name: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:1" into a device that is there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")
-    return device
+TUNED = "tuned-"
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +81,8 @@ class Result:
     clients: Sequence[Mapping[str, Any]]
     origin: Mapping[str, Any]
     """what a checkpoint says of the training it came from, so that it can be gone on with"""
+    tuned: Mapping[str, State] = field(default_factory=dict)
+    """where clients fine-tune before they predict: their own models, settled, by role"""
 
     def state(self, which: str = "last") -> State:
         """Return the state called "last" or "best"."""
@@ -171,9 +96,21 @@ class Result:
             some = ", ".join(self.names[:5]) + (", ..." if len(self.names) > 5 else "")
             raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
         position = self.names.index(name)
-        state = self.state(which)
-        group = int(self.parts.mixer.reads(torch.tensor([position])))
-        return self._personal(tree_index(state.shared, group), tree_index(state.personal, position))
+        found = self._served(which, torch.tensor([position]))
+        state = self.tuned.get(which, self.state(which))
+        shared = tree_index(found.shared, int(found.reads[0]))
+        return self._personal(shared, tree_index(state.personal, position))
+
+    def _served(self, which: str, clients: Tensor) -> Served:
+        """Return what clients read: their fine-tuned trees, where the run fine-tunes."""
+        state, mixer = self.state(which), self.parts.mixer
+        if self.config.run.fine_tune_epochs and not isinstance(mixer, Settled):
+            if which not in self.tuned:
+                raise UserError(
+                    "Clients fine-tune their models once the run is complete; go on with it first (--resume)."
+                )
+            state, mixer = self.tuned[which], Settled()
+        return mixer.serve(state.shared, state.memory, clients, 0)
 
     def _personal(self, shared: Tree, personal: Tree) -> PersonalModel:
         return PersonalModel(self.parts.model, self.parts.algorithm.predictor(shared, personal), self.shapes)
@@ -185,12 +122,13 @@ class Result:
     def personalize(
         self, inputs: Any, targets: Any, *, max_iterations: int | None = None, which: str = "last"
     ) -> PersonalModel:
-        """Fit a client unseen in training on its samples, from any number of them, with all shared models fixed.
+        """Fit a client unseen in training on its samples, from any number of them; what others share stays fixed.
 
         Args:
-            inputs: ``[n, ...]``; n may be 0, and the client then gets uniform weights.
+            inputs: ``[n, ...]``; n may be 0, and the client then gets uniform weights, or the shared model as it is.
             targets: ``[n]``
-            max_iterations: 1 for the paper's single update of the mixture weights; None for convergence.
+            max_iterations: for FedEM updates of the mixture weights, 1 in the paper and None for convergence; for a
+                method that must train, passes over the samples, None for ``unseen_epochs``.
             which: "last" or "best".
 
         """
@@ -201,35 +139,40 @@ class Result:
         else:
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             self.parts.model.check(samples.inputs, samples.targets)
-        shared, personal = self.fit_unseen(samples, max_iterations=max_iterations, which=which)
-        return self._personal(shared, tree_index(personal, 0))
+        found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations=max_iterations, which=which)
+        return PersonalModel(self.parts.model, found.of(self.parts.algorithm, 0), self.shapes)
 
     def fit_unseen(
-        self, samples: Samples, *, max_iterations: int | None = None, which: str = "last"
-    ) -> tuple[Tree, Tree]:
-        """Fit several unseen clients; returns the shared tree they read and their personal trees ``[T, ...]``."""
+        self, samples: Samples, keys: Tensor, *, max_iterations: int | None = None, which: str = "last"
+    ) -> Predictors:
+        """Fit several unseen clients, whose names are hashed to ``keys``."""
+        engine, _ = self.parts.engine(self.config)
+        personalizer = self.parts.personalizer(self.config, engine)
         with torch.no_grad():
-            return personalize(self.parts.algorithm, self.parts.mixer, self.state(which), samples, max_iterations)
+            return personalizer.personalize(self.state(which), samples, keys, max_iterations)
 
     def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
         self.shapes.conform(federation.names[0], federation.train.inputs[:1])
         self.parts.model.check(federation.train.inputs, federation.train.targets)
-        shared, personal = self.fit_unseen(federation.train, max_iterations=max_iterations, which=which)
-        state = State(self.state(which).round, {name: leaf[None] for name, leaf in shared.items()}, personal)
-        engine, _ = self.parts.engine(self.config)
-        scores = evaluate_unseen(self.parts.algorithm, engine, shared, personal, federation)
-        summary = self.parts.describe(self.config, state) | {"num_clients": federation.num_clients}
+        found = self.fit_unseen(federation.train, federation.keys, max_iterations=max_iterations, which=which)
+        parts = replace(self.parts, mixer=Settled())
+        state = found.settled(self.state(which).round)
+        engine, _ = parts.engine(self.config)
+        scores = evaluate(parts.algorithm, engine, found, federation)
+        summary = parts.describe(self.config, state) | {"num_clients": federation.num_clients}
         summary |= name_scores(scores)
-        rows = client_rows("unseen", federation.names, scores, personal)
+        rows = client_rows("unseen", federation.names, scores, found.log_weights(parts.algorithm))
         return replace(
             self,
+            parts=parts,
             states={"last": state},
+            tuned={},
             names=federation.names,
             clients=rows,
             history=(),
             summary=summary,
-            origin={},
+            origin={"settled": True},
         )
 
     def save(self, path: str | Path) -> Path:
@@ -238,7 +181,8 @@ class Result:
         folder.create(self.config)
         with folder.open_metrics(0) as file:
             file.writelines(folder.line(record) for record in self.history)
-        folder.save(self.states, checkpoint_facts(self.names, self.shapes, self.parts.model) | dict(self.origin))
+        facts = checkpoint_facts(self.names, self.shapes, self.parts.model) | dict(self.origin)
+        folder.save({**self.states, **name_tuned(self.tuned)}, facts)
         folder.finish(self.summary, self.clients)
         return folder.path
 
@@ -265,13 +209,22 @@ class Result:
         )
         parts = Parts.build(config.replace("run", device=device), shapes, model)
         parts.model.not_stackable = facts.pop("not_stackable")
-        placed = {role: state.to(parts.device) for role, state in states.items()}
+        if facts.get("settled"):
+            parts = replace(parts, mixer=Settled())
+        everything = {role: state.to(parts.device) for role, state in states.items()}
+        placed = {role: state for role, state in everything.items() if not role.startswith(TUNED)}
+        tuned = {role.removeprefix(TUNED): state for role, state in everything.items() if role.startswith(TUNED)}
         clients = tuple(facts.pop("clients"))
         summary = folder.summary()
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or parts.describe(config, placed["last"]) | {"num_clients": len(clients)}
-        return cls(config, parts, shapes, placed, clients, head, folder.metrics(), rows, facts)
+        return cls(config, parts, shapes, placed, clients, head, folder.metrics(), rows, facts, tuned)
+
+
+def name_tuned(tuned: Mapping[str, State]) -> dict[str, State]:
+    """Return the roles under which a checkpoint holds fine-tuned models."""
+    return {f"{TUNED}{role}": state for role, state in tuned.items()}
 
 
 def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedem.algorithms.base import Algorithm
-from fedem.engines import Batching, Cohort, Engine
+from fedem.engines import Batching, Cohort, Engine, Finished
 from fedem.errors import UserError
 from fedem.federation import Federation
-from fedem.mixing.base import Mixer
-from fedem.randomness import COHORT, COMPONENTS, PERSONAL, SHUFFLE, choose, derive
+from fedem.mixing.base import Mixed, Mixer, Round
+from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.samples import Samples
 from fedem.schedules import Schedule
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map, tree_to
+from fedem.solvers import Solver
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +37,12 @@ class State:
     """``[G, ...]``"""
     personal: Tree
     """``[T, ...]``"""
+    memory: Tree = field(default_factory=dict)
+    """the mixer's"""
 
     def to(self, device: torch.device) -> State:
         """Move to ``device``."""
-        return replace(self, shared=tree_to(self.shared, device), personal=tree_to(self.personal, device))
+        return State(self.round, *(tree_to(tree, device) for tree in (self.shared, self.personal, self.memory)))
 
 
 class RoundLog(NamedTuple):
@@ -68,6 +71,11 @@ class Training:
     device: torch.device
 
     @cached_property
+    def _variants(self) -> dict[Solver, Algorithm]:
+        """The method with each solver that clients have had."""
+        return {self.algorithm.solver: self.algorithm}
+
+    @cached_property
     def _samples(self) -> Samples:
         """The training samples: on the device whole when they fit beside the models; else each cohort is sent there."""
         samples = self.federation.train
@@ -76,15 +84,11 @@ class Training:
         return samples.to(self.device)
 
     def init(self) -> State:
-        """Draw the initial state. All groups start from the same shared tree."""
+        """Draw the initial state."""
         shared = self.algorithm.init_shared(int(derive(self.seed, COMPONENTS)))
-        groups = self.mixer.num_groups(self.federation.num_clients)
+        groups, memory = self.mixer.init(shared, self.federation.keys, int(derive(self.seed, MIXER)))
         keys = derive(self.federation.keys, PERSONAL, self.seed)
-        personal: Tree = {}
-        if self.algorithm.init_personal(shared, keys[0]):
-            personal = vmap(self.algorithm.init_personal, in_dims=(None, 0))(shared, keys)
-        stacked = tree_map(lambda leaf: leaf[None].repeat(groups, *(1,) * leaf.ndim), shared)
-        return State(0, stacked, personal).to(self.device)
+        return State(0, groups, init_personal(self.algorithm, shared, keys), memory).to(self.device)
 
     def sample(self, round_index: int) -> Tensor:
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""
@@ -95,42 +99,87 @@ class Training:
         started = time.perf_counter()
         clients = self.sample(state.round)
         samples = self._samples.take(clients).to(self.device)
-        where = clients.to(self.device)
-        cohort = Cohort(state.shared, self.mixer.reads(clients), tree_index(state.personal, where), samples)
         rate = self.schedule.rate(state.round, self.num_rounds)
-        keys = derive(self.federation.keys[clients], SHUFFLE, self.seed, state.round)
+        key = int(derive(self.seed, MIXER, state.round))
+        this = Round(clients, samples.sizes, self.federation.num_clients, rate, key)
+        served = self.mixer.serve(state.shared, state.memory, clients, key)
+        cohort = Cohort(*served, tree_index(state.personal, clients.to(self.device)), samples)
         finished: list[tuple[Tensor, Tree]] = []
         upload_bytes = 0
 
-        def uploads() -> Iterator[tuple[Tensor, Tree]]:
+        def summands() -> Iterator[tuple[Tensor, Tree]]:
             nonlocal upload_bytes
-            for chunk in self.engine.train(self.algorithm, cohort, self.batching, keys, rate):
+            for chunk in self._train(cohort, clients, state.round, rate, self.mixer.num_steps(key)):
                 upload_bytes = tree_bytes(chunk.uploads) // len(chunk.positions)
                 finished.append((clients[chunk.positions], chunk.personal))
-                yield chunk.positions, chunk.uploads
+                yield chunk.positions, vmap(self.algorithm.summand)(chunk.uploads)
 
-        shared = self.mixer.plan(clients, samples.sizes).apply(state.shared, uploads())
-        personal = state.personal
-        if personal:
-            done = torch.cat([positions for positions, _ in finished]).to(self.device)
-            news = tree_cat([tree for _, tree in finished])
-            personal = tree_map(lambda old, new: old.index_copy(0, done, new), personal, news)
-        state = State(state.round + 1, shared, personal)
+        mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
+        share = len(clients) / self.federation.num_clients
+        state = State(
+            state.round + 1,
+            _write(self.algorithm, state.shared, mixed, share),
+            _replace_rows(state.personal, finished),
+            memory,
+        )
         _check_finite(state, rate)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
-        messages, download_bytes = self.mixer.num_messages(clients), tree_bytes(tree_index(shared, 0))
+        messages, download_bytes = mixed.num_messages, tree_bytes(tree_index(served.shared, 0))
         return state, RoundLog(clients, rate, seconds, messages * upload_bytes, messages * download_bytes)
+
+    def _train(
+        self, cohort: Cohort, clients: Tensor, round_index: int, rate: float, num_steps: int | None
+    ) -> Iterator[Finished]:
+        """Let the cohort train, those with the same solver together."""
+        keys = derive(self.federation.keys[clients], SHUFFLE, self.seed, round_index)
+        for solver, members in self.algorithm.solver.among(self.federation.keys[clients]):
+            algorithm = self._variants.setdefault(solver, replace(self.algorithm, solver=solver))
+            batching = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else self.batching
+            if num_steps is not None:
+                batching = replace(batching, local_steps=num_steps)
+            for chunk in self.engine.train(algorithm, cohort.take(members), batching, keys[members], rate):
+                yield chunk._replace(positions=members[chunk.positions])
+
+
+def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor) -> Tree:
+    """Return the first personal trees of the clients with these ``keys``, ``[T, ...]``."""
+    if not algorithm.init_personal(shared, keys[0]):
+        return {}
+    return vmap(algorithm.init_personal, in_dims=(None, 0))(shared, keys)
+
+
+def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
+    """Take the server's step in every group that is written."""
+    device = next(iter(shared.values())).device
+    groups, count = mixed.groups.to(device), len(next(iter(shared.values())))
+    # A new group has no past of its own.
+    past = tree_index(shared, torch.where(groups < count, groups, 0))
+    written = vmap(partial(algorithm.update, share=share))(past, mixed.means)
+    new = max(0, int(groups.max()) + 1 - count)
+    grown = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(new, *leaf.shape[1:])]), shared) if new else shared
+    return tree_map(lambda leaf, rows: leaf.index_copy(0, groups, rows.to(leaf.dtype)), grown, written)
+
+
+def _replace_rows(tree: Tree, rows: list[tuple[Tensor, Tree]]) -> Tree:
+    """Return a copy of ``tree`` ``[T, ...]`` with some rows replaced."""
+    if not tree:
+        return tree
+    where = torch.cat([positions for positions, _ in rows])
+    news = tree_cat([part for _, part in rows])
+    return tree_map(lambda old, new: old.index_copy(0, where.to(old.device), new), tree, news)
 
 
 def _check_finite(state: State, rate: float) -> None:
-    for name, leaf in state.shared.items():
-        if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-            raise UserError(
-                f"Training diverged in round {state.round}: {name!r} is no longer finite at learning rate {rate:g}; "
-                "a smaller schedule.learning_rate is needed."
-            )
+    # Logarithms of mixture weights may be minus infinity.
+    spoilt = [name for name, leaf in tree_floats(state.shared).items() if not bool(torch.isfinite(leaf).all())]
+    spoilt += [name for name, leaf in tree_floats(state.personal).items() if bool(torch.isnan(leaf).any())]
+    if spoilt:
+        raise UserError(
+            f"Training diverged in round {state.round}: {spoilt[0]!r} is no longer finite at learning rate {rate:g}; "
+            "a smaller schedule.learning_rate is needed."
+        )
 
 
 def cohort_size(clients_per_round: float, num_clients: int) -> int:

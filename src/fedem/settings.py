@@ -58,14 +58,14 @@ def _article(kind: str) -> str:
     return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}[kind]
 
 
-def names_of(cls: type[Settings]) -> tuple[str, ...]:
+def names_of(*kinds: type[Settings]) -> tuple[str, ...]:
     """Names of the fields that a user sets: those of a plain type."""
-    return tuple(entry.name for entry in fields(cls) if entry.type in _TYPES)
+    return tuple(entry.name for kind in kinds for entry in fields(kind) if entry.type in _TYPES)
 
 
-def complete(cls: type[Settings], where: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a user's ``values`` for ``cls``, found in the section called ``where``, and fill in the defaults."""
-    entries = {entry.name: entry for entry in fields(cls) if entry.type in _TYPES}
+def complete(where: str, values: Mapping[str, Any], *kinds: type[Settings]) -> dict[str, Any]:
+    """Check a user's ``values`` for ``kinds``, found in the section called ``where``, and fill in the defaults."""
+    entries = {entry.name: entry for kind in kinds for entry in fields(kind) if entry.type in _TYPES}
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in entries:

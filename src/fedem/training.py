@@ -11,8 +11,9 @@ from fedem.data.base import Dataset, Truth
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.job import Job, Progress
+from fedem.parts import ModelSource
 from fedem.records import Record
-from fedem.result import ModelSource, Result
+from fedem.result import Result, name_tuned
 from fedem.runs import RunFolder
 
 Listener = Callable[[Record], None]
@@ -95,6 +96,8 @@ def _carry_out(job: Job, folder: RunFolder | None, progress: Progress, listener:
                 folder.save(progress.states, job.checkpoint_facts(progress))
     result = job.conclude(progress)
     if folder:
+        if result.tuned:
+            folder.save(progress.states | name_tuned(result.tuned), job.checkpoint_facts(progress))
         folder.finish(result.summary, result.clients)
     return result
 

@@ -30,6 +30,11 @@ def tree_index(tree: Tree, index: int | slice | Tensor) -> Tree:
     return {name: leaf[index] for name, leaf in tree.items()}
 
 
+def tree_repeat(tree: Tree, count: int) -> Tree:
+    """Stack ``count`` copies along a new first dimension."""
+    return {name: leaf[None].repeat(count, *(1,) * leaf.ndim) for name, leaf in tree.items()}
+
+
 def tree_to(tree: Tree, device: torch.device) -> Tree:
     """Move every leaf to ``device``."""
     return {name: leaf.to(device) for name, leaf in tree.items()}
@@ -38,6 +43,19 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
 def tree_bytes(tree: Tree) -> int:
     """Count the bytes of all leaves."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.values())
+
+
+def tree_floats(tree: Tree) -> Tree:
+    """Return the floating leaves: what can be averaged and measured."""
+    return {name: leaf for name, leaf in tree.items() if leaf.is_floating_point()}
+
+
+def tree_flat(tree: Tree, batch_dims: int = 0) -> Tensor:
+    """Lay all floating leaves behind each other by name: a vector, or one for each of the first ``batch_dims`` indices.
+
+    By name, because a tree that comes back from a file may have another order.
+    """
+    return torch.cat([leaf.reshape(*leaf.shape[:batch_dims], -1) for _, leaf in sorted(tree_floats(tree).items())], -1)
 
 
 def add_prefix(prefix: str, tree: Tree) -> Tree:

@@ -46,6 +46,8 @@ class Local(NamedTuple):
     """v_t"""
     memory: Tree
     """the local solver's"""
+    context: Tree = {}  # noqa: RUF012  # never changed: trees are values
+    """what ``begin`` fixed for the round, such as u as it was received"""
 
 
 class Mixture(NamedTuple):
@@ -102,13 +104,33 @@ class Algorithm(Settings, ABC):
         """Return what the client uploads, and its v_t."""
         return local.shared, local.personal
 
+    def summand(self, upload: Tree) -> Tree:
+        """Return what an upload counts as in the mean; it may have other leaves than u, a numerator and its mass."""
+        return upload
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """Take the server's step from u and the mean of the summands; ``share`` of all clients took part."""
+        return mean
+
     @abstractmethod
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """Return the client's predictor."""
 
-    @abstractmethod
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree:
-        """Return v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """Fit v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
 
-        ``max_iterations`` bounds an iterative rule; None means to convergence.
+        ``max_iterations`` bounds an iterative rule; None means to convergence. Where v_t can't be had from scores,
+        return None: the client then trains its v_t by the method's own steps, and u stays as it is.
         """
+        return None
+
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """Take one step of fine-tuning, when a client trains for itself alone."""
+        return self.step(local, batch, learning_rate)
+
+    def keep(self, local: Local) -> tuple[Tree, Tree]:
+        """Return u and v_t as a client that fine-tuned has them, for its predictor."""
+        return local.shared, local.personal
+
+    def check(self, inputs: Tensor) -> None:
+        """Refuse a model that the method can't train; ``inputs`` are a few samples."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
-from fedem.algorithms.training import start_memory, train_step
-from fedem.errors import UserError
+from fedem.algorithms.training import distinct_models, start_memory, train_step
 from fedem.mixture import fit_log_weights, log_responsibilities, uniform_log_weights, update_log_weights
-from fedem.randomness import derive, uniform
-from fedem.tree import Tree, tree_stack
+from fedem.randomness import uniform
+from fedem.tree import Tree
 
 
 @final
@@ -38,15 +37,8 @@ class FedEM(Algorithm):
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw M models independently: components that start equal never part. ``[M, ...]``."""
-        trees = [self.model.init(int(derive(seed, m))) for m in range(self.num_components)]
-        names = self.model.trainable
-        if len(trees) > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in names):
-            raise UserError(
-                "All components start equal and would stay so: the function that builds the model must draw its "
-                "parameters afresh each time, from torch's global generator."
-            )
-        return tree_stack(trees)
+        """Draw M models, ``[M, ...]``."""
+        return distinct_models(self.model, self.num_components, seed)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """Log mixture weights ``[M]``."""
@@ -84,6 +76,6 @@ class FedEM(Algorithm):
         """The client's mixture of the components."""
         return Mixture(shared, personal["log_weights"])
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree:
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients."""
         return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}

@@ -2,29 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Batch
+from fedem.algorithms.base import Batch, Mixture
+from fedem.errors import UserError
+from fedem.mixture import uniform_log_weights
 from fedem.models.base import Model
+from fedem.randomness import derive
 from fedem.solvers import Solver
-from fedem.tree import Tree
+from fedem.tree import Tree, tree_floats, tree_map, tree_stack
+
+Penalty = Callable[[Tree], Tensor]
+"""Trained leaves -> what is added to the batch's objective."""
+
+
+def trained_leaves(model: Model, parameters: Tree) -> Tree:
+    """Return the leaves of ``parameters`` that are trained."""
+    return {name: leaf for name, leaf in parameters.items() if name in model.trainable}
 
 
 def start_memory(model: Model, solver: Solver, parameters: Tree) -> Tree:
     """Return the solver's memory for the trained leaves of ``parameters``."""
-    return solver.init({name: leaf for name, leaf in parameters.items() if name in model.trainable})
+    return solver.init(trained_leaves(model, parameters))
 
 
 def train_step(
-    model: Model, solver: Solver, parameters: Tree, memory: Tree, batch: Batch, weights: Tensor, learning_rate: Tensor
+    model: Model,
+    solver: Solver,
+    parameters: Tree,
+    memory: Tree,
+    batch: Batch,
+    weights: Tensor,
+    learning_rate: Tensor,
+    penalty: Penalty | None = None,
+    place: Callable[[Tree], Tree] | None = None,
 ) -> tuple[Tree, Tree]:
-    """Take one step on sum_i weights_i loss_i over the batch; returns the parameters (buffers too) and the memory."""
+    """Take one step on sum_i weights_i loss_i over the batch, plus ``penalty`` of the trained leaves.
+
+    ``place`` says at which trained leaves the losses are taken, for a model that is trained as a part of another one.
+
+    Returns:
+        the parameters (buffers too) and the solver's memory
+    """
     buffers = {name: leaf for name, leaf in parameters.items() if name not in model.trainable}
-    trained = {name: leaf for name, leaf in parameters.items() if name in model.trainable}
 
     def objective(candidate: Tree) -> tuple[Tensor, Tree]:
-        losses, changed = model.training_losses(candidate | buffers, batch.inputs, batch.targets)
-        return (weights * losses).sum(), changed
+        leaves = candidate if place is None else place(candidate)
+        losses, changed = model.training_losses(leaves | buffers, batch.inputs, batch.targets)
+        value = (weights * losses).sum()
+        return value if penalty is None else value + penalty(candidate), changed
 
-    trained, memory, changed = solver.step(objective, trained, memory, learning_rate)
+    trained, memory, changed = solver.step(objective, trained_leaves(model, parameters), memory, learning_rate)
     return buffers | changed | trained, memory
+
+
+def square_distance(first: Tree, second: Tree) -> Tensor:
+    """|first - second|^2 over the leaves of ``first``."""
+    differences = [(leaf - second[name]).square().sum() for name, leaf in first.items()]
+    return sum(differences[1:], differences[0])
+
+
+def inner_product(first: Tree, second: Tree) -> Tensor:
+    """<first, second> over the leaves of ``first``."""
+    products = [(leaf * second[name]).sum() for name, leaf in first.items()]
+    return sum(products[1:], products[0])
+
+
+def distinct_models(model: Model, count: int, seed: int) -> Tree:
+    """Draw ``count`` models independently, ``[count, ...]``: those that start equal never part."""
+    trees = [model.init(int(derive(seed, index))) for index in range(count)]
+    if count > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in model.trainable):
+        raise UserError(
+            "All components start equal and would stay so: the function that builds the model must draw its "
+            "parameters afresh each time, from torch's global generator."
+        )
+    return tree_stack(trees)
+
+
+def mixture_of_one(parameters: Tree) -> Mixture:
+    """Return one model as a predictor."""
+    like = next(iter(tree_floats(parameters).values()))
+    return Mixture(tree_map(lambda leaf: leaf.unsqueeze(0), parameters), uniform_log_weights(1, like))

@@ -16,7 +16,7 @@ from fedem.algorithms.base import Algorithm
 from fedem.engines.batches import Batching
 from fedem.samples import Samples
 from fedem.settings import Settings
-from fedem.tree import Tree
+from fedem.tree import Tree, tree_index
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 """(shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each."""
@@ -33,6 +33,13 @@ class Cohort(NamedTuple):
     """``[C, ...]``"""
     samples: Samples
     """of the C clients, in the same order"""
+
+    def take(self, members: Tensor) -> Cohort:
+        """Return some of the clients, positions ``[c]`` in ascending order."""
+        if len(members) == len(self.reads):
+            return self
+        where = members.to(self.samples.inputs.device)
+        return Cohort(self.shared, self.reads[members], tree_index(self.personal, where), self.samples.take(members))
 
 
 class Finished(NamedTuple):

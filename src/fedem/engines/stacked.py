@@ -21,7 +21,7 @@ from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
 from fedem.engines.replay import Replay
 from fedem.samples import Samples
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
 
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
@@ -101,7 +101,7 @@ class Stacked(Engine):
             yield from order.split(self.chunk_size)
             return
         # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients.
-        model_bytes = 8 * tree_bytes(tree_index(cohort.shared, 0))
+        model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
         row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
         widths = batching.widths(sizes[order])
         while len(order):
@@ -180,7 +180,7 @@ class _Chunk:
 
 def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
     """Estimate what one sample takes on its way through all of a client's models."""
-    components = sum(cohort.shared[name][0].numel() for name in algorithm.model.trainable if name in cohort.shared)
+    components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
     inputs = cohort.samples.inputs[:1].numel() * 4
     return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
 

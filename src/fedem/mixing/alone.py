@@ -7,7 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from fedem.mixing.base import Mixer, Mixing
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather
+from fedem.tree import Tree, tree_repeat
 
 
 @final
@@ -15,22 +16,18 @@ from fedem.mixing.base import Mixer, Mixing
 class Alone(Mixer):
     """A group a client; the mixing matrix is the identity."""
 
-    def num_groups(self, num_clients: int) -> int:
-        """T."""
-        return num_clients
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """All start alike."""
+        return tree_repeat(shared, len(keys)), {}
 
-    def reads(self, clients: Tensor) -> Tensor:
-        """Return each client's own group."""
-        return clients
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """Each its own."""
+        return Served(shared, clients)
 
-    def plan(self, cohort: Tensor, sizes: Tensor) -> Mixing:
-        """Return the identity."""
-        return Mixing(cohort, None)
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """The identity, and no message."""
+        return Mixed(this.clients, gather(uploads), 0), memory
 
-    def group_for_unseen(self) -> int | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """None: nothing was learnt together."""
         return None
-
-    def num_messages(self, cohort: Tensor) -> int:
-        """None."""
-        return 0

@@ -1,6 +1,9 @@
-"""Every aggregation is one matrix: new group g = sum over the cohort of weight[g, c] * upload[c].
+"""The contract of a mixer: what stands between the clients, a server or an agreement among peers.
 
-Shapes: G groups in all, g groups written this round, C clients of the cohort, T clients of the federation.
+Every aggregation is one matrix: mean g = sum over the cohort of weight[g, c] * upload[c]. A mixer chooses the matrix,
+and it may remember things of its own between rounds: who belongs to which cluster, how tasks are related.
+
+Shapes: G groups in all, g groups written in a round, C clients of the cohort, T clients of the federation.
 """
 
 from __future__ import annotations
@@ -13,69 +16,128 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedem.tree import Tree
+from fedem.settings import Settings
+from fedem.tree import Tree, tree_cat, tree_map
+
+Uploads = Iterable[tuple[Tensor, Tree]]
+"""Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come."""
 
 
-class Mixing(NamedTuple):
-    """How one round's uploads become the next shared trees. Groups that are not written keep theirs."""
+class Round(NamedTuple):
+    """What a mixer knows of a round."""
+
+    clients: Tensor
+    """``[C]`` int64: who takes part, positions in the federation"""
+    sizes: Tensor
+    """``[C]`` int64: their numbers of training samples"""
+    num_clients: int
+    """T"""
+    learning_rate: float
+    key: int
+    """the source of the round's random numbers"""
+
+
+class Mixed(NamedTuple):
+    """What a round's uploads came to. Groups that are not written keep their trees."""
 
     groups: Tensor
-    """``[g]`` int64: which groups are written"""
-    weights: Tensor | None
-    """``[g, C]``: rows that sum to one; None is the identity, which very many clients could not write out"""
+    """``[g]`` int64: which groups are written; one past the last begins a new one"""
+    means: Tree
+    """``[g, ...]``"""
+    num_messages: int
+    """uploads that were sent; there are as many downloads"""
 
-    def apply(self, shared: Tree, uploads: Iterable[tuple[Tensor, Tree]]) -> Tree:
-        """Mix uploads as they come, a few clients at a time.
 
-        Args:
-            shared: ``[G, ...]``
-            uploads: pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``.
+class Served(NamedTuple):
+    """The shared trees that some clients read."""
 
-        Returns:
-            the next shared trees ``[G, ...]``; integer leaves (counters) never fall below the largest uploaded
-        """
-        device = next(iter(shared.values())).device
-        groups = self.groups.to(device)
-        mixed = {
-            name: leaf.index_fill(0, groups, 0) if leaf.is_floating_point() else leaf.clone()
-            for name, leaf in shared.items()
-        }
-        for positions, trees in uploads:
-            if self.weights is None:
-                mine = groups[positions.to(device)]
-                mixed = {name: leaf.index_copy_(0, mine, trees[name]) for name, leaf in mixed.items()}
-                continue
-            weights = self.weights[:, positions.to(self.weights.device)].to(device)
-            for name, leaf in trees.items():
-                if leaf.is_floating_point():
-                    part = (weights.to(leaf.dtype) @ leaf.flatten(1)).reshape(-1, *leaf.shape[1:])
-                    mixed[name].index_add_(0, groups, part)
-                else:
-                    for group, members in zip(groups.tolist(), weights > 0, strict=True):
-                        mixed[name][group] = torch.cat([mixed[name][group][None], leaf[members]]).amax(0)
-        return mixed
+    shared: Tree
+    """``[g, ...]``"""
+    reads: Tensor
+    """``[C]`` int64: each client's row of ``shared``"""
+
+
+class Welcome(NamedTuple):
+    """What a client unseen in training may start from."""
+
+    shared: Tree
+    """``[K, ...]``: it keeps the one with the least loss on its samples"""
+    fine_tune: bool
+    """whether it goes on to train that one, for want of anything better"""
 
 
 @dataclass(frozen=True)
-class Mixer(ABC):
-    """Who averages with whom. Each group has one shared tree; a client reads one group."""
+class Mixer(Settings, ABC):
+    """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses."""
 
     @abstractmethod
-    def num_groups(self, num_clients: int) -> int:
-        """G."""
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Return the groups' first trees ``[G, ...]``, from the one initial tree, and the mixer's first memory.
+
+        ``keys`` ``[T]`` stand for the clients' names: whatever is random must depend on them, not on positions.
+        """
 
     @abstractmethod
-    def reads(self, clients: Tensor) -> Tensor:
-        """Return the group that each of ``clients`` (positions, ``[C]``) reads, ``[C]`` int64."""
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """Return what each of ``clients`` (positions, ``[C]``) downloads; ``key`` is the round's."""
 
     @abstractmethod
-    def plan(self, cohort: Tensor, sizes: Tensor) -> Mixing:
-        """Return this round's mixing for the ``cohort`` (positions, ``[C]``) with training ``sizes`` ``[C]``."""
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Return this round's means and the next memory."""
 
     @abstractmethod
-    def group_for_unseen(self) -> int | None:
-        """Return the group that a client unseen in training reads; None when there is none for it."""
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """Return what clients unseen in training start from; None when there is nothing for them."""
 
-    @abstractmethod
-    def num_messages(self, cohort: Tensor) -> int:
-        """Count the uploads of a round; there are as many downloads."""
+    def num_steps(self, key: int) -> int | None:
+        """Return how many local steps everybody takes in the round with this key; None for what the batching says."""
+        return None
+
+
+def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
+    """Mix uploads as they come, a few clients at a time.
+
+    Args:
+        weights: ``[g, C]``
+        uploads: of the C clients, in any order.
+
+    Returns:
+        ``[g, ...]``; integer leaves (counters) are the largest among those that count
+    """
+    mixed: Tree = {}
+    for positions, trees in uploads:
+        for name, leaf in trees.items():
+            here = weights[:, positions.to(weights.device)].to(leaf.device)
+            if leaf.is_floating_point():
+                part = (here.to(leaf.dtype) @ leaf.reshape(len(leaf), -1)).reshape(-1, *leaf.shape[1:])
+                mixed[name] = mixed[name].add_(part) if name in mixed else part
+            else:
+                lowest = torch.iinfo(leaf.dtype).min
+                part = torch.stack([torch.where(row_of(row > 0, leaf), leaf, lowest).amax(0) for row in here])
+                mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
+    return mixed
+
+
+def row_of(values: Tensor, like: Tensor) -> Tensor:
+    """Give ``[c]`` values as many dimensions as ``like`` has, so that they broadcast over its rows."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def gather(uploads: Uploads) -> Tree:
+    """Wait for all uploads and return them in the cohort's order, ``[C, ...]``."""
+    pieces = list(uploads)
+    order = torch.cat([positions for positions, _ in pieces]).argsort()
+    together = tree_cat([tree for _, tree in pieces])
+    return tree_map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), together)
+
+
+def by_samples(this: Round) -> Tensor:
+    """Weights n_t / n over the cohort, ``[1, C]`` float64."""
+    return (this.sizes.double() / this.sizes.sum())[None]
+
+
+def mean_of_groups(shared: Tree) -> Tree:
+    """Return the mean of all groups, ``[1, ...]``; of integer leaves the largest."""
+    return tree_map(
+        lambda leaf: leaf.mean(0, keepdim=True) if leaf.is_floating_point() else leaf.amax(0, keepdim=True), shared
+    )

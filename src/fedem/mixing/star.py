@@ -8,7 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.mixing.base import Mixer, Mixing
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, by_samples, weighted_means
+from fedem.tree import Tree, tree_repeat
 
 
 @final
@@ -16,22 +17,19 @@ from fedem.mixing.base import Mixer, Mixing
 class Star(Mixer):
     """One group that everyone reads and writes."""
 
-    def num_groups(self, num_clients: int) -> int:
-        """One."""
-        return 1
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """One group, nothing to remember."""
+        return tree_repeat(shared, 1), {}
 
-    def reads(self, clients: Tensor) -> Tensor:
-        """All zeros."""
-        return torch.zeros_like(clients)
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """The one tree for all."""
+        return Served(shared, torch.zeros_like(clients))
 
-    def plan(self, cohort: Tensor, sizes: Tensor) -> Mixing:
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """n_t / n over the cohort alone: clients that did not take part have nothing new to say."""
-        return Mixing(torch.zeros(1, dtype=torch.int64), (sizes.double() / sizes.sum())[None])
+        means = weighted_means(by_samples(this), uploads)
+        return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
 
-    def group_for_unseen(self) -> int | None:
-        """The one there is."""
-        return 0
-
-    def num_messages(self, cohort: Tensor) -> int:
-        """One a client."""
-        return len(cohort)
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The one tree there is."""
+        return Welcome(shared, fine_tune=False)

@@ -1,0 +1,52 @@
+"""Any method's clients, training for themselves alone: FedAvg+ and its like.
+
+Jiang, Konecny, Rush, Kannan: Improving Federated Learning Personalization via Model Agnostic Meta Learning, 2019, for
+FedAvg; here a wrapper for whatever method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
+from fedem.tree import Tree
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FineTuned(Algorithm):
+    """A method whose round ends with what the client keeps instead of what it uploads."""
+
+    base: Algorithm
+
+    @classmethod
+    def of(cls, base: Algorithm) -> FineTuned:
+        """Wrap ``base``."""
+        return cls(base.model, base.solver, base)
+
+    def init_shared(self, seed: int) -> Tree:
+        """As the method does."""
+        return self.base.init_shared(seed)
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """As the method does."""
+        return self.base.score(shared, inputs, targets)
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """As the method does."""
+        return self.base.begin(shared, personal, scores, mask)
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """The method's step of fine-tuning."""
+        return self.base.tune(local, batch, learning_rate)
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """What the client keeps."""
+        return self.base.keep(local)
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """As the method does."""
+        return self.base.predictor(shared, personal)

@@ -1,0 +1,75 @@
+"""pFedMe: personal models as proximal points of the shared one, which descends the Moreau envelopes.
+
+Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020 (Alg. 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.base import Batch, Local, Mixture
+from fedem.algorithms.single import SingleModel
+from fedem.algorithms.training import mixture_of_one, square_distance, start_memory, train_step, trained_leaves
+from fedem.tree import Tree, tree_map
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PFedMe(SingleModel):
+    """v_t approximates argmin f_t(v) + pull/2 |v - w|^2 on a batch; then w <- w - learning_rate pull (w - v).
+
+    Attributes:
+        pull: lambda, the weight of the envelope.
+        inner_steps: K, solver steps towards the proximal point for each batch.
+        inner_rate: learning rate of those steps.
+        server_rate: beta of the server's step u <- (1 - beta) u + beta mean; 1 is the plain mean.
+
+    """
+
+    pull: float = field(default=1.0, metadata={"above": 0})
+    inner_steps: int = field(default=5, metadata={"min": 1})
+    inner_rate: float = field(default=0.1, metadata={"above": 0})
+    server_rate: float = field(default=1.0, metadata={"above": 0})
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """The own model starts from the shared one."""
+        return dict(shared)
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """The proximal point of w by ``inner_steps`` steps from w, then w's own step."""
+        received = trained_leaves(self.model, local.shared)
+        own, memory = local.shared, start_memory(self.model, self.solver, local.shared)
+        rate = torch.full_like(learning_rate, self.inner_rate)
+        for _ in range(self.inner_steps):
+            own, memory = train_step(
+                self.model,
+                self.solver,
+                own,
+                memory,
+                batch,
+                batch.weights,
+                rate,
+                lambda candidate: self.pull / 2 * square_distance(candidate, received),
+            )
+        # learning_rate * pull above 1 would overshoot the proximal point.
+        length = (learning_rate * self.pull).clamp(max=1)
+        moved = tree_map(lambda w, v: w - length * (w - v), received, trained_leaves(self.model, own))
+        return local._replace(shared=own | moved, personal=own)
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """(1 - beta) u + beta mean."""
+        return tree_map(
+            lambda old, new: old + self.server_rate * (new - old) if new.is_floating_point() else new, shared, mean
+        )
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """The own model."""
+        return mixture_of_one(personal)
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """An unseen client runs the method's own local update, the second of the options the FedEM paper discusses."""
+        return None

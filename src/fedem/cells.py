@@ -1,0 +1,178 @@
+"""The runs of a comparison: which they are, what they share, and which of them are still to be trained.
+
+A cell is one method with one seed: an ordinary run in a folder of its own. All cells of a seed have the same data and
+the same clients held out; each method has the settings shipped for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from fedem.config import Config, Layer, Sections, parse_assignment
+from fedem.data.base import Dataset, DataSource
+from fedem.errors import UserError, unknown
+from fedem.job import Job
+from fedem.methods import ALIASES, METHODS, find_method
+from fedem.runs import RunFolder
+from fedem.training import Listener, carry_out
+
+# What every method has for itself; and what none may have for itself, or they could not be compared.
+_OWN = ("method", "solver", "schedule")
+_SAME = ("data", "loss", "run.rounds", "run.unseen")
+
+
+class Cell(NamedTuple):
+    """One method with one seed, and the folder of its run."""
+
+    method: str
+    seed: int
+    config: Config
+    folder: RunFolder
+
+
+class Pending(NamedTuple):
+    """A cell that was checked and is not complete yet."""
+
+    cell: Cell
+    dataset: Dataset
+    note: str | None
+
+    def carry_out(self, listener: Listener | None = None) -> None:
+        """Train the cell, from where it was stopped if it was."""
+        job = Job.prepare(self.cell.config, self.dataset, None)
+        folder = self.cell.folder
+        carry_out(job, out=folder.path, resume=folder.exists(), listener=listener)
+
+
+def configure(shared: Sequence[Layer], method: str, own: Sequence[Layer] = ()) -> Config:
+    """Return the run that ``shared`` describes with ``method``, with the settings shipped for it but for its own."""
+    find_method(method)
+    return Config.build(*shared, {"method": {"name": method}}, *own)
+
+
+def without_own(layers: Iterable[Layer]) -> list[Layer]:
+    """Leave out what another method does not take over: how one method is set, solved and tuned."""
+    kept: list[Layer] = []
+    for layer in layers:
+        common = {section: values for section, values in layer.items() if section not in _OWN}
+        if "run" in common:
+            common["run"] = {key: value for key, value in common["run"].items() if key != "fine_tune_epochs"}
+        kept.append(common)
+    return kept
+
+
+def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:
+    """Sort ``[METHOD:]section.key=value`` into the layers of all methods and those of each."""
+    shared: list[Layer] = []
+    own: dict[str, list[Layer]] = {name: [] for name in methods}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        whose, colon, place = key.rpartition(":")
+        layer = parse_assignment(f"{place}{equals}{value}")
+        _check_setting(text, whose.strip() if colon else None, place.strip(), methods)
+        if colon:
+            own[_resolve(whose.strip())].append(layer)
+        else:
+            shared.append(layer)
+    return shared, own
+
+
+def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[str]) -> None:
+    section = place.partition(".")[0]
+    if place in ("run.seed", "method.name"):
+        raise UserError(f"--set got {text!r}; {place} is given by --{'seeds' if section == 'run' else 'methods'}.")
+    if whose is None:
+        if section in _OWN:
+            raise UserError(
+                f"--set got {text!r}, but every method has a [{section}] of its own; "
+                f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
+            )
+        return
+    if _resolve(whose) not in methods:
+        raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
+    if section in _SAME or place in _SAME:
+        raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
+
+
+def resolve_methods(names: Sequence[str]) -> list[str]:
+    """Return the methods called ``names``, each once; "all" is every one there is."""
+    chosen = list(METHODS) if list(names) == ["all"] else [_resolve(name) for name in names]
+    if not chosen:
+        raise UserError("There are no methods to compare; allowed: all, or some of " + ", ".join(METHODS) + ".")
+    for name in chosen:
+        if name not in METHODS:
+            raise unknown("method", name, (*METHODS, "all"))
+        if chosen.count(name) > 1:
+            raise UserError(f"The method {name!r} is there {chosen.count(name)} times; allowed: once.")
+    return chosen
+
+
+def _resolve(name: str) -> str:
+    return ALIASES.get(name, name)
+
+
+def plan(
+    out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
+) -> list[Cell]:
+    """Return the cells, seed by seed; every configuration is checked.
+
+    Args:
+        out: where the cells' folders lie: OUT/METHOD-seedS.
+        methods: names of methods.
+        seeds: one run of each method for each.
+        shared: settings of all methods.
+        own: further settings of some.
+
+    """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or several, each once.")
+    cells = []
+    for seed in seeds:
+        for method in methods:
+            fixed: Sections = {"run": {"seed": seed}}
+            config = configure([*shared, fixed], method, own.get(method, ()))
+            cells.append(Cell(method, seed, config, RunFolder(out / f"{method}-seed{seed}")))
+    return cells
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """Refuse a folder that can't be written or, unless it is to be resumed, holds anything; changes nothing."""
+    folder = RunFolder(out)
+    if folder.exists():
+        raise UserError(f"{out} holds a run, not a comparison; choose another folder.")
+    if resume and not out.is_dir():
+        raise UserError(f"There is no comparison to resume in {out} (no such folder).")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
+    folder.prepare(resume)
+
+
+def prepare(cells: Iterable[Cell]) -> list[Pending]:
+    """Make the data, once a seed, and check every cell on it; returns those that are not complete, seed by seed."""
+    made: dict[tuple[DataSource, int], Dataset] = {}
+    pending = []
+    for cell in cells:
+        recipe = (cell.config.data, cell.seed)
+        if recipe not in made:
+            made[recipe] = cell.config.data.make(cell.seed)
+        # Jobs are made again when their turn comes: with clients held out, each has a copy of the data.
+        job = Job.prepare(cell.config, made[recipe], None)
+        if cell.folder.exists():
+            _check_cell(cell.folder, job)
+        else:
+            cell.folder.prepare()
+        if cell.folder.summary() is None:
+            pending.append(Pending(cell, made[recipe], job.note))
+    return pending
+
+
+def _check_cell(folder: RunFolder, job: Job) -> None:
+    """Refuse a run that was begun with other settings or other data, or that another process is training."""
+    with folder.locked():
+        if not folder.reopen(job.config):
+            return
+        _, facts = folder.load()
+    if facts.get("data") != job.federation.fingerprint:
+        raise UserError(f"The data are not those that the run in {folder.path} was trained on.")

@@ -1,0 +1,67 @@
+"""A server whose weights climb towards the clients with the largest losses (AFL)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, weighted_means
+from fedem.tree import Tree, tree_repeat
+
+
+@final
+@dataclass(frozen=True)
+class Agnostic(Mixer):
+    """One group; the memory is a distribution over the clients, and uploads have a leaf "loss".
+
+    Attributes:
+        climb_rate: gamma, the step of the weights: weights <- projection of (weights + gamma losses) on the simplex.
+
+    """
+
+    climb_rate: float = field(default=0.001, metadata={"min": 0})
+
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Uniform weights."""
+        weights = torch.full((len(keys),), 1 / len(keys), dtype=torch.float64)
+        return tree_repeat(shared, 1), {"weights": weights}
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """The one tree for all."""
+        return Served(shared, torch.zeros_like(clients))
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Average by the weights, those of the cohort summing to one; then the weights climb by the cohort's losses."""
+        clients = this.clients.to(memory["weights"].device)
+        here = memory["weights"][clients]
+        # Weights can all have become zero for a small cohort; then it counts equally.
+        cohort = torch.where(here.sum() > 0, here, torch.ones_like(here))
+        climbed = memory["weights"].clone()
+
+        def watched() -> Uploads:
+            for positions, trees in uploads:
+                climbed[clients[positions.to(clients.device)]] += self.climb_rate * trees["loss"].double()
+                yield positions, trees
+
+        means = weighted_means((cohort / cohort.sum())[None], watched())
+        groups = torch.zeros(1, dtype=torch.int64)
+        return Mixed(groups, means, len(this.clients)), {"weights": project_to_simplex(climbed)}
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The one tree there is."""
+        return Welcome(shared, fine_tune=False)
+
+
+def project_to_simplex(point: Tensor) -> Tensor:
+    """Return the nearest distribution (Held, Wolfe, Crowder 1974), ``[n] -> [n]``.
+
+    >>> project_to_simplex(torch.tensor([0.6, 0.6, -1.0])).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    ordered = point.sort(descending=True).values
+    thresholds = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, dtype=point.dtype, device=point.device)
+    positive = int((ordered > thresholds).sum())
+    return (point - thresholds[positive - 1]).clamp(min=0)

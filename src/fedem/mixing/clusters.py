@@ -1,0 +1,113 @@
+"""Clustered FL: clusters of clients that split when their members pull in different directions.
+
+Sattler, Mueller, Samek: Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under Privacy
+Constraints, IEEE TNNLS 2020.
+
+Shapes: T clients, C clients of the cohort, P parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, weighted_means
+from fedem.tree import Tree, tree_cat, tree_flat, tree_index, tree_repeat
+
+
+@final
+@dataclass(frozen=True)
+class Clusters(Mixer):
+    """A group a cluster. The memory: each client's cluster, its last update, and whether that was made there.
+
+    A cluster whose mean update is small (it has nearly converged) while a member's is large (it is not happy there)
+    splits in two, so that the largest cosine similarity between updates across the cut is small. Both halves start
+    from what their own members uploaded.
+
+    Attributes:
+        mean_tolerance: epsilon_1: a cluster splits only when its mean update is shorter than this.
+        member_tolerance: epsilon_2: and when its longest update is longer than this.
+        linkage: how the cut is found. "single" minimises the largest similarity across it, the paper's criterion;
+            "complete" makes two clusters whose members are similar among themselves, as the authors' code does, and
+            does not cut off single clients.
+        min_members: a cluster with fewer members than twice this does not split.
+
+    """
+
+    mean_tolerance: float = field(default=0.4, metadata={"above": 0})
+    member_tolerance: float = field(default=1.6, metadata={"min": 0})
+    linkage: str = field(default="complete", metadata={"choices": ("complete", "single")})
+    min_members: int = field(default=1, metadata={"min": 1})
+
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """One cluster of all; nobody has sent an update."""
+        width = tree_flat(shared).shape[0]
+        updates = torch.zeros(len(keys), width, dtype=tree_flat(shared).dtype)
+        fresh = torch.zeros(len(keys), dtype=torch.bool)
+        memory = {"cluster": torch.zeros(len(keys), dtype=torch.int64), "updates": updates, "fresh": fresh}
+        return tree_repeat(shared, 1), memory
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """Each its cluster's."""
+        return Served(shared, memory["cluster"].cpu()[clients])
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Split what must be split, then average within each cluster."""
+        trees = gather(uploads)
+        cluster, updates, fresh = (memory[name].clone() for name in ("cluster", "updates", "fresh"))
+        clients = this.clients.to(cluster.device)
+        updates[clients] = tree_flat(trees, 1) - tree_flat(tree_index(shared, cluster[clients]), 1)
+        fresh[clients] = True
+        parents: dict[int, int] = {}
+        for group in cluster[clients].unique().tolist():
+            members = (cluster == group).nonzero().flatten()
+            # A decision needs everybody's word since the cluster was formed.
+            if bool(fresh[members].all()):
+                half = self._leaving(members, updates, this)
+                if half is not None:
+                    parents[int(cluster.max()) + 1] = group
+                    cluster[half] = int(cluster.max()) + 1
+                    fresh[members] = False
+        here = cluster[clients]
+        groups = here.unique()
+        counts = this.sizes.to(here.device).double() * (here == groups[:, None])
+        weights = counts / counts.sum(1, keepdim=True)
+        means = weighted_means(weights, [(torch.arange(len(clients)), trees)])
+        # A new cluster none of whose members took part this round starts from its parent's tree.
+        for new in sorted(parents.keys() - set(groups.tolist())):
+            groups = torch.cat([groups, groups.new_tensor([new])])
+            means = tree_cat([means, tree_index(shared, slice(parents[new], parents[new] + 1))])
+        return Mixed(groups.cpu(), means, len(clients)), {"cluster": cluster, "updates": updates, "fresh": fresh}
+
+    def _leaving(self, members: Tensor, updates: Tensor, this: Round) -> Tensor | None:
+        """Return the members that form a cluster of their own; None when it stays whole."""
+        if len(members) < 2 * self.min_members:
+            return None
+        mine = updates[members]
+        # Only the cohort's sizes are known here; the criterion's mean counts clients equally.
+        if float(mine.mean(0).norm()) >= self.mean_tolerance or float(mine.norm(dim=1).max()) <= self.member_tolerance:
+            return None
+        side = bipartition(mine, self.linkage)
+        smaller = side if 2 * int(side.sum()) <= len(side) else ~side
+        if int(smaller.sum()) < self.min_members:
+            return None
+        return members[smaller]
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """All clusters' models: the client joins the one with the least loss on its samples."""
+        return Welcome(shared, fine_tune=False)
+
+
+def bipartition(updates: Tensor, linkage: str) -> Tensor:
+    """Cut clients in two by the cosines between their updates ``[m, P]``; returns a side for each, ``[m]`` bool."""
+    from scipy.cluster.hierarchy import fcluster
+    from scipy.cluster.hierarchy import linkage as link
+    from scipy.spatial.distance import squareform
+
+    directions = torch.nn.functional.normalize(updates.double(), dim=1)
+    distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0).cpu().numpy()
+    labels = fcluster(link(squareform(distances, checks=False), linkage), 2, "maxclust")
+    return torch.from_numpy(labels == labels[0]).to(updates.device)

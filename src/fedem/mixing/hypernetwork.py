@@ -1,0 +1,110 @@
+"""pFedHN: the server owns a network that makes each client's model from an embedding of the client.
+
+Shamsian, Navon, Fetaya, Chechik: Personalized Federated Learning using Hypernetworks, ICML 2021 (Alg. 1). Clients never
+see the network: they download a model and upload it trained. The difference is the gradient that goes back into it.
+
+Shapes: T clients, C clients of the cohort, E numbers in an embedding, H hidden units, P parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, by_samples, gather
+from fedem.randomness import derive, uniform
+from fedem.tree import Tree, add_prefix, take_prefix, tree_flat, tree_floats, tree_map, tree_repeat
+
+_EMBEDDING, _FIRST, _LAST = 1, 2, 3
+
+
+@final
+@dataclass(frozen=True)
+class Hypernetwork(Mixer):
+    """One group: the last layer's bias, a model itself. The memory: the other layers, and the clients' embeddings.
+
+    A client's model is base + last tanh(first embedding + bias).
+
+    Attributes:
+        embedding_size: E.
+        hidden_size: H.
+        server_rate: step of the network along the mean of the clients' gradients; for the base alone, 1 is
+            FedAvg.
+        embedding_rate: step of a client's embedding along its own gradient.
+
+    """
+
+    embedding_size: int = field(default=8, metadata={"min": 1})
+    hidden_size: int = field(default=32, metadata={"min": 1})
+    server_rate: float = field(default=0.5, metadata={"above": 0})
+    embedding_rate: float = field(default=0.1, metadata={"min": 0})
+
+    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Embeddings and layers are drawn; the base is the initial model."""
+        like = tree_flat(shared)
+        size, hidden = self.embedding_size, self.hidden_size
+
+        def draw(key: Tensor, *shape: int, scale: float) -> Tensor:
+            numbers = uniform(key, int(torch.Size(shape).numel()))
+            return (scale * (2 * numbers - 1)).reshape(*key.shape, *shape).to(like)
+
+        network = {
+            "first": draw(derive(seed, _FIRST), hidden, size, scale=(3 / size) ** 0.5),
+            "bias": like.new_zeros(hidden),
+            "last": draw(derive(seed, _LAST), len(like), hidden, scale=hidden**-0.5),
+        }
+        embeddings = draw(derive(keys, _EMBEDDING, seed), size, scale=1.0)
+        return tree_repeat(shared, 1), add_prefix("network", network) | {"embeddings": embeddings}
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """A model made for each."""
+        embeddings = memory["embeddings"][clients.to(memory["embeddings"].device)]
+        return Served(_make(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Send the clients' changes back through the network, and step it and their embeddings."""
+        trees = gather(uploads)
+        clients = this.clients.to(memory["embeddings"].device)
+        base, network, embeddings = tree_floats(shared), take_prefix("network", memory), memory["embeddings"]
+        weights = by_samples(this)[0].to(embeddings)
+
+        made, backward, *_ = vjp(_make, base, network, embeddings[clients])
+        change = tree_map(lambda old, new: old - new, made, {name: trees[name] for name in made})
+
+        def weighted(leaf: Tensor) -> Tensor:
+            return leaf * weights.to(leaf.dtype).reshape(-1, *(1,) * (leaf.ndim - 1))
+
+        base_slope, slope, _ = backward(tree_map(weighted, change))
+        _, _, own = backward(change)
+        network = tree_map(lambda value, g: value - self.server_rate * g, network, slope)
+        embeddings = embeddings.index_add(0, clients, own, alpha=-self.embedding_rate)
+        base = tree_map(lambda value, g: value - self.server_rate * g, base, base_slope)
+        counters = {name: leaf.amax(0, keepdim=True) for name, leaf in trees.items() if name not in base}
+        memory = add_prefix("network", network) | {"embeddings": embeddings}
+        return Mixed(torch.zeros(1, dtype=torch.int64), base | counters, len(clients)), memory
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The models of all clients seen in training: the one with the least loss, to be fine-tuned."""
+        everyone = torch.arange(len(memory["embeddings"]))
+        return Welcome(self.serve(shared, memory, everyone, 0).shared, fine_tune=True)
+
+
+def _make(base: Tree, network: Tree, embeddings: Tensor) -> Tree:
+    """Return the models of ``embeddings`` ``[C, E]``; integer leaves are the base's. ``[C, ...]``."""
+    hidden = torch.tanh(embeddings @ network["first"].T + network["bias"])
+    # Scaled so that a step of the last layer and one of the base are of a size, however many hidden units there are.
+    flat = hidden @ network["last"].T / hidden.shape[1] ** 0.5
+    made: Tree = {}
+    start = 0
+    for name, leaf in sorted(base.items()):
+        if leaf.is_floating_point():
+            size = leaf[0].numel()
+            made[name] = leaf + flat[:, start : start + size].reshape(-1, *leaf.shape[1:])
+            start += size
+        else:
+            made[name] = leaf.expand(len(embeddings), *leaf.shape[1:])
+    return made

@@ -1,0 +1,115 @@
+"""What a configuration describes, built: the pieces that training and a loaded result share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedem.algorithms.base import Algorithm
+from fedem.arrays import check_inputs
+from fedem.config import Config
+from fedem.engines import Engine, choose_engine
+from fedem.errors import UserError
+from fedem.methods import find_method
+from fedem.mixing.base import Mixer
+from fedem.models.base import Model
+from fedem.personal import Personalizer, Predictors
+from fedem.records import Record
+from fedem.rounds import State
+
+ModelSource = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """What a model must know of the data."""
+
+    inputs: tuple[int, ...]
+    input_dtype: torch.dtype
+    outputs: int
+    features: tuple[str, ...] | None = None
+    """names of the input columns, when they came from a table"""
+
+    def conform(self, name: str, values: Any) -> Tensor:
+        """Check a client's new inputs; they must be of the kind that was trained on."""
+        inputs = check_inputs(name, values)
+        if inputs.dtype == torch.int64 and self.input_dtype.is_floating_point:
+            return inputs.to(self.input_dtype)
+        kinds = ["float" if dtype.is_floating_point else str(dtype) for dtype in (inputs.dtype, self.input_dtype)]
+        if kinds[0] != kinds[1]:
+            raise UserError(f"The inputs are {inputs.dtype}; allowed: {self.input_dtype}, as in training.")
+        return inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a configuration describes, built: the pieces that training and a loaded result share."""
+
+    model: Model
+    algorithm: Algorithm
+    mixer: Mixer
+    device: torch.device
+
+    @classmethod
+    def build(cls, config: Config, shapes: Shapes, source: ModelSource | None) -> Parts:
+        """Build from a configuration whose loss is settled, and the user's own model if there is one."""
+        dtype = {"float32": torch.float32, "float64": torch.float64}[config.run.dtype]
+        loss = config.loss
+        assert loss is not None, "the loss is settled once the targets are known"
+        if source is None:
+            spec = config.model
+            source = partial(spec.build, shapes.inputs, shapes.outputs)
+        model = Model(source, loss, dtype)
+        algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
+        return cls(model, algorithm, mixer, find_device(config.run.device))
+
+    def describe(self, config: Config, state: State) -> Record:
+        """Say what was trained: the head of every summary."""
+        first = Predictors(*self.mixer.serve(state.shared, state.memory, torch.tensor([0]), 0), state.personal)
+        return {
+            "method": config.name("method"),
+            "data": config.name("data"),
+            "rounds": state.round,
+            "seed": config.run.seed,
+            "num_components": len(first.of(self.algorithm, 0).log_weights),
+            "num_parameters": self.model.num_parameters,
+            "device": str(self.device),
+        }
+
+    def engine(self, config: Config) -> tuple[Engine, str | None]:
+        """Choose the engine; returns a note when it is not the one hoped for."""
+        return choose_engine(config.run.engine, config.run.chunk_size, self.model)
+
+    def personalizer(self, config: Config, engine: Engine) -> Personalizer:
+        """Return what makes clients' predictors."""
+        run = config.run
+        return Personalizer(
+            self.algorithm,
+            self.mixer,
+            engine,
+            config.batching,
+            config.schedule.learning_rate,
+            run.fine_tune_epochs,
+            run.unseen_epochs,
+            run.seed,
+        )
+
+
+def find_device(name: str) -> torch.device:
+    """Turn "auto", "cpu", "cuda" or "cuda:1" into a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")
+    return device

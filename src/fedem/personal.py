@@ -1,0 +1,192 @@
+"""Everybody's predictor: what clients read, what they keep, and what they train for themselves alone.
+
+Shapes: T clients, K starting points of an unseen client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.base import Algorithm, Mixture
+from fedem.algorithms.fine_tuning import FineTuned
+from fedem.engines import Batching, Cohort, Engine
+from fedem.errors import UserError
+from fedem.federation import Federation
+from fedem.mixing.base import Mixer
+from fedem.mixture import negative_log_likelihood
+from fedem.randomness import FINE_TUNE, PERSONAL, derive
+from fedem.rounds import State, init_personal
+from fedem.samples import Samples
+from fedem.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
+
+
+class Predictors(NamedTuple):
+    """What the predictors of some clients are made of."""
+
+    shared: Tree
+    """``[g, ...]``"""
+    reads: Tensor
+    """``[T]`` int64: each client's row of ``shared``"""
+    personal: Tree
+    """``[T, ...]``"""
+
+    def of(self, algorithm: Algorithm, position: int) -> Mixture:
+        """Return one client's predictor."""
+        return algorithm.predictor(
+            tree_index(self.shared, int(self.reads[position])), tree_index(self.personal, position)
+        )
+
+    def settled(self, round_index: int) -> State:
+        """Return them as a state that needs no data to be read (:class:`~fedem.mixing.settled.Settled`)."""
+        return State(round_index, self.shared, self.personal, {"reads": self.reads})
+
+    def log_weights(self, algorithm: Algorithm) -> Tensor:
+        """Return everybody's log mixture weights, ``[T, M]``."""
+        first = self.of(algorithm, 0).log_weights
+        if len(first) == 1:
+            return first.new_zeros(len(self.reads), 1)
+        return torch.stack([self.of(algorithm, position).log_weights for position in range(len(self.reads))])
+
+
+@dataclass(frozen=True, eq=False)
+class Personalizer:
+    """Makes predictors from a federation's state.
+
+    Attributes:
+        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
+            FedAvg into FedAvg+, and any other method likewise.
+        unseen_epochs: passes that a client unseen in training makes, where it has something to train.
+        learning_rate: of both.
+
+    """
+
+    algorithm: Algorithm
+    mixer: Mixer
+    engine: Engine
+    batching: Batching
+    learning_rate: float
+    fine_tune_epochs: int
+    unseen_epochs: int
+    seed: int
+
+    @cached_property
+    def _tuned(self) -> FineTuned:
+        return FineTuned.of(self.algorithm)
+
+    def predictors(self, state: State, federation: Federation) -> Predictors:
+        """Return the predictors of the clients that took part in training."""
+        served = self.mixer.serve(state.shared, state.memory, torch.arange(federation.num_clients), 0)
+        found = Predictors(*served, state.personal)
+        if not self.fine_tune_epochs:
+            return found
+        return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
+
+    def _train(
+        self, algorithm: Algorithm, start: Predictors, samples: Samples, keys: Tensor, epochs: int
+    ) -> tuple[Tree, Tree]:
+        """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
+        solver = algorithm.solver
+        batching = Batching(self.batching.batch_size, epochs)
+        if solver.whole_steps:
+            batching = Batching(0, local_steps=solver.whole_steps)
+        cohort = Cohort(*start, samples)
+        finished = list(
+            self.engine.train(algorithm, cohort, batching, derive(keys, FINE_TUNE, self.seed), self.learning_rate)
+        )
+        order = torch.cat([chunk.positions for chunk in finished]).argsort()
+
+        def joined(trees: list[Tree]) -> Tree:
+            return tree_map(lambda leaf: leaf[order.to(leaf.device)], tree_cat(trees))
+
+        return joined([chunk.uploads for chunk in finished]), joined([chunk.personal for chunk in finished])
+
+    def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
+        """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
+        device = next(iter(start.shared.values())).device
+        able = (samples.sizes > 0).nonzero().flatten()
+        own = tree_index(start.shared, start.reads.to(device))
+        everyone = Predictors(own, torch.arange(len(start.reads)), start.personal)
+        if len(able) == 0:
+            return everyone
+        where = able.to(device)
+        some = Predictors(own, able, tree_index(start.personal, where))
+        shared, personal = self._train(self._tuned, some, samples.take(able).to(device), keys[able], epochs)
+        put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
+        kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
+        return everyone._replace(shared=own | put, personal=kept)
+
+    def personalize(
+        self, state: State, samples: Samples, keys: Tensor, max_iterations: int | None = None
+    ) -> Predictors:
+        """Fit clients unseen in training on their ``samples``; all that the others share stays as it is.
+
+        Args:
+            state: of the federation that was trained.
+            samples: of the new clients; a client may have none.
+            keys: of the new clients, ``[T]``.
+            max_iterations: bounds the method's own rule: updates of FedEM's mixture weights, of which the paper makes
+                one (None for convergence); for a method that must train, passes over the samples (None for
+                ``unseen_epochs``).
+
+        """
+        start = self.mixer.welcome(state.shared, state.memory)
+        if start is None:
+            raise UserError(
+                "Clients that train alone leave nothing to share with an unseen client; choose another method."
+            )
+        count = len(next(iter(start.shared.values())))
+        fits = [
+            self._fit(tree_index(start.shared, slice(k, k + 1)), samples, keys, max_iterations) for k in range(count)
+        ]
+        best = torch.zeros(samples.num_clients, dtype=torch.int64)
+        if count > 1 and len(samples):
+            best = torch.stack([self._losses(fit, samples) for fit in fits]).argmin(0)
+        device = next(iter(start.shared.values())).device
+        personal = tree_stack([fit.personal for fit in fits])
+        position = torch.arange(samples.num_clients, device=device)
+        chosen = Predictors(
+            start.shared, best, tree_map(lambda leaf: leaf[best.to(device), position], personal) if personal else {}
+        )
+        epochs = self.fine_tune_epochs or (start.fine_tune and (max_iterations or self.unseen_epochs))
+        return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
+
+    def _fit(self, shared: Tree, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
+        """Fit all clients' personal trees beside one shared tree ``[1, ...]``."""
+        algorithm, one = self.algorithm, tree_index(shared, 0)
+        device = next(iter(one.values())).device
+        reads = torch.zeros(samples.num_clients, dtype=torch.int64)
+        trees: list[Tree] = []
+        for position in range(samples.num_clients):
+            inputs, targets = (part.to(device) for part in samples.client(position))
+            tree = algorithm.adapt(one, algorithm.score(one, inputs, targets), max_iterations)
+            if tree is None:
+                break
+            trees.append(tree)
+        if len(trees) == samples.num_clients:
+            return Predictors(shared, reads, tree_stack(trees))
+        personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
+        able = (samples.sizes > 0).nonzero().flatten()
+        if len(able):
+            where = able.to(device)
+            some = Predictors(shared, reads[able], tree_index(personal, where))
+            epochs = max_iterations or self.unseen_epochs
+            _, trained = self._train(algorithm, some, samples.take(able).to(device), keys[able], epochs)
+            personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
+        return Predictors(shared, reads, personal)
+
+    def _losses(self, found: Predictors, samples: Samples) -> Tensor:
+        """Each client's summed negative log-likelihood, ``[T]``."""
+        device = next(iter(found.shared.values())).device
+        model = self.algorithm.model
+
+        def loss(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
+            components, log_weights = self.algorithm.predictor(shared, personal)
+            losses = model.over_components(model.losses, (0, None, None))(components, inputs, targets)
+            return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
+
+        return self.engine.tally(self.algorithm, loss, Cohort(*found, samples.to(device)))["loss"]

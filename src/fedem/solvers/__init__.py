@@ -1,0 +1,13 @@
+"""Local solvers by name: one step on one batch's objective, as pure functions that vmap can stack."""
+
+from __future__ import annotations
+
+from fedem.solvers.base import Objective, Solver
+from fedem.solvers.gradient import SGD, Adam
+from fedem.solvers.lbfgs import LBFGS
+from fedem.solvers.newton import Newton
+from fedem.solvers.various import MEMBERS, Various
+
+__all__ = ["LBFGS", "SGD", "SOLVERS", "Adam", "Newton", "Objective", "Solver", "Various"]
+
+SOLVERS: dict[str, type[Solver]] = MEMBERS | {"various": Various}
