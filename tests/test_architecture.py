@@ -21,13 +21,16 @@ STOREYS = [
     {"algorithms", "mixing", "centralized"},
     {"methods", "engines", "recovery"},
     {"rounds", "config"},
-    {"personal", "checkpoint"},
+    {"personal", "checkpoint", "inexactness"},
     {"evaluate"},
     {"records", "runs"},
     {"parts"},
     {"result"},
-    {"job", "report"},
+    {"job"},
     {"training"},
+    {"cells"},
+    {"comparison"},
+    {"report"},
     {"cli"},
 ]
 STOREY = {room: number for number, rooms in enumerate(STOREYS) for room in rooms}
@@ -75,7 +78,7 @@ def test_public_names_are_there_and_sorted() -> None:
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     script = """
 import sys
-for name in ("scipy", "rich", "typer", "click", "tensorboard", "safetensors"):
+for name in ("scipy", "rich", "typer", "click", "tensorboard", "safetensors", "matplotlib"):
     sys.modules[name] = None  # importing it is then an error
 import fedem
 data = fedem.Synthetic(num_clients=4, dimension=3, num_test=5).make(0)

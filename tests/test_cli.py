@@ -15,6 +15,8 @@ import pytest
 
 import fedem
 from fedem import cli
+from fedem.report.methods import settings_of
+from fedem.settings import names_of
 
 SMALL = ["--set", "data.num_clients=10", "--set", "data.dimension=6", "--set", "data.num_test=30", "--rounds", "4"]
 
@@ -232,6 +234,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
         (["train", "unknown.toml"], "Unknown section in unknown.toml 'rnu'"),
         (["train", "--out", "bad.toml/run"], "can't be written"),
         (["train", "--nonsense"], "No such option"),
+        (["methods", "fedm"], "Did you mean 'fedem'?"),
         (["show", "nowhere"], "nowhere holds no run"),
         (["evaluate", "nowhere"], "nowhere holds no run"),
         (["predict", "nowhere", "--client", "a", "--data", "x.csv", "--out", "p.csv"], "nowhere holds no run"),
@@ -286,11 +289,61 @@ def test_a_killed_runs_folder_can_be_shown(run, tmp_path: Path) -> None:
     assert "not complete: 4 of 4 rounds" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", ["train", "show", "evaluate", "personalize", "predict", "version"])
+@pytest.mark.parametrize(
+    "command", ["train", "compare", "methods", "show", "evaluate", "personalize", "predict", "version"]
+)
 def test_every_command_has_help_that_teaches(run, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert "Usage" in out
+
+
+def test_methods_are_listed_within_eighty_columns(run) -> None:
+    code, out, err = run("methods")
+    assert (code, err) == (0, "")
+    assert all(len(line) <= 80 for line in out.splitlines())
+    words = " ".join(out.split())
+    for name, row in fedem.METHODS.items():
+        assert f"\n {name} " in out
+        assert row.summary in words
+        assert row.paper in words
+        assert all(word in words for part in (row.personal, row.sent, row.unseen) for word in part.split())
+
+
+@pytest.mark.parametrize("name", fedem.METHODS)
+def test_a_method_is_told_in_full(run, name: str) -> None:
+    code, out, err = run("methods", name)
+    assert (code, err) == (0, "")
+    row, words = fedem.METHODS[name], " ".join(out.split())
+    assert all(len(line) <= 80 for line in out.splitlines())
+    for fact in (row.title, row.summary, row.paper, row.personal, row.sent, row.unseen, row.algorithm.__module__):
+        assert fact in words
+    for key in names_of(row.algorithm, row.mixer):
+        assert f" {key} " in words
+    rate = fedem.Config.build({"method": {"name": name}}).schedule.learning_rate
+    shown = next(line.split() for line in out.splitlines() if "schedule.learning_rate" in line)
+    assert shown[0] == "schedule.learning_rate"
+    assert shown[-1] == str(rate)
+
+
+def test_settings_are_told_with_defaults_ranges_and_meanings(run) -> None:
+    _, out, _ = run("methods", "ditto")
+    assert "pull 0.1 at least 0 lambda; 0 trains each client's model alone." in " ".join(out.split())
+    _, out, _ = run("methods", "fedem")
+    assert "initial_weights random random or uniform" in " ".join(out.split())
+    assert "Mixture of Distributions, NeurIPS 2021." in " ".join(out.split())
+    assert settings_of(fedem.METHODS["apfl"].algorithm)[1].default == "true"
+    _, out, _ = run("methods", "fedavg+")
+    assert "run.fine_tune_epochs 1" in " ".join(out.split())
+    _, alias, _ = run("methods", "hypcluster")
+    assert alias == run("methods", "ifca")[1]
+
+
+def test_a_baseline_keeps_its_own_fine_tuning(run, tmp_path: Path) -> None:
+    run("train", *SMALL, "--out", tmp_path / "r", "-q")
+    assert run("train", tmp_path / "r/config.toml", "--out", tmp_path / "s", "--baselines", "fedavg+", "-q")[0] == 0
+    assert fedem.Result.load(tmp_path / "s").config.run.fine_tune_epochs == 0
+    assert fedem.Result.load(tmp_path / "s/baselines/fedavg+").config.run.fine_tune_epochs == 1
 
 
 def test_python_m_fedem_is_the_command_line() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fedem.config import Config, Layer, Sections, parse_assignment
 from fedem.data.base import Dataset, DataSource
-from fedem.errors import UserError, unknown
+from fedem.errors import UserError
 from fedem.job import Job
 from fedem.methods import ALIASES, METHODS, find_method
 from fedem.runs import RunFolder
@@ -21,6 +21,7 @@ from fedem.training import Listener, carry_out
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "solver", "schedule")
 _SAME = ("data", "loss", "run.rounds", "run.unseen")
+_POINTS = 20
 
 
 class Cell(NamedTuple):
@@ -48,7 +49,6 @@ class Pending(NamedTuple):
 
 def configure(shared: Sequence[Layer], method: str, own: Sequence[Layer] = ()) -> Config:
     """Return the run that ``shared`` describes with ``method``, with the settings shipped for it but for its own."""
-    find_method(method)
     return Config.build(*shared, {"method": {"name": method}}, *own)
 
 
@@ -73,7 +73,7 @@ def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[l
         layer = parse_assignment(f"{place}{equals}{value}")
         _check_setting(text, whose.strip() if colon else None, place.strip(), methods)
         if colon:
-            own[_resolve(whose.strip())].append(layer)
+            own[resolve_method(whose.strip())].append(layer)
         else:
             shared.append(layer)
     return shared, own
@@ -90,33 +90,34 @@ def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[s
                 f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
             )
         return
-    if _resolve(whose) not in methods:
+    if resolve_method(whose) not in methods:
         raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
     if section in _SAME or place in _SAME:
         raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
 
 
+def resolve_method(name: str) -> str:
+    """Return the name in the table of methods that ``name`` stands for."""
+    found = ALIASES.get(name, name)
+    find_method(found)
+    return found
+
+
 def resolve_methods(names: Sequence[str]) -> list[str]:
     """Return the methods called ``names``, each once; "all" is every one there is."""
-    chosen = list(METHODS) if list(names) == ["all"] else [_resolve(name) for name in names]
-    if not chosen:
-        raise UserError("There are no methods to compare; allowed: all, or some of " + ", ".join(METHODS) + ".")
-    for name in chosen:
-        if name not in METHODS:
-            raise unknown("method", name, (*METHODS, "all"))
-        if chosen.count(name) > 1:
-            raise UserError(f"The method {name!r} is there {chosen.count(name)} times; allowed: once.")
+    chosen = list(METHODS) if list(names) == ["all"] else [resolve_method(name) for name in names]
+    twice = next((name for name in chosen if chosen.count(name) > 1), None)
+    if twice is not None or not chosen:
+        raise UserError(f"The methods are {', '.join(names) or 'none'}; allowed: all, or one or several, each once.")
     return chosen
-
-
-def _resolve(name: str) -> str:
-    return ALIASES.get(name, name)
 
 
 def plan(
     out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
 ) -> list[Cell]:
     """Return the cells, seed by seed; every configuration is checked.
+
+    Unless the settings say how often to evaluate, it is so often that curves can be drawn.
 
     Args:
         out: where the cells' folders lie: OUT/METHOD-seedS.
@@ -128,11 +129,12 @@ def plan(
     """
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or several, each once.")
+    rounds = configure(shared, methods[0]).run.rounds
+    usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
     cells = []
     for seed in seeds:
         for method in methods:
-            fixed: Sections = {"run": {"seed": seed}}
-            config = configure([*shared, fixed], method, own.get(method, ()))
+            config = configure([usual, *shared, {"run": {"seed": seed}}], method, own.get(method, ()))
             cells.append(Cell(method, seed, config, RunFolder(out / f"{method}-seed{seed}")))
     return cells
 

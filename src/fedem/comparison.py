@@ -132,7 +132,7 @@ def summarize(cells: Sequence[Cell]) -> Comparison:
         for seed in seeds
     ]
     sizes = (first["rounds"], first["num_clients"], first["num_unseen_clients"])
-    return Comparison(first["data"], metric, *sizes, seeds, rows, oracle, runs)
+    return Comparison(_data_name(cells[0]), metric, *sizes, seeds, rows, oracle, runs)
 
 
 def _outcome(folder: RunFolder) -> dict[str, Any]:
@@ -140,6 +140,11 @@ def _outcome(folder: RunFolder) -> dict[str, Any]:
     if summary is None:
         raise UserError(f"The run in {folder.path} is not complete.")
     return summary
+
+
+def _data_name(cell: Cell) -> str:
+    path = cell.config.values("data").get("path")
+    return cell.config.name("data") if path is None else Path(path).name
 
 
 def _title(summary: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ class RunSettings(Settings):
     fine_tune_epochs: int = field(default=0, metadata={"min": 0})
     unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})
+    measure_alpha_every: int = field(default=0, metadata={"min": 0})
     checkpoint_every: int = field(default=10, metadata={"min": 1})
 
 

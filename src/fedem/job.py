@@ -16,6 +16,7 @@ from fedem.engines import Batching, Engine
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
 from fedem.federation import PARTS, Federation
+from fedem.inexactness import check_measurable, measure
 from fedem.models.base import Model
 from fedem.models.losses import LOSSES, guess_loss
 from fedem.parts import ModelSource, Parts, Shapes
@@ -79,6 +80,8 @@ class Job:
         parts.model.check(inputs, targets)
         parts.model.probe(inputs[:2])
         parts.algorithm.check(inputs[:2])
+        if config.run.measure_alpha_every:
+            check_measurable(parts.algorithm)
         _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
         training = Training(
@@ -117,10 +120,14 @@ class Job:
         return evaluate(self.parts.algorithm, self.engine, found, self.federation)
 
     def advance(self, progress: Progress) -> Record:
-        """Run one round and, when it is due, score the new state."""
-        progress.state, log = self.training.step(progress.state)
+        """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
+        before = progress.state
+        progress.state, log = self.training.step(before)
         entry = _cost(progress.state.round, log)
         every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
+        alpha_every = self.config.run.measure_alpha_every
+        if alpha_every and (last or progress.state.round % alpha_every == 0):
+            entry |= measure(self.training, before).record()
         if last or (every and progress.state.round % every == 0):
             scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)
@@ -175,6 +182,9 @@ class Job:
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": _mean(line[way] for line in history) for way in ("bytes_up", "bytes_down")},
         }
+        measured = [line for line in history if "alpha_mean" in line]
+        if measured:
+            summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}
         if self.truth is not None:
             oracle = evaluate_oracle(self.truth, self.federation)
             if oracle is not None:

@@ -5,7 +5,7 @@ Shapes: T clients, K starting points of an unseen client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Algorithm, Mixture
 from fedem.algorithms.fine_tuning import FineTuned
-from fedem.engines import Batching, Cohort, Engine
+from fedem.engines import Batching, Cohort, Engine, Finished
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.base import Mixer
@@ -22,6 +22,7 @@ from fedem.mixture import negative_log_likelihood
 from fedem.randomness import FINE_TUNE, PERSONAL, derive
 from fedem.rounds import State, init_personal
 from fedem.samples import Samples
+from fedem.solvers import Solver
 from fedem.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 
 
@@ -78,6 +79,11 @@ class Personalizer:
     def _tuned(self) -> FineTuned:
         return FineTuned.of(self.algorithm)
 
+    @cached_property
+    def _variants(self) -> dict[tuple[Algorithm, Solver], Algorithm]:
+        """The method, fine-tuned or not, with each solver that clients have had: an engine records what comes back."""
+        return {}
+
     def predictors(self, state: State, federation: Federation) -> Predictors:
         """Return the predictors of the clients that took part in training."""
         served = self.mixer.serve(state.shared, state.memory, torch.arange(federation.num_clients), 0)
@@ -90,14 +96,16 @@ class Personalizer:
         self, algorithm: Algorithm, start: Predictors, samples: Samples, keys: Tensor, epochs: int
     ) -> tuple[Tree, Tree]:
         """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
-        solver = algorithm.solver
-        batching = Batching(self.batching.batch_size, epochs)
-        if solver.whole_steps:
-            batching = Batching(0, local_steps=solver.whole_steps)
-        cohort = Cohort(*start, samples)
-        finished = list(
-            self.engine.train(algorithm, cohort, batching, derive(keys, FINE_TUNE, self.seed), self.learning_rate)
-        )
+        cohort, batching = Cohort(*start, samples), Batching(self.batching.batch_size, epochs)
+        words = derive(keys, FINE_TUNE, self.seed)
+        finished: list[Finished] = []
+        for solver, members in algorithm.solver.among(keys):
+            base = replace(self.algorithm, solver=solver)
+            variant = FineTuned.of(base) if algorithm is self._tuned else base
+            variant = self._variants.setdefault((algorithm, solver), variant)
+            walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else batching
+            chunks = self.engine.train(variant, cohort.take(members), walk, words[members], self.learning_rate)
+            finished += [chunk._replace(positions=members[chunk.positions]) for chunk in chunks]
         order = torch.cat([chunk.positions for chunk in finished]).argsort()
 
         def joined(trees: list[Tree]) -> Tree:

@@ -40,9 +40,9 @@ class PFedMe(SingleModel):
         return dict(shared)
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """The proximal point of w by ``inner_steps`` steps from w, then w's own step."""
+        """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
         received = trained_leaves(self.model, local.shared)
-        own, memory = local.shared, start_memory(self.model, self.solver, local.shared)
+        own, memory = local.personal, start_memory(self.model, self.solver, local.personal)
         rate = torch.full_like(learning_rate, self.inner_rate)
         for _ in range(self.inner_steps):
             own, memory = train_step(

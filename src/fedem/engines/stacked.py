@@ -100,10 +100,19 @@ class Stacked(Engine):
         if self.chunk_size:
             yield from order.split(self.chunk_size)
             return
+        if batching.batch_size == 0:
+            # A batch is as wide as a client is large, so clients of very different sizes would be mostly padding.
+            for part in _similar(sizes[order].tolist()):
+                yield from self._fitting(algorithm, cohort, batching, order[part])
+            return
+        yield from self._fitting(algorithm, cohort, batching, order)
+
+    def _fitting(self, algorithm: Algorithm, cohort: Cohort, batching: Batching, order: Tensor) -> Iterator[Tensor]:
+        """Cut clients, in this order, into as many together as memory holds."""
         # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients.
         model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
         row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
-        widths = batching.widths(sizes[order])
+        widths = batching.widths(cohort.samples.sizes[order])
         while len(order):
             per_client = model_bytes + row_bytes * int(widths[0])
             count = max(1, self.memory // max(per_client, 1))

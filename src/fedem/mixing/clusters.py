@@ -21,7 +21,7 @@ from fedem.tree import Tree, tree_cat, tree_flat, tree_index, tree_repeat
 @final
 @dataclass(frozen=True)
 class Clusters(Mixer):
-    """A group a cluster. The memory: each client's cluster, its last update, and whether that was made there.
+    """A group a cluster. The memory: each client's cluster, its size, its last update, and whether that was made there.
 
     A cluster whose mean update is small (it has nearly converged) while a member's is large (it is not happy there)
     splits in two, so that the largest cosine similarity between updates across the cut is small. Both halves start
@@ -30,16 +30,16 @@ class Clusters(Mixer):
     Attributes:
         mean_tolerance: epsilon_1: a cluster splits only when its mean update is shorter than this.
         member_tolerance: epsilon_2: and when its longest update is longer than this.
-        linkage: how the cut is found. "single" minimises the largest similarity across it, the paper's criterion;
-            "complete" makes two clusters whose members are similar among themselves, as the authors' code does, and
-            does not cut off single clients.
+        linkage: how the cut is found. "single" minimises the largest similarity across it, the paper's criterion, and
+            tends to cut off single clients where updates are noisy; "complete", as in the authors' code, looks at the
+            least similar pairs instead, and "average" at all.
         min_members: a cluster with fewer members than twice this does not split.
 
     """
 
     mean_tolerance: float = field(default=0.4, metadata={"above": 0})
     member_tolerance: float = field(default=1.6, metadata={"min": 0})
-    linkage: str = field(default="complete", metadata={"choices": ("complete", "single")})
+    linkage: str = field(default="complete", metadata={"choices": ("average", "complete", "single")})
     min_members: int = field(default=1, metadata={"min": 1})
 
     def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
@@ -47,7 +47,8 @@ class Clusters(Mixer):
         width = tree_flat(shared).shape[0]
         updates = torch.zeros(len(keys), width, dtype=tree_flat(shared).dtype)
         fresh = torch.zeros(len(keys), dtype=torch.bool)
-        memory = {"cluster": torch.zeros(len(keys), dtype=torch.int64), "updates": updates, "fresh": fresh}
+        nobody = torch.zeros(len(keys), dtype=torch.int64)
+        memory = {"cluster": nobody, "sizes": nobody.clone(), "updates": updates, "fresh": fresh}
         return tree_repeat(shared, 1), memory
 
     def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
@@ -57,16 +58,18 @@ class Clusters(Mixer):
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Split what must be split, then average within each cluster."""
         trees = gather(uploads)
-        cluster, updates, fresh = (memory[name].clone() for name in ("cluster", "updates", "fresh"))
+        memory = {name: leaf.clone() for name, leaf in memory.items()}
+        cluster, sizes, updates, fresh = (memory[name] for name in ("cluster", "sizes", "updates", "fresh"))
         clients = this.clients.to(cluster.device)
         updates[clients] = tree_flat(trees, 1) - tree_flat(tree_index(shared, cluster[clients]), 1)
         fresh[clients] = True
+        sizes[clients] = this.sizes.to(sizes.device)
         parents: dict[int, int] = {}
         for group in cluster[clients].unique().tolist():
             members = (cluster == group).nonzero().flatten()
             # A decision needs everybody's word since the cluster was formed.
             if bool(fresh[members].all()):
-                half = self._leaving(members, updates, this)
+                half = self._leaving(members, updates[members], sizes[members])
                 if half is not None:
                     parents[int(cluster.max()) + 1] = group
                     cluster[half] = int(cluster.max()) + 1
@@ -80,17 +83,16 @@ class Clusters(Mixer):
         for new in sorted(parents.keys() - set(groups.tolist())):
             groups = torch.cat([groups, groups.new_tensor([new])])
             means = tree_cat([means, tree_index(shared, slice(parents[new], parents[new] + 1))])
-        return Mixed(groups.cpu(), means, len(clients)), {"cluster": cluster, "updates": updates, "fresh": fresh}
+        return Mixed(groups.cpu(), means, len(clients)), memory
 
-    def _leaving(self, members: Tensor, updates: Tensor, this: Round) -> Tensor | None:
+    def _leaving(self, members: Tensor, updates: Tensor, sizes: Tensor) -> Tensor | None:
         """Return the members that form a cluster of their own; None when it stays whole."""
         if len(members) < 2 * self.min_members:
             return None
-        mine = updates[members]
-        # Only the cohort's sizes are known here; the criterion's mean counts clients equally.
-        if float(mine.mean(0).norm()) >= self.mean_tolerance or float(mine.norm(dim=1).max()) <= self.member_tolerance:
+        mean = (sizes / sizes.sum()).to(updates.dtype) @ updates
+        if float(mean.norm()) >= self.mean_tolerance or float(updates.norm(dim=1).max()) <= self.member_tolerance:
             return None
-        side = bipartition(mine, self.linkage)
+        side = bipartition(updates, self.linkage)
         smaller = side if 2 * int(side.sum()) <= len(side) else ~side
         if int(smaller.sum()) < self.min_members:
             return None

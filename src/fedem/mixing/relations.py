@@ -22,13 +22,14 @@ class Relations(Mixer):
 
     Attributes:
         penalty: lambda.
-        relations_every: rounds between updates of Sigma; 0 never updates it, and the tasks stay unrelated.
+        relations_every: rounds between updates of Sigma, enough for the tasks to settle; 0 never updates it, and the
+            tasks stay unrelated.
         floor: the least eigenvalue of Sigma relative to its mean one, so that no direction is ruled out for ever.
 
     """
 
     penalty: float = field(default=1.0, metadata={"above": 0})
-    relations_every: int = field(default=1, metadata={"min": 0})
+    relations_every: int = field(default=30, metadata={"min": 0})
     floor: float = field(default=1e-3, metadata={"min": 0, "max": 1})
 
     def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:

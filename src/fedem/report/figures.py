@@ -27,21 +27,23 @@ _COLOURS = (
 )
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
-_SETTINGS = {"font.size": 9, "svg.hashsalt": "fedem", "svg.fonttype": "path", "axes.unicode_minus": False}
+_SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
-    """Return the picture as PNG and SVG, by ending; the same bytes whenever the figures are the same.
+    """Return the picture as PNG and SVG, by ending: the same bytes for the same figures; none without test scores.
 
     A line a method, the mean over the seeds, in a band of one standard deviation on either side. A method looks the
     same in every picture.
     """
-    import matplotlib
+    if not any(row.curve for row in comparison.rows):
+        return {}
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(matplotlib.rcParamsDefault | _SETTINGS):
+    with style.context(["default", _SETTINGS]):
         # A figure that no window knows of: nothing is shown, and nothing global is changed.
-        figure = Figure(figsize=(8, 0.6 + max(3.9, 0.225 * len(comparison.rows))), facecolor="white")
+        figure = Figure(figsize=(8, max(4.5, 0.3 * len(comparison.rows))), facecolor="white")
         axes = figure.add_subplot()
         _lines(axes, comparison)
         _frame(axes, comparison)
@@ -50,7 +52,13 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
 
 def _lines(axes: Axes, comparison: Comparison) -> None:
     scale = 100 if comparison.metric == "accuracy" else 1
-    # Later lines lie above earlier ones; the legend stays in the order of the scores.
+    best = comparison.oracle.get(f"test_{comparison.metric}")
+    if best is not None and best.mean is not None:
+        label = f"oracle  {scale * best.mean:.1f}"
+        axes.axhline(scale * best.mean, color="black", linewidth=1, linestyle=(0, (2, 3)), label=label, zorder=1.5)
+    # Many bands on top of each other would hide the lines.
+    haze = 0.13 if len(comparison.rows) <= 6 else 0.05
+    # The better lie above the worse; the legend stays in the order of the scores.
     for height, row in zip(range(len(comparison.rows), 0, -1), comparison.rows, strict=True):
         points = [(point.round, point.spread) for point in row.curve if point.spread.mean is not None]
         rounds = [number for number, _ in points]
@@ -62,11 +70,7 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
             rounds, means, label=_label(row, comparison), zorder=2 + height / 100, markevery=every, markersize=4, **look
         )
         low, high = ([mean + sign * width for mean, width in zip(means, widths, strict=True)] for sign in (-1, 1))
-        axes.fill_between(rounds, low, high, color=look["color"], alpha=0.13, linewidth=0, zorder=1)
-    best = comparison.oracle.get(f"test_{comparison.metric}")
-    if best is not None and best.mean is not None:
-        label = f"oracle  {scale * best.mean:.1f}"
-        axes.axhline(scale * best.mean, color="black", linewidth=1, linestyle=(0, (2, 3)), label=label, zorder=1.5)
+        axes.fill_between(rounds, low, high, color=look["color"], alpha=haze, linewidth=0, zorder=1)
 
 
 def _look(method: str) -> dict[str, Any]:
@@ -87,12 +91,17 @@ def _label(row: Row, comparison: Comparison) -> str:
 
 
 def _frame(axes: Axes, comparison: Comparison) -> None:
+    from matplotlib.ticker import LogLocator
+
     accuracy = comparison.metric == "accuracy"
     axes.set_xlabel("communication rounds")
     axes.set_ylabel("test accuracy in %, average over clients" if accuracy else "test mean squared error")
-    if not accuracy and any(row.curve for row in comparison.rows):
+    if not accuracy:
         # Errors differ by factors, and those of a method that diverges by many.
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlim(left=0, right=comparison.rounds * 1.02)
     axes.locator_params(axis="x", integer=True)
     axes.grid(color="#e4e4e4", linewidth=0.7)

@@ -1,0 +1,57 @@
+"""The command line. It parses, calls the library and prints; nothing is computed here."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from fedem.cli import about, comparing, folders, training
+from fedem.errors import UserError
+from fedem.report.console import console, errors
+
+_INTERRUPTED = 130
+
+app = typer.Typer(
+    help="Federated learning of personalised models as mixtures.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# In the order in which the help lists them.
+for command in (
+    training.train,
+    comparing.compare,
+    about.methods,
+    folders.show,
+    folders.evaluate,
+    folders.personalize,
+    folders.predict,
+    about.version,
+):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line: errors are one sentence, exit code 2, no traceback."""
+    try:
+        # When it is interrupted, typer returns this code instead of raising.
+        if app(standalone_mode=False) == _INTERRUPTED:
+            raise KeyboardInterrupt
+    except click.exceptions.NoArgsIsHelpError as error:
+        console.print(error.format_message(), highlight=False)
+        sys.exit(2)
+    except click.ClickException as error:
+        errors.print(f"error: {error.format_message()}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except UserError as error:
+        errors.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except OSError as error:
+        errors.print(f"error: {error}.", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        errors.print("Stopped; a run that was going on can be continued with --resume.", highlight=False)
+        sys.exit(_INTERRUPTED)

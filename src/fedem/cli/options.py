@@ -1,0 +1,48 @@
+"""What the commands have in common: options, and how they are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedem.config import Values
+from fedem.data import DATA
+from fedem.errors import unknown
+
+RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
+DataFile = Annotated[Path, typer.Option("--data", help="Samples: npz (x, y, client) or CSV.", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
+Which = Annotated[str, typer.Option(help="The state to use: last, or best by validation.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+TargetColumn = Annotated[str | None, typer.Option(help="Name of the target column; as in training when not given.")]
+ClientColumn = Annotated[str | None, typer.Option(help="Name of the column of client names; likewise.")]
+Data = Annotated[str | None, typer.Option(help=f"A data set ({', '.join(DATA)}) or a file of your own (.npz, .csv).")]
+Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
+ClientsPerRound = Annotated[
+    float | None, typer.Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
+]
+Unseen = Annotated[float | None, typer.Option(help="Share of the clients held out of training.")]
+TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+
+
+def data_section(data: str | None) -> Values:
+    """Return the [data] section that --data asks for."""
+    if data is None:
+        return {}
+    if data in DATA:
+        return {"name": data}
+    if not data.lower().endswith((".npz", ".csv")):
+        raise unknown("data", data, (*DATA, "a file ending in .npz or .csv"))
+    return {"name": "file", "path": str(Path(data).absolute())}
+
+
+def given(**values: Any) -> Values:
+    """Leave out the options that were not given."""
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def listed(text: str | None) -> list[str]:
+    """Split what is listed with commas."""
+    return [name.strip() for name in text.split(",")] if text else []

@@ -1,0 +1,93 @@
+"""``fedem train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedem.cells import configure, resolve_methods, without_own
+from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevice, Unseen, data_section, given, listed
+from fedem.config import Config, Layer, Sections, parse_assignment, read_toml
+from fedem.errors import UserError
+from fedem.job import Job
+from fedem.methods import METHODS
+from fedem.report.console import console, errors, progress, show_run, waiting
+from fedem.runs import RunFolder, new_folder
+from fedem.training import carry_out
+
+
+def train(
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file, such as a run's config.toml; options win over it.")
+    ] = None,
+    data: Data = None,
+    method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
+    components: Annotated[int | None, typer.Option(help="M, the number of shared components.")] = None,
+    rounds: Rounds = None,
+    clients_per_round: ClientsPerRound = None,
+    unseen: Unseen = None,
+    seed: Annotated[int | None, typer.Option(help="Decides everything that is random.")] = None,
+    device: TrainingDevice = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+    ] = None,
+    baselines: Annotated[
+        str | None,
+        typer.Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a federation and write its run to a folder.
+
+    Examples:
+      fedem train --data synthetic --method fedem --components 3 --rounds 200
+
+      fedem train --data mine.csv --method fedem --set schedule.learning_rate=0.3
+
+      fedem train --out runs/synthetic-fedem-seed0 --resume
+
+    """
+    if resume and out is None:
+        raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
+    asked: Sections = {
+        "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device),
+        "method": given(name=method, num_components=components),
+        "data": data_section(data),
+    }
+    layers: list[Layer] = [read_toml(config) if config else {}, asked, *map(parse_assignment, settings or [])]
+    if resume and out is not None:
+        layers.insert(0, RunFolder(out).config().sections)
+    chosen = Config.build(*layers, preset=not resume)
+    names = resolve_methods(listed(baselines)) if baselines else []
+    others = {name: _baseline(layers, name, out if resume else None) for name in names}
+    name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
+    folder = RunFolder(out if out else new_folder(Path("runs"), name))
+    folder.prepare(resume)
+    with waiting("Making the data", quiet):
+        dataset = chosen.data.make(chosen.run.seed)
+    jobs = [(folder, Job.prepare(chosen, dataset, None))]
+    jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
+    for place, job in jobs:
+        _train(job, place, resume and place.exists(), quiet)
+    if not quiet:
+        show_run(folder)
+    console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
+
+
+def _baseline(layers: list[Layer], name: str, resumed: Path | None) -> Config:
+    """Return the same run with another method; solver and schedule are those shipped for it, not the main method's."""
+    if resumed is not None and (place := RunFolder(resumed / "baselines" / name)).exists():
+        return place.config()
+    return configure(without_own(layers), name)
+
+
+def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
+    title = METHODS[job.config.name("method")].title
+    if job.note:
+        errors.print(f"note: {job.note}", highlight=False)
+    with progress(title, job.config.run.rounds, quiet) as listener:
+        carry_out(job, out=folder.path, resume=resume, listener=listener)
