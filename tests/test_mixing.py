@@ -148,8 +148,9 @@ def test_newcomers_are_welcome_unless_clients_are_alone(mixer: Mixer) -> None:
     welcome = mixer.welcome(shared, memory)
     assert (welcome is None) == isinstance(mixer, Alone)
     if welcome is not None:
-        tuned = isinstance(mixer, Candidates | Hypernetwork | Loopless | Laplacian | Relations)
+        tuned = isinstance(mixer, Candidates | Loopless | Laplacian | Relations)
         assert welcome.fine_tune == tuned
+        assert (welcome.learn is not None) == (welcome.kept is not None) == isinstance(mixer, Hypernetwork)
         assert len({len(leaf) for leaf in welcome.shared.values()}) == 1
 
 

@@ -242,7 +242,7 @@ METHODS: dict[str, Method] = {
         "Shamsian et al. 2021",
         "nothing",
         "a model",
-        "takes the nearest client's model by loss, and fine-tunes",
+        "learns an embedding, the network fixed",
     ),
 }
 ALIASES = {"hypcluster": "ifca"}

@@ -17,7 +17,7 @@ from fedem.algorithms.fine_tuning import FineTuned
 from fedem.engines import Batching, Cohort, Engine, Finished
 from fedem.errors import UserError
 from fedem.federation import Federation
-from fedem.mixing.base import Mixer
+from fedem.mixing.base import Learn, Mixer
 from fedem.mixture import negative_log_likelihood
 from fedem.randomness import FINE_TUNE, PERSONAL, derive
 from fedem.rounds import State, init_personal
@@ -160,8 +160,29 @@ class Personalizer:
         chosen = Predictors(
             start.shared, best, tree_map(lambda leaf: leaf[best.to(device), position], personal) if personal else {}
         )
-        epochs = self.fine_tune_epochs or (start.fine_tune and (max_iterations or self.unseen_epochs))
+        passes = max_iterations or self.unseen_epochs
+        if start.kept is not None and start.learn is not None:
+            chosen = self._learnt(chosen, start.kept[best.to(device)], start.learn, samples, keys, passes)
+        epochs = self.fine_tune_epochs or (start.fine_tune and passes)
         return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
+
+    def _learnt(
+        self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor, rounds: int
+    ) -> Predictors:
+        """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
+        device = next(iter(start.shared.values())).device
+        able = (samples.sizes > 0).nonzero().flatten()
+        own = tree_index(start.shared, start.reads.to(device))
+        if len(able):
+            where = able.to(device)
+            here, mine, some = tree_index(own, where), kept[where], samples.take(able).to(device)
+            personal = tree_index(start.personal, where)
+            for _ in range(rounds):
+                found = Predictors(here, torch.arange(len(able)), personal)
+                uploads, personal = self._train(self.algorithm, found, some, keys[able], 1)
+                mine, here = learn(mine, uploads)
+            own = tree_map(lambda old, new: old.index_copy(0, where, new), own, here)
+        return Predictors(own, torch.arange(len(start.reads)), start.personal)
 
     def _fit(self, shared: Tree, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
         """Fit all clients' personal trees beside one shared tree ``[1, ...]``."""

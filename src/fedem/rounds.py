@@ -115,7 +115,7 @@ class Training:
                 yield chunk.positions, vmap(self.algorithm.summand)(chunk.uploads)
 
         mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
-        share = len(clients) / self.federation.num_clients
+        share = int(samples.sizes.sum()) / len(self.federation.train)
         state = State(
             state.round + 1,
             _write(self.algorithm, state.shared, mixed, share),

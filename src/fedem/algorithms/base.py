@@ -109,7 +109,7 @@ class Algorithm(Settings, ABC):
         return upload
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """Take the server's step from u and the mean of the summands; ``share`` of all clients took part."""
+        """Take the server's step from u and the mean of the summands, ``share`` of all samples having taken part."""
         return mean
 
     @abstractmethod

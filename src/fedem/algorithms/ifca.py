@@ -71,7 +71,7 @@ class IFCA(Algorithm):
 
         def placed(leaf: Tensor) -> Tensor:
             rows = indicator.reshape(-1, *(1,) * leaf.ndim)
-            return rows.to(leaf.dtype) * leaf if leaf.is_floating_point() else leaf.expand(len(indicator), *leaf.shape)
+            return rows.to(leaf.dtype) * leaf
 
         return add_prefix("model", tree_map(placed, take_prefix("model", upload))) | {"mass": indicator}
 

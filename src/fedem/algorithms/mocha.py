@@ -71,6 +71,11 @@ class Mocha(SingleModel):
         curvature = local.context["stiffness"] * local.context["share"]
         return super().step(local, batch, learning_rate / (1 + learning_rate * curvature))
 
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """A client that trains for itself alone forgets the dual vector, which speaks for the others."""
+        alone = local._replace(personal=tree_map(torch.zeros_like, local.personal))
+        return self.step(alone, batch, learning_rate)._replace(personal=local.personal)
+
     def finish(self, local: Local) -> tuple[Tree, Tree]:
         """v_t <- v_t + (w - w_t) / c_t."""
         received, stiffness = take_prefix("received", local.context), local.context["stiffness"]

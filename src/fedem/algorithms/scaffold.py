@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Batch, Local, Mixture
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import Penalty, inner_product, mixture_of_one, start_memory, trained_leaves
+from fedem.algorithms.training import Penalty, inner_product, mixture_of_one, start_memory, train_step, trained_leaves
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
@@ -62,6 +62,12 @@ class Scaffold(SingleModel):
         travelled = local.context["travelled"] + learning_rate * self.solver.gain(steps)
         return stepped._replace(context=local.context | {"steps": steps, "travelled": travelled})
 
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """A client that trains for itself alone wants no correction."""
+        model, solver = self.model, self.solver
+        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
+        return local._replace(shared=shared, memory=memory)
+
     def finish(self, local: Local) -> tuple[Tree, Tree]:
         """Upload the model and the change of c_t, where c_t <- c_t - c + (u - w) / (K eta)."""
         received, correction = (take_prefix(name, local.context) for name in ("received", "correction"))
@@ -73,7 +79,7 @@ class Scaffold(SingleModel):
         return add_prefix("model", local.shared) | add_prefix("control", change), personal
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """U <- u + eta_g (mean - u); c <- c + |S|/N mean change."""
+        """U <- u + eta_g (mean - u); c <- c + share * mean change, the share being the paper's |S|/N by samples."""
         model = tree_map(
             lambda old, new: old + self.server_rate * (new - old) if new.is_floating_point() else new,
             take_prefix("model", shared),

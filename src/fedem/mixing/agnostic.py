@@ -52,7 +52,7 @@ class Agnostic(Mixer):
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """The one tree there is."""
-        return Welcome(shared, fine_tune=False)
+        return Welcome(shared)
 
 
 def project_to_simplex(point: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: G groups in all, g groups written in a round, C clients of the cohort, T
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,13 +57,22 @@ class Served(NamedTuple):
     """``[C]`` int64: each client's row of ``shared``"""
 
 
+Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
+"""What a mixer keeps of some newcomers ``[c, ...]`` and what they uploaded -> the same after a round, and what they
+read next ``[c, ...]``."""
+
+
 class Welcome(NamedTuple):
     """What a client unseen in training may start from."""
 
     shared: Tree
     """``[K, ...]``: it keeps the one with the least loss on its samples"""
-    fine_tune: bool
+    fine_tune: bool = False
     """whether it goes on to train that one, for want of anything better"""
+    kept: Tensor | None = None
+    """``[K, ...]``: what the mixer keeps of a client, where a newcomer learns that instead, everybody else frozen"""
+    learn: Learn | None = None
+    """how it is learnt"""
 
 
 @dataclass(frozen=True)

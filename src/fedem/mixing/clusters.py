@@ -100,16 +100,16 @@ class Clusters(Mixer):
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """All clusters' models: the client joins the one with the least loss on its samples."""
-        return Welcome(shared, fine_tune=False)
+        return Welcome(shared)
 
 
 def bipartition(updates: Tensor, linkage: str) -> Tensor:
     """Cut clients in two by the cosines between their updates ``[m, P]``; returns a side for each, ``[m]`` bool."""
-    from scipy.cluster.hierarchy import fcluster
+    from scipy.cluster.hierarchy import cut_tree
     from scipy.cluster.hierarchy import linkage as link
     from scipy.spatial.distance import squareform
 
     directions = torch.nn.functional.normalize(updates.double(), dim=1)
     distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0).cpu().numpy()
-    labels = fcluster(link(squareform(distances, checks=False), linkage), 2, "maxclust")
+    labels = cut_tree(link(squareform(distances, checks=False), linkage), 2)[:, 0]
     return torch.from_numpy(labels == labels[0]).to(updates.device)

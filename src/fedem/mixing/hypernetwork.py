@@ -88,9 +88,17 @@ class Hypernetwork(Mixer):
         return Mixed(torch.zeros(1, dtype=torch.int64), base | counters, len(clients)), memory
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The models of all clients seen in training: the one with the least loss, to be fine-tuned."""
-        everyone = torch.arange(len(memory["embeddings"]))
-        return Welcome(self.serve(shared, memory, everyone, 0).shared, fine_tune=True)
+        """A newcomer learns an embedding, from the best of those there are; the network stays (the paper's rule)."""
+        base, network = tree_floats(shared), take_prefix("network", memory)
+
+        def learn(embeddings: Tensor, uploads: Tree) -> tuple[Tensor, Tree]:
+            made, backward, *_ = vjp(lambda vectors: _make(base, network, vectors), embeddings)
+            (slope,) = backward(tree_map(lambda old, new: old - new, made, {name: uploads[name] for name in made}))
+            embeddings = embeddings - self.embedding_rate * slope
+            return embeddings, _make(shared, network, embeddings)
+
+        embeddings = memory["embeddings"]
+        return Welcome(_make(shared, network, embeddings), kept=embeddings, learn=learn)
 
 
 def _make(base: Tree, network: Tree, embeddings: Tensor) -> Tree:

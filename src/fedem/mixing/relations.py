@@ -30,7 +30,7 @@ class Relations(Mixer):
 
     penalty: float = field(default=1.0, metadata={"above": 0})
     relations_every: int = field(default=30, metadata={"min": 0})
-    floor: float = field(default=1e-3, metadata={"min": 0, "max": 1})
+    floor: float = field(default=1e-3, metadata={"above": 0, "max": 1})
 
     def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""

@@ -32,4 +32,4 @@ class Star(Mixer):
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """The one tree there is."""
-        return Welcome(shared, fine_tune=False)
+        return Welcome(shared)
