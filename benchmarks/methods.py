@@ -60,7 +60,7 @@ def prepare(method: str, dataset: Dataset) -> Training:
 def count_gradients(training: Training, rounds: Sequence[int]) -> float:
     """Count the gradients of some rounds, on average."""
     algorithm = training.algorithm
-    model = CountingModel(algorithm.model._build, algorithm.model.loss, algorithm.model.dtype)
+    model = CountingModel(algorithm.model.build, algorithm.model.loss, algorithm.model.dtype)
     model.not_stackable = "it counts, and a stack of models would count once"
     counting = replace(training, algorithm=replace(algorithm, model=model), engine=OneByOne())
     state = counting.init()

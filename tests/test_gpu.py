@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import advance, distance, make_federation, make_training
+from helpers import advance, distance, make_federation, make_personalizer, make_training
 
 import fedem
 from fedem.checkpoint import same_states
 from fedem.engines import OneByOne, Stacked
+from fedem.evaluate import evaluate
 from fedem.methods import METHODS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -55,3 +56,23 @@ def test_a_run_on_the_gpu_resumes_to_the_same_bits(tmp_path: Path) -> None:
     loaded = fedem.Result.load(tmp_path / "cut", device="cpu")
     inputs = make_federation().test.inputs[:3]
     torch.testing.assert_close(loaded.predict("ann", inputs), resumed.predict("ann", inputs))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "local"])
+def test_unseen_clients_are_fitted_on_the_gpu_as_on_the_cpu(method: str) -> None:
+    newcomers = make_federation(sizes=(9, 6), names=("flo", "gus"), seed=3)
+    weights = []
+    for device in ("cpu", "cuda"):
+        training = make_training(method, device=device)
+        found = make_personalizer(training).personalize(advance(training), newcomers.train, newcomers.keys)
+        scores = evaluate(training.algorithm, training.engine, found, newcomers)
+        weights.append(scores["train"].losses)
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-9)
+
+
+@every_method
+def test_a_whole_run_on_the_gpu(method: str) -> None:
+    federation = make_federation(sizes=(7, 3, 12, 30, 5)).hold_out(0.3, 0)
+    result = fedem.train(federation, method, rounds=3, device="cuda", evaluate_every=1)
+    assert 0 <= result.summary["test_accuracy"] <= 1
+    assert ("unseen_test_accuracy" in result.summary) == (method != "local")

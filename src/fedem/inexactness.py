@@ -105,7 +105,7 @@ def measure(training: Training, state: State, clients: Tensor | None = None) -> 
     rate, num_steps = training.schedule.rate(state.round, training.num_rounds), training.mixer.num_steps(key)
     judge = _Judge.of(training.algorithm)
     alphas: dict[int, Tensor] = {}
-    for chunk in training._train(cohort, clients, state.round, rate, num_steps):
+    for chunk in training.train_cohort(cohort, clients, state.round, rate, num_steps):
         for row, position in enumerate(chunk.positions.tolist()):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal, upload = tree_index(cohort.personal, position), tree_index(chunk.uploads, row)
@@ -124,7 +124,7 @@ class _Judge:
     @classmethod
     def of(cls, algorithm: Algorithm) -> _Judge:
         model = algorithm.model
-        double = Model(model._build, model.loss, torch.float64)
+        double = Model(model.build, model.loss, torch.float64)
         resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
         return cls(replace(algorithm, model=double, solver=Newton(algorithm.solver.weight_decay)), resolution)
 

@@ -109,7 +109,7 @@ class Training:
 
         def summands() -> Iterator[tuple[Tensor, Tree]]:
             nonlocal upload_bytes
-            for chunk in self._train(cohort, clients, state.round, rate, self.mixer.num_steps(key)):
+            for chunk in self.train_cohort(cohort, clients, state.round, rate, self.mixer.num_steps(key)):
                 upload_bytes = tree_bytes(chunk.uploads) // len(chunk.positions)
                 finished.append((clients[chunk.positions], chunk.personal))
                 yield chunk.positions, vmap(self.algorithm.summand)(chunk.uploads)
@@ -129,7 +129,7 @@ class Training:
         messages, download_bytes = mixed.num_messages, tree_bytes(tree_index(served.shared, 0))
         return state, RoundLog(clients, rate, seconds, messages * upload_bytes, messages * download_bytes)
 
-    def _train(
+    def train_cohort(
         self, cohort: Cohort, clients: Tensor, round_index: int, rate: float, num_steps: int | None
     ) -> Iterator[Finished]:
         """Let the cohort train, those with the same solver together."""

@@ -68,9 +68,9 @@ class Laplacian(Mixer):
     """FedU: after R local steps each model moves towards the others.
 
     Dinh, Vu, Tran, Dao, Zhang: FedU: A Unified Framework for Federated Multi-Task Learning with Laplacian
-    Regularization, 2021. The objective is sum_t f_t(w_t) + penalty/2 sum a_ts |w_t - w_s|^2, the last sum over pairs of
-    clients, and the server's step w_t <- w_t - eta penalty R sum_s a_ts (w_t - w_s). Here all clients are related alike,
-    a_ts = 1/T.
+    Regularization, 2021. The objective is sum_t f_t(w_t) + penalty/2 sum a_ts |w_t - w_s|^2, the last sum over pairs
+    of clients, and the server's step w_t <- w_t - eta penalty R sum_s a_ts (w_t - w_s). Here all clients are related
+    alike, a_ts = 1/T.
 
     Attributes:
         penalty: the weight of the regularisation, times R.

@@ -71,7 +71,7 @@ class Model:
     def __init__(self, source: nn.Module | Callable[[], nn.Module], loss: Loss, dtype: torch.dtype = torch.float32):
         self.loss = loss
         self.dtype = dtype
-        self._build = _rebuilder(source) if isinstance(source, nn.Module) else source
+        self.build = _rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
         self.not_stackable = _reason_not_to_stack(self._training)
@@ -82,7 +82,7 @@ class Model:
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             # A copy: the function may hand out a module that somebody else uses.
-            module = deepcopy(self._build()).to(self.dtype).train(training)
+            module = deepcopy(self.build()).to(self.dtype).train(training)
         for part in module.modules():
             if type(part) is nn.Linear:
                 part.__class__ = FoldedLinear
@@ -97,7 +97,7 @@ class Model:
         """Draw initial parameters."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            module = deepcopy(self._build()).to(self.dtype)
+            module = deepcopy(self.build()).to(self.dtype)
         leaves = dict(module.named_parameters()) | dict(module.named_buffers())
         return {name: leaf.detach().clone() for name, leaf in leaves.items()}
 
