@@ -185,6 +185,52 @@ def test_scores_agree_between_engines(method: str) -> None:
             torch.testing.assert_close(scores[0][part].values, other[part].values, rtol=0, atol=1e-12)
 
 
+# Models that go up and down with each client of a round; what is counted besides is a few numbers.
+MODELS_SENT = {
+    "local": (0, 0),
+    "fedem": (3, 3),
+    "ifca": (1, 3),
+    "scaffold": (2, 2),
+    "fedfomo": (1, 5),  # its own and those of the four others
+}
+
+
+@every_method
+def test_bytes_are_those_of_the_messages(method: str) -> None:
+    training = make_training(method, cohort_size=2)
+    _, log = training.step(training.init())
+    model = 8 * training.algorithm.model.num_parameters
+    for sent, models in zip((log.bytes_up, log.bytes_down), MODELS_SENT.get(method, (1, 1)), strict=True):
+        besides = sent - 2 * models * model
+        assert 0 <= besides <= 2 * 8 * 4
+        assert besides == 0 or method in ("afl", "qffl", "ifca", "fedfomo", "mocha")
+
+
+@every_method
+def test_every_row_of_the_table_says_what_it_does(method: str) -> None:
+    row = METHODS[method]
+    assert row.title and row.summary and row.personal and row.sent and row.unseen
+    assert row.paper or method == "local"
+
+
+@every_method
+def test_clients_learn_of_others_only_where_something_is_sent(method: str) -> None:
+    """Spoiling one client's targets changes the others' predictors, unless clients are alone."""
+    federation, spoilt = make_federation(), make_federation()
+    spoilt.train.targets[20:50] = 1 - spoilt.train.targets[20:50]  # the fourth of five clients
+    losses = [
+        scores_of(training, advance(training, 6))["train"].losses[[0, 1, 2, 4]]
+        for training in (
+            make_training(method, data, num_rounds=6, **_EAGER.get(method, {})) for data in (federation, spoilt)
+        )
+    ]
+    assert torch.equal(*losses) == (method == "local")
+
+
+# What lets a method's clients meet within six rounds.
+_EAGER = {"mocha": {"relations_every": 2}, "fedfomo": {"held_out": 0.4}}
+
+
 @every_method
 def test_loop_equals_stacked_for_a_network(method: str) -> None:
     model = Model(
