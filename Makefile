@@ -33,6 +33,7 @@ format: install
 
 bench: install
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.methods
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -14,6 +14,7 @@ from benchmarks import plain_loop
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
+from benchmarks.methods import main as time_methods
 from torch import Tensor
 
 
@@ -90,3 +91,15 @@ def test_both_loops_pass_over_every_sample_once() -> None:
             assert rows.sort().values.tolist() == list(range(len(client.targets)))
             assert torch.equal(torch.cat([inputs for inputs, _, _ in batches]), client.inputs[rows])
             assert max(len(targets) for _, targets, _ in batches) <= 16
+
+
+@pytest.mark.slow
+def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    time_methods(["--quick", "--methods", "fedavg,fedem,pfedme,ditto,ifca,l2sgd", "--out", str(out)])
+    figures = json.loads(out.read_text())["methods"]
+    # M gradients and M passes alone; five inner steps; two models; K passes and one gradient.
+    counted = {name: figures[name]["gradients"] for name in ("fedavg", "fedem", "pfedme", "ditto", "ifca")}
+    assert counted == pytest.approx({"fedavg": 1, "fedem": 4, "pfedme": 5, "ditto": 2, "ifca": 2})
+    assert all(math.isfinite(number) and number > 0 for number in numbers(figures))
+    assert "gradients" in capsys.readouterr().out
