@@ -135,7 +135,7 @@ def _mix(
 
 def _fresh(mixer: Clusters, count: int) -> tuple[Tree, Tree]:
     keys = torch.arange(count)
-    return mixer.init({"w": torch.zeros(2, dtype=torch.float64)}, keys, 0)
+    return mixer.init({"w": torch.zeros(2, dtype=torch.float64)}, frozenset("w"), keys, 0)
 
 
 def test_both_halves_start_from_what_their_members_uploaded() -> None:

@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedem.errors import UserError
 from fedem.methods import METHODS
 from fedem.mixing.agnostic import Agnostic, project_to_simplex
 from fedem.mixing.alone import Alone
-from fedem.mixing.base import Mixer, Round, by_samples, gather, mean_of_groups, row_of, weighted_means
+from fedem.mixing.base import Mixer, Round, by_samples, gather, row_of, weighted_means
 from fedem.mixing.candidates import Candidates
 from fedem.mixing.clusters import Clusters
+from fedem.mixing.groups import mean_of_groups
 from fedem.mixing.hypernetwork import Hypernetwork
 from fedem.mixing.pull import Laplacian, Loopless
 from fedem.mixing.relations import Relations
@@ -71,7 +73,7 @@ def _start(mixer: Mixer, count: int) -> tuple[Tree, Tree]:
     model = {"w": _random(2, 3, seed=1), "b": _random(3, seed=2)}
     if isinstance(mixer, Relations):
         model = add_prefix("task", model) | {"stiffness": torch.zeros((), dtype=torch.float64)}
-    return mixer.init(model, _keys(count), 5)
+    return mixer.init(model, frozenset("wb"), _keys(count), 5)
 
 
 def _trained(mixer: Mixer, count: int, seed: int = 0) -> Tree:
@@ -163,7 +165,7 @@ def test_clients_that_are_settled_read_what_their_memory_says_and_do_nothing_els
     with pytest.raises(AssertionError, match="not trained again"):
         Settled().mix(shared, memory, _round([1]), [])
     with pytest.raises(AssertionError, match="personalisation alone"):
-        Settled().init(shared, _keys(1), 0)
+        Settled().init(shared, frozenset(shared), _keys(1), 0)
 
 
 # The matrix.
@@ -181,7 +183,7 @@ def test_a_star_averages_by_samples(sizes: list[int]) -> None:
 
 
 def test_a_star_serves_everybody_its_one_tree() -> None:
-    shared, memory = Star().init({"w": _random(2)}, _keys(9), 0)
+    shared, memory = Star().init({"w": _random(2)}, frozenset("w"), _keys(9), 0)
     served = Star().serve(shared, memory, torch.tensor([8, 3]), 0)
     assert served.reads.tolist() == [0, 0]
     assert served.shared["w"].shape == (1, 2)
@@ -372,13 +374,13 @@ def test_l2sgds_runs_have_geometric_lengths(probability: float) -> None:
 
 
 def _hypernetwork(base: Tree, network: Tree, embeddings: Tensor) -> Tree:
-    """Models made by the network, leaf by leaf in alphabetical order."""
+    """Models made by the network, leaf by leaf."""
     hidden = torch.tanh(torch.einsum("ce,he->ch", embeddings, network["first"]) + network["bias"])
-    flat = torch.einsum("ch,ph->cp", hidden, network["last"]) / math.sqrt(hidden.shape[1])
-    width = base["b"].numel()
     return {
-        "b": base["b"] + flat[:, :width].reshape(-1, *base["b"].shape[1:]),
-        "w": base["w"] + flat[:, width:].reshape(-1, *base["w"].shape[1:]),
+        name: base[name]
+        + torch.einsum("ch,ph->cp", hidden, network[f"last/{name}"]).reshape(-1, *base[name].shape[1:])
+        / math.sqrt(hidden.shape[1])
+        for name in ("b", "w")
     }
 
 
@@ -437,6 +439,27 @@ def test_a_hypernetworks_step_lowers_what_it_descends_by_finite_differences() ->
     assert fall == pytest.approx(-float(sum(steps)) / 1e-6, rel=1e-4)
 
 
+def test_a_hypernetwork_makes_what_is_trained_and_averages_the_rest() -> None:
+    mixer = Hypernetwork(2, 3)
+    model = {"w": _random(3), "scale": _random(2, seed=1), "steps": torch.tensor(4)}
+    shared, memory = mixer.init(model, frozenset("w"), _keys(3), 0)
+    served = mixer.serve(shared, memory, torch.arange(3), 0).shared
+    assert torch.equal(served["scale"], model["scale"].expand(3, 2))
+    assert not torch.equal(served["w"], model["w"].expand(3, 3))
+    uploads = {"w": _random(3, 3, seed=2), "scale": _random(3, 2, seed=3), "steps": torch.tensor([5, 9, 7])}
+    mixed, _ = mixer.mix(shared, memory, _round([1, 2, 5]), _whole(uploads))
+    shares = torch.tensor([1, 2, 5], dtype=torch.float64) / 8
+    torch.testing.assert_close(mixed.means["scale"][0], shares @ uploads["scale"])
+    assert mixed.means["steps"].tolist() == [9]
+
+
+@pytest.mark.parametrize("mixer", [Relations(), Candidates()], ids=["mocha", "fedfomo"])
+def test_mixers_that_keep_pairs_of_clients_refuse_very_many(mixer: Mixer) -> None:
+    mixer.check(10_000)
+    with pytest.raises(UserError, match="there are 10,001; allowed: at most 10,000 clients"):
+        mixer.check(10_001)
+
+
 def test_a_hypernetworks_base_alone_is_a_server_that_averages() -> None:
     """With embeddings that say nothing and the other layers held still, a rate of 1 takes the mean of the uploads."""
     mixer = Hypernetwork(2, 3, server_rate=1.0)
@@ -451,8 +474,8 @@ def test_a_hypernetworks_base_alone_is_a_server_that_averages() -> None:
 
 def test_an_embedding_depends_on_the_clients_name_alone() -> None:
     mixer, model = Hypernetwork(3, 4), {"w": _random(2)}
-    _, memory = mixer.init(model, _keys(5), 1)
-    _, fewer = mixer.init(model, _keys(5)[[3, 1]], 1)
+    _, memory = mixer.init(model, frozenset(model), _keys(5), 1)
+    _, fewer = mixer.init(model, frozenset(model), _keys(5)[[3, 1]], 1)
     assert torch.equal(memory["embeddings"][[3, 1]], fewer["embeddings"])
     assert len({tuple(row) for row in memory["embeddings"].tolist()}) == 5
 
@@ -463,7 +486,7 @@ def test_an_embedding_depends_on_the_clients_name_alone() -> None:
 def test_a_client_is_sent_its_own_model_first_and_never_as_a_candidate() -> None:
     mixer = Candidates(3)
     shared = {"w": torch.arange(6.0)[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, _keys(6), 0)
+    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), _keys(6), 0)
     clients = torch.tensor([5, 2, 0])
     for key in range(20):
         sent = mixer.serve(shared, memory, clients, key).shared["w"].squeeze(-1).long()
@@ -473,7 +496,7 @@ def test_a_client_is_sent_its_own_model_first_and_never_as_a_candidate() -> None
 
 
 def test_candidates_are_those_who_helped_most_unless_chance_decides() -> None:
-    _, memory = Candidates().init({"w": torch.zeros(1)}, _keys(6), 0)
+    _, memory = Candidates().init({"w": torch.zeros(1)}, frozenset("w"), _keys(6), 0)
     memory["gains"][2] = torch.tensor([0.5, 0.0, 9.0, 2.0, 0.1, 0.7], dtype=torch.float64)
     shared, client = {"w": torch.arange(6.0)[:, None]}, torch.tensor([2])
 
@@ -493,7 +516,7 @@ def test_candidates_are_those_who_helped_most_unless_chance_decides() -> None:
 def test_gains_are_booked_for_the_clients_that_were_sent() -> None:
     mixer = Candidates(2)
     shared = {"w": torch.arange(6.0)[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, _keys(6), 0)
+    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), _keys(6), 0)
     this = _round([1, 1], [4, 1], total=6)
     sent = mixer.serve(shared, memory, this.clients, this.key).shared["w"].squeeze(-1).long()[:, 1:]
     weights = torch.tensor([[0.25, 0.75], [0.0, 1.0]], dtype=torch.float64)
@@ -512,7 +535,7 @@ def test_gains_are_booked_for_the_clients_that_were_sent() -> None:
 def test_newcomers_are_sent_the_mean_and_those_who_helped_most() -> None:
     mixer = Candidates(2)
     shared = {"w": torch.tensor([0.0, 1.0, 5.0, 10.0])[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, _keys(4), 0)
+    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), _keys(4), 0)
     memory["gains"][:, 3], memory["gains"][0, 1] = 1.0, 2.0
     welcome = mixer.welcome(shared, memory)
     assert welcome is not None

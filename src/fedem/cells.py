@@ -14,7 +14,7 @@ from fedem.config import Config, Layer, Sections, parse_assignment
 from fedem.data.base import Dataset, DataSource
 from fedem.errors import UserError
 from fedem.job import Job
-from fedem.methods import ALIASES, METHODS, find_method
+from fedem.methods import METHODS, resolve_method
 from fedem.runs import RunFolder
 from fedem.training import Listener, carry_out
 
@@ -94,13 +94,6 @@ def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[s
         raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
     if section in _SAME or place in _SAME:
         raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
-
-
-def resolve_method(name: str) -> str:
-    """Return the name in the table of methods that ``name`` stands for."""
-    found = ALIASES.get(name, name)
-    find_method(found)
-    return found
 
 
 def resolve_methods(names: Sequence[str]) -> list[str]:

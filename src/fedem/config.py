@@ -13,7 +13,7 @@ from typing import Any
 from fedem.data import DATA, DataSource
 from fedem.engines import ENGINES, Batching
 from fedem.errors import UserError, unknown
-from fedem.methods import ALIASES, METHODS, find_method
+from fedem.methods import ALIASES, METHODS, find_method, resolve_method
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.schedules import SCHEDULES, Schedule
@@ -214,7 +214,7 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
 
     A section's own name takes a name or a whole section: ``solver="adam"``, ``schedule={"name": "cosine"}``.
     """
-    chosen: Sections = {"method": {"name": method}}
+    chosen: Sections = {"method": {"name": resolve_method(method)}}
     flat: Values = {}
     for key, value in options.items():
         if key == "data":

@@ -80,6 +80,7 @@ class Job:
         parts.model.check(inputs, targets)
         parts.model.probe(inputs[:2])
         parts.algorithm.check(inputs[:2])
+        parts.mixer.check(federation.num_clients)
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
         _check_batches(parts.model, config.batching, federation)

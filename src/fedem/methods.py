@@ -150,7 +150,7 @@ METHODS: dict[str, Method] = {
         "L2SGD",
         "own models, pulled towards their mean at random times",
         "Hanzely, Richtarik 2020",
-        "nothing",
+        "a model (sent)",
         "a model",
         _TUNE,
     ),
@@ -208,7 +208,7 @@ METHODS: dict[str, Method] = {
         PerFedAvg,
         Star,
         "Per-FedAvg",
-        "a start from which one gradient step fits each client",
+        "a start from which an epoch of fine-tuning fits each client",
         "Fallah et al. 2020",
         "nothing",
         "a model",
@@ -230,7 +230,7 @@ METHODS: dict[str, Method] = {
         "FedU",
         "own models under Laplacian regularisation",
         "Dinh et al. 2021",
-        "nothing",
+        "a model (sent)",
         "a model",
         _TUNE,
     ),
@@ -246,6 +246,13 @@ METHODS: dict[str, Method] = {
     ),
 }
 ALIASES = {"hypcluster": "ifca"}
+
+
+def resolve_method(name: str) -> str:
+    """Return the name in the table that ``name`` stands for."""
+    found = ALIASES.get(name, name)
+    find_method(found)
+    return found
 
 
 def find_method(name: str) -> Method:

@@ -70,7 +70,7 @@ class Parts:
 
     def describe(self, config: Config, state: State) -> Record:
         """Say what was trained: the head of every summary."""
-        first = Predictors(*self.mixer.serve(state.shared, state.memory, torch.tensor([0]), 0), state.personal)
+        first = Predictors(*self.mixer.own(state.shared, state.memory, torch.tensor([0])), state.personal)
         return {
             "method": config.name("method"),
             "data": config.name("data"),

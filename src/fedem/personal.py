@@ -5,7 +5,7 @@ Shapes: T clients, K starting points of an unseen client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Algorithm, Mixture
 from fedem.algorithms.fine_tuning import FineTuned
-from fedem.engines import Batching, Cohort, Engine, Finished
+from fedem.engines import Batching, Cohort, Engine, SolverDeal
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.base import Learn, Mixer
@@ -22,7 +22,6 @@ from fedem.mixture import negative_log_likelihood
 from fedem.randomness import FINE_TUNE, PERSONAL, derive
 from fedem.rounds import State, init_personal
 from fedem.samples import Samples
-from fedem.solvers import Solver
 from fedem.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 
 
@@ -76,36 +75,30 @@ class Personalizer:
     seed: int
 
     @cached_property
-    def _tuned(self) -> FineTuned:
-        return FineTuned.of(self.algorithm)
+    def _own_rounds(self) -> SolverDeal:
+        """The method as it trains."""
+        return SolverDeal(self.algorithm)
 
     @cached_property
-    def _variants(self) -> dict[tuple[Algorithm, Solver], Algorithm]:
-        """The method, fine-tuned or not, with each solver that clients have had: an engine records what comes back."""
-        return {}
+    def _tuning(self) -> SolverDeal:
+        """The method's clients training for themselves alone."""
+        return SolverDeal(FineTuned.of(self.algorithm))
 
     def predictors(self, state: State, federation: Federation) -> Predictors:
         """Return the predictors of the clients that took part in training."""
-        served = self.mixer.serve(state.shared, state.memory, torch.arange(federation.num_clients), 0)
+        served = self.mixer.own(state.shared, state.memory, torch.arange(federation.num_clients))
         found = Predictors(*served, state.personal)
         if not self.fine_tune_epochs:
             return found
         return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
 
     def _train(
-        self, algorithm: Algorithm, start: Predictors, samples: Samples, keys: Tensor, epochs: int
+        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int
     ) -> tuple[Tree, Tree]:
         """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
-        cohort, batching = Cohort(*start, samples), Batching(self.batching.batch_size, epochs)
-        words = derive(keys, FINE_TUNE, self.seed)
-        finished: list[Finished] = []
-        for solver, members in algorithm.solver.among(keys):
-            base = replace(self.algorithm, solver=solver)
-            variant = FineTuned.of(base) if algorithm is self._tuned else base
-            variant = self._variants.setdefault((algorithm, solver), variant)
-            walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else batching
-            chunks = self.engine.train(variant, cohort.take(members), walk, words[members], self.learning_rate)
-            finished += [chunk._replace(positions=members[chunk.positions]) for chunk in chunks]
+        batching = Batching(self._batch_size(samples.sizes), epochs)
+        keys = derive(names, FINE_TUNE, self.seed)
+        finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, self.learning_rate))
         order = torch.cat([chunk.positions for chunk in finished]).argsort()
 
         def joined(trees: list[Tree]) -> Tree:
@@ -113,17 +106,30 @@ class Personalizer:
 
         return joined([chunk.uploads for chunk in finished]), joined([chunk.personal for chunk in finished])
 
+    def _able(self, samples: Samples) -> Tensor:
+        """Return who has samples enough to train on: one, or two where layers normalise over a batch."""
+        return (samples.sizes > int(self.algorithm.model.normalises_batches)).nonzero().flatten()
+
+    def _batch_size(self, sizes: Tensor) -> int:
+        """Return the run's batch size, or the next one that leaves no batch of one sample where that can't be taken."""
+        size = self.batching.batch_size
+        if not self.algorithm.model.normalises_batches or size == 0:
+            return size
+        while size <= int(sizes.max()) and (size == 1 or bool((sizes % size == 1).any())):
+            size += 1
+        return size
+
     def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
         device = next(iter(start.shared.values())).device
-        able = (samples.sizes > 0).nonzero().flatten()
+        able = self._able(samples)
         own = tree_index(start.shared, start.reads.to(device))
         everyone = Predictors(own, torch.arange(len(start.reads)), start.personal)
         if len(able) == 0:
             return everyone
         where = able.to(device)
         some = Predictors(own, able, tree_index(start.personal, where))
-        shared, personal = self._train(self._tuned, some, samples.take(able).to(device), keys[able], epochs)
+        shared, personal = self._train(self._tuning, some, samples.take(able).to(device), keys[able], epochs)
         put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
         kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
         return everyone._replace(shared=own | put, personal=kept)
@@ -144,9 +150,7 @@ class Personalizer:
         """
         start = self.mixer.welcome(state.shared, state.memory)
         if start is None:
-            raise UserError(
-                "Clients that train alone leave nothing to share with an unseen client; choose another method."
-            )
+            raise UserError(self.mixer.no_welcome)
         count = len(next(iter(start.shared.values())))
         fits = [
             self._fit(tree_index(start.shared, slice(k, k + 1)), samples, keys, max_iterations) for k in range(count)
@@ -163,7 +167,8 @@ class Personalizer:
         passes = max_iterations or self.unseen_epochs
         if start.kept is not None and start.learn is not None:
             chosen = self._learnt(chosen, start.kept[best.to(device)], start.learn, samples, keys, passes)
-        epochs = self.fine_tune_epochs or (start.fine_tune and passes)
+        tuned = self.fine_tune_epochs or (self.unseen_epochs if start.fine_tune else 0)
+        epochs = max_iterations if tuned and max_iterations else tuned
         return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
 
     def _learnt(
@@ -171,7 +176,7 @@ class Personalizer:
     ) -> Predictors:
         """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
         device = next(iter(start.shared.values())).device
-        able = (samples.sizes > 0).nonzero().flatten()
+        able = self._able(samples)
         own = tree_index(start.shared, start.reads.to(device))
         if len(able):
             where = able.to(device)
@@ -179,7 +184,7 @@ class Personalizer:
             personal = tree_index(start.personal, where)
             for _ in range(rounds):
                 found = Predictors(here, torch.arange(len(able)), personal)
-                uploads, personal = self._train(self.algorithm, found, some, keys[able], 1)
+                uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1)
                 mine, here = learn(mine, uploads)
             own = tree_map(lambda old, new: old.index_copy(0, where, new), own, here)
         return Predictors(own, torch.arange(len(start.reads)), start.personal)
@@ -199,12 +204,12 @@ class Personalizer:
         if len(trees) == samples.num_clients:
             return Predictors(shared, reads, tree_stack(trees))
         personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
-        able = (samples.sizes > 0).nonzero().flatten()
+        able = self._able(samples)
         if len(able):
             where = able.to(device)
             some = Predictors(shared, reads[able], tree_index(personal, where))
             epochs = max_iterations or self.unseen_epochs
-            _, trained = self._train(algorithm, some, samples.take(able).to(device), keys[able], epochs)
+            _, trained = self._train(self._own_rounds, some, samples.take(able).to(device), keys[able], epochs)
             personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
         return Predictors(shared, reads, personal)
 

@@ -110,7 +110,7 @@ class Result:
                     "Clients fine-tune their models once the run is complete; go on with it first (--resume)."
                 )
             state, mixer = self.tuned[which], Settled()
-        return mixer.serve(state.shared, state.memory, clients, 0)
+        return mixer.own(state.shared, state.memory, clients)
 
     def _personal(self, shared: Tree, personal: Tree) -> PersonalModel:
         return PersonalModel(self.parts.model, self.parts.algorithm.predictor(shared, personal), self.shapes)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedem.algorithms.base import Algorithm
-from fedem.engines import Batching, Cohort, Engine, Finished
+from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.base import Mixed, Mixer, Round
 from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.samples import Samples
 from fedem.schedules import Schedule
-from fedem.solvers import Solver
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_to
 
 
@@ -71,9 +70,8 @@ class Training:
     device: torch.device
 
     @cached_property
-    def _variants(self) -> dict[Solver, Algorithm]:
-        """The method with each solver that clients have had."""
-        return {self.algorithm.solver: self.algorithm}
+    def _deal(self) -> SolverDeal:
+        return SolverDeal(self.algorithm)
 
     @cached_property
     def _samples(self) -> Samples:
@@ -86,7 +84,8 @@ class Training:
     def init(self) -> State:
         """Draw the initial state."""
         shared = self.algorithm.init_shared(int(derive(self.seed, COMPONENTS)))
-        groups, memory = self.mixer.init(shared, self.federation.keys, int(derive(self.seed, MIXER)))
+        trained, seed = self.algorithm.model.trainable, int(derive(self.seed, MIXER))
+        groups, memory = self.mixer.init(shared, trained, self.federation.keys, seed)
         keys = derive(self.federation.keys, PERSONAL, self.seed)
         return State(0, groups, init_personal(self.algorithm, shared, keys), memory).to(self.device)
 
@@ -133,14 +132,9 @@ class Training:
         self, cohort: Cohort, clients: Tensor, round_index: int, rate: float, num_steps: int | None
     ) -> Iterator[Finished]:
         """Let the cohort train, those with the same solver together."""
-        keys = derive(self.federation.keys[clients], SHUFFLE, self.seed, round_index)
-        for solver, members in self.algorithm.solver.among(self.federation.keys[clients]):
-            algorithm = self._variants.setdefault(solver, replace(self.algorithm, solver=solver))
-            batching = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else self.batching
-            if num_steps is not None:
-                batching = replace(batching, local_steps=num_steps)
-            for chunk in self.engine.train(algorithm, cohort.take(members), batching, keys[members], rate):
-                yield chunk._replace(positions=members[chunk.positions])
+        names = self.federation.keys[clients]
+        keys = derive(names, SHUFFLE, self.seed, round_index)
+        return self._deal.train(self.engine, cohort, self.batching, names, keys, rate, num_steps)
 
 
 def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor) -> Tree:

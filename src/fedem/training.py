@@ -106,7 +106,7 @@ def _restore(job: Job, folder: RunFolder) -> Progress:
     """Take up a run where its last checkpoint left it."""
     states, facts = folder.load()
     if "data" not in facts:
-        raise UserError(f"The clients in {folder.path} were fitted after training; there is no training to go on with.")
+        raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
     if facts["data"] != job.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     placed = {role: state.to(job.parts.device) for role, state in states.items()}

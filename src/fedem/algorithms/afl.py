@@ -12,8 +12,8 @@ from typing import final
 from torch import Tensor
 
 from fedem.algorithms.base import Local
-from fedem.algorithms.qffl import mean_loss
 from fedem.algorithms.single import SingleModel
+from fedem.algorithms.training import mean_loss
 from fedem.tree import Tree, add_prefix, take_prefix
 
 

@@ -13,8 +13,8 @@ Shapes: n samples of the client, B samples of a batch, M components.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from torch import Tensor
 
@@ -65,6 +65,10 @@ class Algorithm(Settings, ABC):
 
     model: Model
     solver: Solver
+
+    def with_solver(self, solver: Solver) -> Self:
+        """Return the same method with another local solver."""
+        return replace(self, solver=solver)
 
     @abstractmethod
     def init_shared(self, seed: int) -> Tree:

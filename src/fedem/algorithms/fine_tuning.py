@@ -6,12 +6,13 @@ FedAvg; here a wrapper for whatever method.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Self, final
 
 from torch import Tensor
 
 from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
+from fedem.solvers import Solver
 from fedem.tree import Tree
 
 
@@ -26,6 +27,10 @@ class FineTuned(Algorithm):
     def of(cls, base: Algorithm) -> FineTuned:
         """Wrap ``base``."""
         return cls(base.model, base.solver, base)
+
+    def with_solver(self, solver: Solver) -> Self:
+        """The wrapped method with another local solver."""
+        return replace(self, solver=solver, base=self.base.with_solver(solver))
 
     def init_shared(self, seed: int) -> Tree:
         """As the method does."""

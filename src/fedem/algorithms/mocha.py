@@ -42,18 +42,19 @@ class Mocha(SingleModel):
     """u (a tree for each client): its task's model w_t and 1/c_t. v_t: the dual vector, uploaded after each round."""
 
     def init_shared(self, seed: int) -> Tree:
-        """The zero model, to which the zero dual belongs."""
-        zeros = tree_map(torch.zeros_like, self.model.init(seed))
-        return add_prefix("task", zeros) | {"stiffness": torch.zeros((), dtype=self.model.dtype)}
+        """The zero model, to which the zero dual belongs; what is not trained is as given."""
+        model = self.model.init(seed)
+        task = model | tree_map(torch.zeros_like, trained_leaves(self.model, model))
+        return add_prefix("task", task) | {"stiffness": torch.zeros((), dtype=self.model.dtype)}
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """A dual vector of zero."""
-        return tree_map(torch.zeros_like, take_prefix("task", shared))
+        return tree_map(torch.zeros_like, trained_leaves(self.model, take_prefix("task", shared)))
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The proximal problem around w_t. Losses are means over batches, so the rest is divided by n_t."""
         task = take_prefix("task", shared)
-        context = add_prefix("received", task)
+        context = add_prefix("received", trained_leaves(self.model, task))
         context["stiffness"] = shared["stiffness"]
         context["share"] = 1 / mask.sum().to(self.model.dtype)
         return Local(task, personal, start_memory(self.model, self.solver, task), context), {}
@@ -79,7 +80,8 @@ class Mocha(SingleModel):
     def finish(self, local: Local) -> tuple[Tree, Tree]:
         """v_t <- v_t + (w - w_t) / c_t."""
         received, stiffness = take_prefix("received", local.context), local.context["stiffness"]
-        dual = tree_map(lambda v, w, start: v + stiffness * (w - start), local.personal, local.shared, received)
+        trained = trained_leaves(self.model, local.shared)
+        dual = tree_map(lambda v, w, start: v + stiffness * (w - start), local.personal, trained, received)
         return dual, dual
 
     def keep(self, local: Local) -> tuple[Tree, Tree]:

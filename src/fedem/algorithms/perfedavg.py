@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared start from which one gradient step fits each client (MAML).
+"""Per-FedAvg: a shared start from which a little fine-tuning fits each client (MAML).
 
 Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
 Approach, NeurIPS 2020 (first-order and Hessian-free versions).
@@ -23,7 +23,7 @@ from fedem.tree import Tree, tree_map
 @final
 @dataclass(frozen=True, eq=False)
 class PerFedAvg(SingleModel):
-    """A client descends F_t(w) = f_t(w - inner_rate grad f_t(w)). Its predictor takes that inner step (fine-tuning).
+    """A client descends F_t(w) = f_t(w - inner_rate grad f_t(w)). Before it predicts, it fine-tunes at the inner rate.
 
     Attributes:
         inner_rate: alpha of the inner step, in training and in fine-tuning; 0 is FedAvg.

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from fedem.algorithms.base import Batch, Local, Mixture
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import mixture_of_one, square_distance, start_memory, train_step, trained_leaves
+from fedem.algorithms.training import (
+    mixture_of_one,
+    square_distance,
+    start_memory,
+    step_towards,
+    train_step,
+    trained_leaves,
+)
 from fedem.tree import Tree, tree_map
 
 
@@ -66,9 +73,7 @@ class PFedMe(SingleModel):
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """(1 - beta) u + beta mean."""
-        return tree_map(
-            lambda old, new: old + self.server_rate * (new - old) if new.is_floating_point() else new, shared, mean
-        )
+        return step_towards(shared, mean, self.server_rate)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """The own model."""

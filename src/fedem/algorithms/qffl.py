@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Batch, Local
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import square_distance, trained_leaves
+from fedem.algorithms.training import mean_loss, require_gradient_steps, square_distance, trained_leaves
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
@@ -28,6 +28,10 @@ class QFFL(SingleModel):
     """
 
     q: float = field(default=1.0, metadata={"min": 0})
+
+    def check(self, inputs: Tensor) -> None:
+        """The smoothness is one over the learning rate, so a step must be a multiple of a gradient."""
+        require_gradient_steps("qffl", self.solver)
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each sample's loss under u as received, ``[n]``."""
@@ -64,8 +68,3 @@ class QFFL(SingleModel):
         push = take_prefix("push", mean)
         moved = tree_map(lambda d, u: u - d / mean["curvature"], push, {name: shared[name] for name in push})
         return shared | take_prefix("buffers", mean) | moved
-
-
-def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
-    """Mean of ``losses`` ``[n]`` over the samples that are there."""
-    return (losses * mask).sum() / mask.sum()

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from fedem.algorithms.base import Batch, Local, Mixture
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import Penalty, inner_product, mixture_of_one, start_memory, train_step, trained_leaves
+from fedem.algorithms.training import (
+    Penalty,
+    inner_product,
+    mixture_of_one,
+    require_gradient_steps,
+    start_memory,
+    step_towards,
+    train_step,
+    trained_leaves,
+)
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
@@ -31,6 +40,10 @@ class Scaffold(SingleModel):
     """
 
     server_rate: float = field(default=1.0, metadata={"above": 0})
+
+    def check(self, inputs: Tensor) -> None:
+        """The controls are read off the steps, so a step must be a multiple of a gradient."""
+        require_gradient_steps("scaffold", self.solver)
 
     def init_shared(self, seed: int) -> Tree:
         """Draw one model; the control is zero."""
@@ -80,11 +93,7 @@ class Scaffold(SingleModel):
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """U <- u + eta_g (mean - u); c <- c + share * mean change, the share being the paper's |S|/N by samples."""
-        model = tree_map(
-            lambda old, new: old + self.server_rate * (new - old) if new.is_floating_point() else new,
-            take_prefix("model", shared),
-            take_prefix("model", mean),
-        )
+        model = step_towards(take_prefix("model", shared), take_prefix("model", mean), self.server_rate)
         old, change = take_prefix("control", shared), take_prefix("control", mean)
         control = tree_map(lambda c, extra: c + share * extra, old, change)
         return add_prefix("model", model) | add_prefix("control", control)

@@ -71,6 +71,25 @@ def inner_product(first: Tree, second: Tree) -> Tensor:
     return sum(products[1:], products[0])
 
 
+def require_gradient_steps(method: str, solver: Solver) -> None:
+    """Refuse solvers whose steps are not the learning rate times (a sum of) gradients."""
+    if not solver.follows_gradients:
+        raise UserError(
+            f"Method {method} reads gradients off the local steps, and {type(solver).__name__}'s don't tell them; "
+            "allowed: solver sgd."
+        )
+
+
+def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``losses`` ``[n]`` over the samples that are there."""
+    return (losses * mask).sum() / mask.sum()
+
+
+def step_towards(old: Tree, new: Tree, rate: float) -> Tree:
+    """(1 - rate) old + rate new; counters are the new ones."""
+    return tree_map(lambda a, b: a + rate * (b - a) if b.is_floating_point() else b, old, new)
+
+
 def distinct_models(model: Model, count: int, seed: int) -> Tree:
     """Draw ``count`` models independently, ``[count, ...]``: those that start equal never part."""
     trees = [model.init(int(derive(seed, index))) for index in range(count)]

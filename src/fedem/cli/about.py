@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from fedem import __version__
-from fedem.cells import resolve_method
+from fedem.methods import resolve_method
 from fedem.report.console import console
 from fedem.report.methods import method_pages, methods_table
 

@@ -50,7 +50,12 @@ def personalize(
     data: DataFile,
     out: Annotated[Path, typer.Option(help="Folder to write the new clients' models to.", show_default=False)],
     iterations: Annotated[
-        int, typer.Option(help="Updates of the mixture weights: 1 as in the paper, 0 until they converge.", min=0)
+        int,
+        typer.Option(
+            help="FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge. Methods whose "
+            "newcomers train: passes over their samples, 0 for run.unseen_epochs.",
+            min=0,
+        ),
     ] = 0,
     which: Which = "last",
     target_column: TargetColumn = None,
@@ -58,14 +63,16 @@ def personalize(
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Give clients unseen in training a model of their own: the shared components stay, only their weights are fitted.
+    """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
+
+    For FedEM only their mixture weights are fitted. `fedem methods` tells the rules of the others.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
     result = Result.load(run_folder, device=device)
     table = _read(result, data, target_column, client_column)
     if table.targets is None:
-        raise UserError(f"{data} has no targets; they are needed to fit the weights (see --target-column).")
+        raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
     clients = np.full(len(table.inputs), data.stem) if table.clients is None else table.clients
     federation = Federation.from_arrays(table.inputs, table.targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):

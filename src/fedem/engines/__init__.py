@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fedem.engines.base import Cohort, Engine, Finished
+from fedem.engines.base import Cohort, Engine, Finished, SolverDeal
 from fedem.engines.batches import Batching
 from fedem.engines.one_by_one import OneByOne
 from fedem.engines.stacked import Stacked
 from fedem.errors import UserError, unknown
 from fedem.models.base import Model
 
-__all__ = ["ENGINES", "Batching", "Cohort", "Engine", "Finished", "OneByOne", "Stacked", "choose_engine"]
+__all__ = ["ENGINES", "Batching", "Cohort", "Engine", "Finished", "OneByOne", "SolverDeal", "Stacked", "choose_engine"]
 
 ENGINES = ("auto", "stacked", "one_by_one")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from fedem.algorithms.base import Algorithm
 from fedem.engines.batches import Batching
 from fedem.samples import Samples
 from fedem.settings import Settings
+from fedem.solvers import Solver
 from fedem.tree import Tree, tree_index
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
@@ -66,3 +67,44 @@ class Engine(Settings, ABC):
     @abstractmethod
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
+
+
+class SolverDeal:
+    """Deals clients out to their solvers, and trains those with the same one together.
+
+    It keeps the method with each solver that clients have had, since an engine records what comes back.
+    """
+
+    def __init__(self, algorithm: Algorithm):
+        self._algorithm = algorithm
+        self._variants: dict[Solver, Algorithm] = {algorithm.solver: algorithm}
+
+    def train(
+        self,
+        engine: Engine,
+        cohort: Cohort,
+        batching: Batching,
+        names: Tensor,
+        keys: Tensor,
+        learning_rate: float,
+        num_steps: int | None = None,
+    ) -> Iterator[Finished]:
+        """Train every client of the cohort for one round.
+
+        Args:
+            engine: runs those with the same solver.
+            cohort: C clients.
+            batching: how they walk, unless their solver or ``num_steps`` says otherwise.
+            names: ``[C]`` keys of the clients' names, which decide on their solvers.
+            keys: ``[C]`` the clients' keys for this round.
+            learning_rate: of the round.
+            num_steps: exactly so many steps, when given.
+
+        """
+        for solver, members in self._algorithm.solver.among(names):
+            algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
+            walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else batching
+            if num_steps is not None:
+                walk = replace(walk, local_steps=num_steps)
+            for chunk in engine.train(algorithm, cohort.take(members), walk, keys[members], learning_rate):
+                yield chunk._replace(positions=members[chunk.positions])

@@ -8,13 +8,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, weighted_means
+from fedem.mixing.base import Mixed, Round, Uploads, weighted_means
+from fedem.mixing.groups import OneGroup
 from fedem.tree import Tree, tree_repeat
 
 
 @final
 @dataclass(frozen=True)
-class Agnostic(Mixer):
+class Agnostic(OneGroup):
     """One group; the memory is a distribution over the clients, and uploads have a leaf "loss".
 
     Attributes:
@@ -24,14 +25,10 @@ class Agnostic(Mixer):
 
     climb_rate: float = field(default=0.001, metadata={"min": 0})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Uniform weights."""
         weights = torch.full((len(keys),), 1 / len(keys), dtype=torch.float64)
         return tree_repeat(shared, 1), {"weights": weights}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """The one tree for all."""
-        return Served(shared, torch.zeros_like(clients))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Average by the weights, those of the cohort summing to one; then the weights climb by the cohort's losses."""
@@ -49,10 +46,6 @@ class Agnostic(Mixer):
         means = weighted_means((cohort / cohort.sum())[None], watched())
         groups = torch.zeros(1, dtype=torch.int64)
         return Mixed(groups, means, len(this.clients)), {"weights": project_to_simplex(climbed)}
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The one tree there is."""
-        return Welcome(shared)
 
 
 def project_to_simplex(point: Tensor) -> Tensor:

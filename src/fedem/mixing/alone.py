@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
-from torch import Tensor
-
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather
-from fedem.tree import Tree, tree_repeat
+from fedem.mixing.base import Mixed, Round, Uploads, Welcome, gather
+from fedem.mixing.groups import OwnGroups
+from fedem.tree import Tree
 
 
 @final
 @dataclass(frozen=True)
-class Alone(Mixer):
+class Alone(OwnGroups):
     """A group a client; the mixing matrix is the identity."""
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """All start alike."""
-        return tree_repeat(shared, len(keys)), {}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its own."""
-        return Served(shared, clients)
+    no_welcome: ClassVar[str] = (
+        "Clients that train alone leave nothing to share with an unseen client; choose another method."
+    )
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """The identity, and no message."""

@@ -11,13 +11,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedem.errors import UserError
 from fedem.settings import Settings
 from fedem.tree import Tree, tree_cat, tree_map
+
+MOST_PAIRED = 10_000
+"""clients at most where the server keeps a number for each pair of them: 800 MB"""
 
 Uploads = Iterable[tuple[Tensor, Tree]]
 """Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come."""
@@ -79,16 +83,28 @@ class Welcome(NamedTuple):
 class Mixer(Settings, ABC):
     """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses."""
 
-    @abstractmethod
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """Return the groups' first trees ``[G, ...]``, from the one initial tree, and the mixer's first memory.
+    no_welcome: ClassVar[str] = ""
+    """why there is nothing for clients unseen in training, where that is so"""
 
-        ``keys`` ``[T]`` stand for the clients' names: whatever is random must depend on them, not on positions.
+    @abstractmethod
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Return the groups' first trees ``[G, ...]`` and the mixer's first memory.
+
+        Args:
+            shared: the one initial tree.
+            trained: names of a model's leaves that are trained; the others are frozen or buffers.
+            keys: ``[T]``, for the clients' names: whatever is random must depend on them, not on positions.
+            seed: for whatever else is random.
+
         """
 
     @abstractmethod
     def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
         """Return what each of ``clients`` (positions, ``[C]``) downloads; ``key`` is the round's."""
+
+    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """Return what the predictors of ``clients`` read; what they download, unless that is more than they need."""
+        return self.serve(shared, memory, clients, 0)
 
     @abstractmethod
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
@@ -97,6 +113,9 @@ class Mixer(Settings, ABC):
     @abstractmethod
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """Return what clients unseen in training start from; None when there is nothing for them."""
+
+    def check(self, num_clients: int) -> None:
+        """Refuse more clients than the mixer can keep in mind."""
 
     def num_steps(self, key: int) -> int | None:
         """Return how many local steps everybody takes in the round with this key; None for what the batching says."""
@@ -145,8 +164,10 @@ def by_samples(this: Round) -> Tensor:
     return (this.sizes.double() / this.sizes.sum())[None]
 
 
-def mean_of_groups(shared: Tree) -> Tree:
-    """Return the mean of all groups, ``[1, ...]``; of integer leaves the largest."""
-    return tree_map(
-        lambda leaf: leaf.mean(0, keepdim=True) if leaf.is_floating_point() else leaf.amax(0, keepdim=True), shared
-    )
+def refuse_pairs(method: str, num_clients: int) -> None:
+    """Refuse a square matrix over the clients that would fill the memory."""
+    if num_clients > MOST_PAIRED:
+        raise UserError(
+            f"Method {method} keeps a number for every pair of clients, and there are {num_clients:,}; allowed: "
+            f"at most {MOST_PAIRED:,} clients."
+        )

@@ -11,7 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, mean_of_groups
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, refuse_pairs
+from fedem.mixing.groups import mean_of_groups
 from fedem.randomness import derive, uniform
 from fedem.tree import Tree, tree_cat, tree_index, tree_map, tree_repeat
 
@@ -30,7 +31,11 @@ class Candidates(Mixer):
     num_candidates: int = field(default=5, metadata={"min": 1})
     exploration: float = field(default=0.3, metadata={"min": 0, "max": 1})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def check(self, num_clients: int) -> None:
+        """The gains are T x T."""
+        refuse_pairs("fedfomo", num_clients)
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """All start alike; nobody has gained anything."""
         gains = torch.zeros(len(keys), len(keys), dtype=torch.float64)
         return tree_repeat(shared, len(keys)), {"gains": gains, "keys": keys}
@@ -51,6 +56,10 @@ class Candidates(Mixer):
         here = clients.to(memory["keys"].device)
         rows = torch.cat([here[:, None], self._choose(memory, here, key)], dim=1)
         return Served(tree_index(shared, rows), torch.arange(len(clients)))
+
+    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """The own model without candidates."""
+        return Served(tree_map(lambda leaf: leaf[:, None], shared), clients)
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Keep the models, and add up who helped whom."""

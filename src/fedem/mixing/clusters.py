@@ -42,7 +42,7 @@ class Clusters(Mixer):
     linkage: str = field(default="complete", metadata={"choices": ("average", "complete", "single")})
     min_members: int = field(default=1, metadata={"min": 1})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """One cluster of all; nobody has sent an update."""
         width = tree_flat(shared).shape[0]
         updates = torch.zeros(len(keys), width, dtype=tree_flat(shared).dtype)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, by_samples, gather
+from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, by_samples, gather, row_of, weighted_means
 from fedem.randomness import derive, uniform
-from fedem.tree import Tree, add_prefix, take_prefix, tree_flat, tree_floats, tree_map, tree_repeat
+from fedem.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
 
 _EMBEDDING, _FIRST, _LAST = 1, 2, 3
 
@@ -43,7 +43,7 @@ class Hypernetwork(Mixer):
     server_rate: float = field(default=0.5, metadata={"above": 0})
     embedding_rate: float = field(default=0.1, metadata={"min": 0})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Embeddings and layers are drawn; the base is the initial model."""
         like = tree_flat(shared)
         size, hidden = self.embedding_size, self.hidden_size
@@ -55,64 +55,67 @@ class Hypernetwork(Mixer):
         network = {
             "first": draw(derive(seed, _FIRST), hidden, size, scale=(3 / size) ** 0.5),
             "bias": like.new_zeros(hidden),
-            "last": draw(derive(seed, _LAST), len(like), hidden, scale=hidden**-0.5),
         }
+        for index, name in enumerate(sorted(trained)):
+            width = shared[name].numel()
+            network[f"last/{name}"] = draw(derive(seed, _LAST, index), width, hidden, scale=hidden**-0.5)
         embeddings = draw(derive(keys, _EMBEDDING, seed), size, scale=1.0)
         return tree_repeat(shared, 1), add_prefix("network", network) | {"embeddings": embeddings}
 
     def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
         """A model made for each."""
         embeddings = memory["embeddings"][clients.to(memory["embeddings"].device)]
-        return Served(_make(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
+        return Served(_models(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Send the clients' changes back through the network, and step it and their embeddings."""
         trees = gather(uploads)
         clients = this.clients.to(memory["embeddings"].device)
-        base, network, embeddings = tree_floats(shared), take_prefix("network", memory), memory["embeddings"]
-        weights = by_samples(this)[0].to(embeddings)
-
+        network, embeddings = take_prefix("network", memory), memory["embeddings"]
+        trained = take_prefix("last", network)
+        base = {name: shared[name] for name in trained}
+        weights = by_samples(this)
         made, backward, *_ = vjp(_make, base, network, embeddings[clients])
         change = tree_map(lambda old, new: old - new, made, {name: trees[name] for name in made})
-
-        def weighted(leaf: Tensor) -> Tensor:
-            return leaf * weights.to(leaf.dtype).reshape(-1, *(1,) * (leaf.ndim - 1))
-
-        base_slope, slope, _ = backward(tree_map(weighted, change))
+        share = weights[0].to(embeddings)
+        base_slope, slope, _ = backward(tree_map(lambda leaf: leaf * row_of(share, leaf), change))
         _, _, own = backward(change)
         network = tree_map(lambda value, g: value - self.server_rate * g, network, slope)
         embeddings = embeddings.index_add(0, clients, own, alpha=-self.embedding_rate)
         base = tree_map(lambda value, g: value - self.server_rate * g, base, base_slope)
-        counters = {name: leaf.amax(0, keepdim=True) for name, leaf in trees.items() if name not in base}
+        # What is not trained is averaged, as a server does.
+        rest = {name: leaf for name, leaf in trees.items() if name not in trained}
+        means = base | weighted_means(weights, [(torch.arange(len(clients)), rest)])
         memory = add_prefix("network", network) | {"embeddings": embeddings}
-        return Mixed(torch.zeros(1, dtype=torch.int64), base | counters, len(clients)), memory
+        return Mixed(torch.zeros(1, dtype=torch.int64), means, len(clients)), memory
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """A newcomer learns an embedding, from the best of those there are; the network stays (the paper's rule)."""
-        base, network = tree_floats(shared), take_prefix("network", memory)
+        """A newcomer learns an embedding, from the mean of those there are; the network stays (the paper's rule)."""
+        network = take_prefix("network", memory)
+        base = {name: shared[name] for name in take_prefix("last", network)}
 
         def learn(embeddings: Tensor, uploads: Tree) -> tuple[Tensor, Tree]:
             made, backward, *_ = vjp(lambda vectors: _make(base, network, vectors), embeddings)
             (slope,) = backward(tree_map(lambda old, new: old - new, made, {name: uploads[name] for name in made}))
             embeddings = embeddings - self.embedding_rate * slope
-            return embeddings, _make(shared, network, embeddings)
+            return embeddings, _models(shared, network, embeddings)
 
-        embeddings = memory["embeddings"]
-        return Welcome(_make(shared, network, embeddings), kept=embeddings, learn=learn)
+        mean = memory["embeddings"].mean(0, keepdim=True)
+        return Welcome(_models(shared, network, mean), kept=mean, learn=learn)
+
+
+def _models(shared: Tree, network: Tree, embeddings: Tensor) -> Tree:
+    """Return the whole models of ``embeddings`` ``[C, E]``; what is not trained is the same for all. ``[C, ...]``."""
+    rest = tree_map(lambda leaf: leaf.expand(len(embeddings), *leaf.shape[1:]), shared)
+    return rest | _make({name: shared[name] for name in take_prefix("last", network)}, network, embeddings)
 
 
 def _make(base: Tree, network: Tree, embeddings: Tensor) -> Tree:
-    """Return the models of ``embeddings`` ``[C, E]``; integer leaves are the base's. ``[C, ...]``."""
+    """Return the trained leaves of the models of ``embeddings`` ``[C, E]``, ``[C, ...]``."""
     hidden = torch.tanh(embeddings @ network["first"].T + network["bias"])
     # Scaled so that a step of the last layer and one of the base are of a size, however many hidden units there are.
-    flat = hidden @ network["last"].T / hidden.shape[1] ** 0.5
-    made: Tree = {}
-    start = 0
-    for name, leaf in sorted(base.items()):
-        if leaf.is_floating_point():
-            size = leaf[0].numel()
-            made[name] = leaf + flat[:, start : start + size].reshape(-1, *leaf.shape[1:])
-            start += size
-        else:
-            made[name] = leaf.expand(len(embeddings), *leaf.shape[1:])
-    return made
+    hidden = hidden / hidden.shape[1] ** 0.5
+    return {
+        name: base[name] + (hidden @ last.T).reshape(-1, *base[name].shape[1:])
+        for name, last in take_prefix("last", network).items()
+    }

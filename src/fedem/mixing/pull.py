@@ -11,16 +11,17 @@ from typing import final
 
 from torch import Tensor
 
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, mean_of_groups
+from fedem.mixing.base import Mixed, Round, Uploads, gather
+from fedem.mixing.groups import OwnGroups
 from fedem.randomness import derive, uniform
-from fedem.tree import Tree, tree_map, tree_repeat
+from fedem.tree import Tree, tree_map
 
 _LOCAL_RUN, _MEAN_RUN = 1, 2
 
 
 @final
 @dataclass(frozen=True)
-class Loopless(Mixer):
+class Loopless(OwnGroups):
     """L2SGD: gradient steps and steps towards the mean, in random order.
 
     Hanzely, Richtarik: Federated Learning of a Mixture of Global and Local Models, 2020. The objective is
@@ -39,14 +40,6 @@ class Loopless(Mixer):
     penalty: float = field(default=0.1, metadata={"min": 0})
     probability: float = field(default=0.3, metadata={"above": 0, "below": 1})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """All start alike."""
-        return tree_repeat(shared, len(keys)), {}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its own."""
-        return Served(shared, clients)
-
     def num_steps(self, key: int) -> int | None:
         """The length of the run of gradient steps."""
         return _run_length(key, _LOCAL_RUN, self.probability)
@@ -57,14 +50,10 @@ class Loopless(Mixer):
         strength = 1 - (1 - once) ** _run_length(this.key, _MEAN_RUN, 1 - self.probability)
         return Mixed(this.clients, pulled(shared, this.clients, gather(uploads), strength), len(this.clients)), memory
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The mean of all models, to be fine-tuned."""
-        return Welcome(mean_of_groups(shared), fine_tune=True)
-
 
 @final
 @dataclass(frozen=True)
-class Laplacian(Mixer):
+class Laplacian(OwnGroups):
     """FedU: after R local steps each model moves towards the others.
 
     Dinh, Vu, Tran, Dao, Zhang: FedU: A Unified Framework for Federated Multi-Task Learning with Laplacian
@@ -79,22 +68,10 @@ class Laplacian(Mixer):
 
     penalty: float = field(default=1.0, metadata={"min": 0})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """All start alike."""
-        return tree_repeat(shared, len(keys)), {}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its own."""
-        return Served(shared, clients)
-
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """One step on the regularisation."""
         strength = min(1.0, this.learning_rate * self.penalty)
         return Mixed(this.clients, pulled(shared, this.clients, gather(uploads), strength), len(this.clients)), memory
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The mean of all models, to be fine-tuned."""
-        return Welcome(mean_of_groups(shared), fine_tune=True)
 
 
 def pulled(shared: Tree, clients: Tensor, uploads: Tree, strength: float) -> Tree:

@@ -11,13 +11,14 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, mean_of_groups
+from fedem.mixing.base import Mixed, Round, Uploads, gather, refuse_pairs
+from fedem.mixing.groups import OwnGroups
 from fedem.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
 
 
 @final
 @dataclass(frozen=True)
-class Relations(Mixer):
+class Relations(OwnGroups):
     """A group a client: W = V Sigma / (2 lambda). The memory: everybody's dual vector, and Sigma = Omega^-1.
 
     Attributes:
@@ -32,17 +33,17 @@ class Relations(Mixer):
     relations_every: int = field(default=30, metadata={"min": 0})
     floor: float = field(default=1e-3, metadata={"above": 0, "max": 1})
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def check(self, num_clients: int) -> None:
+        """Sigma is T x T."""
+        refuse_pairs("mocha", num_clients)
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""
-        task = take_prefix("task", shared)
+        weights = {name: leaf for name, leaf in take_prefix("task", shared).items() if name in trained}
         sigma = torch.eye(len(keys), dtype=torch.float64) / len(keys)
-        memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, task), len(keys)))
+        memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, weights), len(keys)))
         memory |= {"relations": sigma, "rounds": torch.zeros((), dtype=torch.int64)}
         return tree_repeat(shared, len(keys)) | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its own."""
-        return Served(shared, clients)
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Take the new dual vectors, update Sigma from the tasks when it is due, and compute all tasks again."""
@@ -51,16 +52,15 @@ class Relations(Mixer):
         sigma, rounds = memory["relations"], memory["rounds"] + 1
         if self.relations_every and int(rounds) % self.relations_every == 0:
             sigma = relations_of(tree_flat(self._tasks(sigma, dual), 1).double(), self.floor)
-        means = add_prefix("task", self._tasks(sigma, dual)) | {
-            "stiffness": self._stiffness(sigma).to(shared["stiffness"])
-        }
+        means = shared | add_prefix("task", self._tasks(sigma, dual))
+        means |= {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}
         memory = add_prefix("dual", dual) | {"relations": sigma, "rounds": rounds}
         return Mixed(torch.arange(this.num_clients), means, len(clients)), memory
 
     def _tasks(self, sigma: Tensor, dual: Tree) -> Tree:
         """W = V Sigma / (2 lambda)."""
         return tree_map(
-            lambda leaf: ((sigma / (2 * self.penalty)).to(leaf.dtype) @ leaf.flatten(1)).reshape(leaf.shape), dual
+            lambda leaf: (sigma.to(leaf.dtype) @ leaf.flatten(1) / (2 * self.penalty)).reshape(leaf.shape), dual
         )
 
     def _stiffness(self, sigma: Tensor) -> Tensor:
@@ -68,10 +68,6 @@ class Relations(Mixer):
         diagonal = sigma.diagonal()
         coupling = (sigma.abs().sum(1) / diagonal).max()
         return 2 * self.penalty / (coupling * diagonal)
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The mean of all tasks, to be fine-tuned."""
-        return Welcome(mean_of_groups(shared), fine_tune=True)
 
 
 def relations_of(tasks: Tensor, floor: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -16,7 +16,11 @@ from fedem.tree import Tree
 class Settled(Mixer):
     """Its memory names each client's group."""
 
-    def init(self, shared: Tree, keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    no_welcome: ClassVar[str] = (
+        "These clients were fitted after training; fit further ones from the run that they were fitted from."
+    )
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """There is no beginning."""
         raise AssertionError("clients fitted after training are made by personalisation alone")
 

@@ -28,6 +28,11 @@ class Solver(Settings, ABC):
     weight_decay: float = field(default=0.0, metadata={"min": 0})
 
     @property
+    def follows_gradients(self) -> bool:
+        """Whether a step is the learning rate times a sum of gradients, so that :meth:`gain` is exact."""
+        return False
+
+    @property
     def whole_steps(self) -> int:
         """Steps over all of a client's samples that it takes in a round; 0 when it follows the batches."""
         return 0

@@ -25,6 +25,11 @@ class SGD(Solver):
         if self.nesterov and not self.momentum:
             raise UserError("SGD.nesterov is true but SGD.momentum is 0; Nesterov's step needs a momentum above 0.")
 
+    @property
+    def follows_gradients(self) -> bool:
+        """It does."""
+        return True
+
     def gain(self, step: Tensor) -> Tensor:
         """1 + momentum + momentum^2 + ..., as many terms as steps (one more with Nesterov's)."""
         return (1 - self.momentum ** (step + 1 if self.nesterov else step)) / (1 - self.momentum)
