@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
+
+from fedem import cli
 
 # The same examples on every machine, and no limit on the time of one: the first use of torch alone takes a second.
 settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
@@ -11,3 +18,23 @@ settings.load_profile("suite")
 
 # Tensors as small as the tests' only wait for further threads.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """Call ``fedem ...`` in this process, in an empty folder; returns (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedem", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

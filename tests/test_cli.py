@@ -14,29 +14,10 @@ import numpy as np
 import pytest
 
 import fedem
-from fedem import cli
 from fedem.report.methods import settings_of
 from fedem.settings import names_of
 
 SMALL = ["--set", "data.num_clients=10", "--set", "data.dimension=6", "--set", "data.num_test=30", "--rounds", "4"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """Call ``fedem ...`` in this process, in an empty folder; returns (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedem", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_train_shows_progress_a_table_and_the_folder(run, tmp_path: Path) -> None:

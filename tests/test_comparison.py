@@ -7,7 +7,6 @@ import io
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 import fedem
-from fedem import cells, cli
+from fedem import cells
 from fedem.cells import Cell, plan, prepare, resolve_methods, sort_settings
 from fedem.comparison import Comparison, Point, Row, Spread, summarize
 from fedem.errors import UserError
@@ -26,24 +25,6 @@ from fedem.runs import RunFolder
 
 TINY = ["--set", "data.num_clients=6", "--set", "data.dimension=4", "--set", "data.num_test=20", "--rounds", "2"]
 TWO = ["compare", "--methods", "local,fedavg", "--seeds", "2", *TINY, "--set", "run.checkpoint_every=1"]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """Call ``fedem ...`` in this process, in an empty folder; returns (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedem", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def table_of(folder: Path) -> list[dict[str, str]]:
