@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedem.errors import UserError
 from fedem.rounds import State
-from fedem.tree import add_prefix, take_prefix
+from fedem.tree import add_prefix, take_prefix, tree_sorted
 
 MANIFEST = "checkpoint.json"
 _TREES = ("shared", "personal", "memory")
@@ -109,7 +109,7 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
         states: dict[str, State] = {}
         for role, entry in manifest["states"].items():
             tensors: dict[str, Tensor] = load_file(folder / entry["file"])
-            states[role] = State(entry["round"], *(take_prefix(name, tensors) for name in _TREES))
+            states[role] = State(entry["round"], *(tree_sorted(take_prefix(name, tensors)) for name in _TREES))
         return states, manifest["facts"]
     except FileNotFoundError as error:
         raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None

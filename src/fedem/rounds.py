@@ -23,7 +23,7 @@ from fedem.mixing.base import Mixed, Mixer, Round
 from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.samples import Samples
 from fedem.schedules import Schedule
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_to
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_sorted, tree_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +83,13 @@ class Training:
 
     def init(self) -> State:
         """Draw the initial state."""
-        shared = self.algorithm.init_shared(int(derive(self.seed, COMPONENTS)))
+        shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
         trained, seed = self.algorithm.model.trainable, int(derive(self.seed, MIXER))
         groups, memory = self.mixer.init(shared, trained, self.federation.keys, seed)
         keys = derive(self.federation.keys, PERSONAL, self.seed)
-        return State(0, groups, init_personal(self.algorithm, shared, keys), memory).to(self.device)
+        personal = init_personal(self.algorithm, shared, keys)
+        # As a checkpoint gives them back: a run that is resumed must add up in the same order.
+        return State(0, *map(tree_sorted, (groups, personal, memory))).to(self.device)
 
     def sample(self, round_index: int) -> Tensor:
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""

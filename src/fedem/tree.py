@@ -35,6 +35,11 @@ def tree_repeat(tree: Tree, count: int) -> Tree:
     return {name: leaf[None].repeat(count, *(1,) * leaf.ndim) for name, leaf in tree.items()}
 
 
+def tree_sorted(tree: Tree) -> Tree:
+    """Order the leaves by name, so that whatever adds them up does so in one order wherever the tree came from."""
+    return dict(sorted(tree.items()))
+
+
 def tree_to(tree: Tree, device: torch.device) -> Tree:
     """Move every leaf to ``device``."""
     return {name: leaf.to(device) for name, leaf in tree.items()}
