@@ -153,8 +153,8 @@ def test_a_checkpoint_resumes_to_the_same_bits(method: str, tmp_path: Path) -> N
 def test_a_checkpoint_of_many_leaves_resumes_to_the_same_bits(method: str, tmp_path: Path) -> None:
     """Leaves come back from a file in another order; nothing may be added up in another."""
     model = make_model() if method == "mocha" else _network()
-    solver = SGD(0.01, momentum=0.9) if method in ("scaffold", "qffl") else LBFGS(0.01)
-    training = make_training(method, model=model, solver=solver, cohort_size=3)
+    solver = SGD(0.01, momentum=0.9) if method in ("scaffold", "qffl") else LBFGS(0.01, history=2, num_trials=4)
+    training = make_training(method, model=model, solver=solver, batching=Batching(0, 2), cohort_size=3)
     middle = advance(training, 1)
     save_checkpoint(tmp_path / "c", {"last": middle}, {})
     states, _ = load_checkpoint(tmp_path / "c")
