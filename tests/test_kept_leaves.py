@@ -57,7 +57,10 @@ def test_newcomers_of_any_size_train_where_layers_normalise_over_a_batch(method:
         return  # linear models alone; nobody is welcome
     sizes = (6, 10, 14)
     federation = make_federation(sizes=sizes)
-    model = lambda: nn.Sequential(nn.Linear(DIMENSION, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))  # noqa: E731
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIMENSION, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
     result = fedem.train(federation, method, model=model, rounds=2, batch_size=4, learning_rate=0.1, loss="logistic")
     rng = np.random.default_rng(0)
     for count in (0, 1, 2, 5, 9):

@@ -46,7 +46,7 @@ class Local(NamedTuple):
     """v_t"""
     memory: Tree
     """the local solver's"""
-    context: Tree = {}  # noqa: RUF012  # never changed: trees are values
+    context: Tree
     """what ``begin`` fixed for the round, such as u as it was received"""
 
 

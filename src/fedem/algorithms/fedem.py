@@ -58,7 +58,7 @@ class FedEM(Algorithm):
         log_posterior = log_responsibilities(scores["losses"], personal["log_weights"])
         weights = update_log_weights(log_posterior, mask)
         memory = vmap(lambda component: start_memory(self.model, self.solver, component))(shared)
-        return Local(shared, {"log_weights": weights}, memory), {"responsibilities": log_posterior.exp()}
+        return Local(shared, {"log_weights": weights}, memory, {}), {"responsibilities": log_posterior.exp()}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step for each component on its responsibility-weighted loss (Eq. 6)."""

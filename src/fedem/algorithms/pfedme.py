@@ -48,7 +48,7 @@ class PFedMe(SingleModel):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The own model starts from u: what the client found in an earlier round may be far from there."""
-        return Local(shared, dict(shared), {}), {}
+        return Local(shared, dict(shared), {}, {}), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""

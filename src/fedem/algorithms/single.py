@@ -21,7 +21,7 @@ class SingleModel(Algorithm):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The surrogate is the loss itself."""
-        return Local(shared, personal, start_memory(self.model, self.solver, shared)), {}
+        return Local(shared, personal, start_memory(self.model, self.solver, shared), {}), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """Return what the surrogate adds to the loss as a function of the trained leaves; None for nothing."""
