@@ -193,6 +193,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["train", "--method", "ifca", "--components", "2"], "method ifca has no components; allowed with: fedem."),
         (["train", "--method", "fedm"], "Did you mean 'fedem'?"),
         (["train", "--data", "mnist"], "Unknown data 'mnist'"),
         (["train", "--data", "none.csv"], "/none.csv."),

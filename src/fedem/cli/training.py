@@ -12,9 +12,10 @@ from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevi
 from fedem.config import Config, Layer, Sections, parse_assignment, read_toml
 from fedem.errors import UserError
 from fedem.job import Job
-from fedem.methods import METHODS
+from fedem.methods import METHODS, resolve_method
 from fedem.report.console import console, errors, progress, show_run, waiting
 from fedem.runs import RunFolder, new_folder
+from fedem.settings import names_of
 from fedem.training import carry_out
 
 
@@ -61,6 +62,8 @@ def train(
     layers: list[Layer] = [read_toml(config) if config else {}, asked, *map(parse_assignment, settings or [])]
     if resume and out is not None:
         layers.insert(0, RunFolder(out).config().sections)
+    if components is not None:
+        _check_components(layers)
     chosen = Config.build(*layers, preset=not resume)
     names = resolve_methods(listed(baselines)) if baselines else []
     others = {name: _baseline(layers, name, out if resume else None) for name in names}
@@ -91,3 +94,16 @@ def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
         errors.print(f"note: {job.note}", highlight=False)
     with progress(title, job.config.run.rounds, quiet) as listener:
         carry_out(job, out=folder.path, resume=resume, listener=listener)
+
+
+def _check_components(layers: list[Layer]) -> None:
+    """Refuse --components for a method that has none."""
+    named = [layer["method"]["name"] for layer in layers if "name" in layer.get("method", {})]
+    method = resolve_method(named[-1] if named else "fedem")
+    row = METHODS[method]
+    if "num_components" not in names_of(row.algorithm, row.mixer):
+        having = [name for name, other in METHODS.items() if "num_components" in names_of(other.algorithm, other.mixer)]
+        raise UserError(
+            f"--components is given, but method {method} has no components; allowed with: {', '.join(having)}. "
+            f"`fedem methods {method}` tells its settings."
+        )
