@@ -200,7 +200,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
         (["train", "--rounds", "0"], "run.rounds is 0; allowed: at least 1"),
         (["train", "--rounds", "many"], "'many' is not a valid int"),
         (["train", "--components", "0"], "method.num_components is 0"),
-        (["train", "--method", "local", "--components", "2"], "Unknown key in [method] 'num_components'"),
+        (["train", "--method", "local", "--components", "2"], "has no components; allowed with: fedem"),
         (["train", "--clients-per-round", "-1"], "run.clients_per_round is -1.0; allowed: above 0"),
         (["train", "--unseen", "1"], "run.unseen is 1.0; allowed: at least 0 and below 1"),
         (["train", "--set", "momentum=3"], "--set got 'momentum=3'; allowed: section.key=value"),
