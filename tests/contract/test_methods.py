@@ -56,7 +56,7 @@ def test_loop_equals_stacked_in_single_precision(method: str) -> None:
 @every_method
 def test_loop_equals_stacked_for_every_solver(method: str, solver: str) -> None:
     settings = {"solver": SOLVERS[solver](weight_decay=0.1), "batching": Batching(0, local_epochs=2)}
-    states = [advance(make_training(method, engine=engine, **settings)) for engine in (OneByOne(), Stacked())]
+    states = [advance(make_training(method, engine=engine, **settings), 2) for engine in (OneByOne(), Stacked())]
     assert distance(*states) < 1e-9
 
 
