@@ -18,7 +18,7 @@ from benchmarks.engine import LEARNING_RATES, NUM_COMPONENTS, SEED, as_server, m
 from benchmarks.floor import floor_seconds
 from benchmarks.many_clients import Crowd, compare
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
-from benchmarks.plain_loop import LOOPS, run_round
+from benchmarks.plain_loop import LOOPS, Client, Server, run_round
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
 from fedem.federation import Federation
@@ -116,15 +116,21 @@ def time_method(method: str, federation: Federation, plan: Plan) -> dict[str, Ti
     for name, prepare in LOOPS.items():
         torch.manual_seed(SEED)
         clients = prepare(federation.train, batching.batch_size)
-        server = as_server(initial, federation.num_clients)
-
-        def loop() -> None:
-            nonlocal server
-            server = run_round(server, clients, LEARNING_RATES[method])  # noqa: B023 - called in this pass alone
-
-        timings[name] = measure(loop, plan.loops)
+        loop = _Loop(as_server(initial, federation.num_clients), clients, LEARNING_RATES[method])
+        timings[name] = measure(loop.advance, plan.loops)
     timings["floor"] = floor_seconds(federation.train.inputs, NUM_COMPONENTS[method], plan.floor)
     return timings
+
+
+class _Loop:
+    """A plain loop that goes on from round to round."""
+
+    def __init__(self, server: Server, clients: Sequence[Client], learning_rate: float):
+        self._server, self._clients, self._learning_rate = server, clients, learning_rate
+
+    def advance(self) -> None:
+        """Run one round."""
+        self._server = run_round(self._server, self._clients, self._learning_rate)
 
 
 def _ratios(timings: Mapping[str, Timing]) -> dict[str, float]:

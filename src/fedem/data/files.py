@@ -69,6 +69,7 @@ def _read_npz(path: Path, target_column: str, client_column: str) -> Table:
             present = ", ".join(archive.files)
         if "client" in found:
             found["client"] = found["client"].astype(str)
+    # numpy and zipfile raise any of these for a damaged file; NotImplementedError is an unknown zip compression.
     except (OSError, ValueError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error) as error:
         raise UserError(
             f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."

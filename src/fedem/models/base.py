@@ -162,6 +162,7 @@ class Model:
         try:
             together, _ = vmap(pull)(tree_stack(trees), torch.stack([inputs, inputs]))
             alone, buffers = pull(trees[1], inputs)
+        # torch raises any of these for an operation without a vmap rule.
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.not_stackable = str(error).splitlines()[0]
             return

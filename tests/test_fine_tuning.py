@@ -1,0 +1,103 @@
+"""Clients that train for themselves alone before they predict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import advance, make_personalizer, make_training
+from newcomers import NEWCOMERS, both_engines, losses_of, one_epoch_by_hand
+
+from fedem.engines import Batching, OneByOne, Stacked
+from fedem.methods import METHODS
+from fedem.personal import Personalizer
+from fedem.rounds import Training
+from fedem.solvers import SGD
+from fedem.tree import tree_index
+
+# Fine-tuning.
+
+# pFedMe's own models come from other batches, and FedFOMO's clients keep some samples for other ends.
+LOWERING = [method for method in METHODS if method not in ("pfedme", "fedfomo")]
+
+
+def _tunable(method: str) -> Training:
+    """Plain descent over whole batches."""
+    settings = {"inner_rate": 0.02} if method == "perfedavg" else {}
+    return make_training(method, solver=SGD(), batching=Batching(0, local_epochs=3), **settings)
+
+
+def _gently(training: Training, learning_rate: float = 0.01) -> Personalizer:
+    return replace(make_personalizer(training, fine_tune_epochs=1), learning_rate=learning_rate)
+
+
+@pytest.mark.parametrize("method", LOWERING)
+def test_fine_tuning_lowers_everybodys_training_loss(method: str) -> None:
+    """A client that trains for itself alone descends its own loss, whatever its method does for the others."""
+    training = _tunable(method)
+    state = advance(training, 5)
+    before = make_personalizer(training).predictors(state, training.federation)
+    after = _gently(training).predictors(state, training.federation)
+    samples = training.federation.train
+    fall = losses_of(training, before, samples) - losses_of(training, after, samples)
+    assert bool((fall > 0).all()), fall
+
+
+@pytest.mark.parametrize("method", [method for method in LOWERING if method != "local"])
+def test_fine_tuning_lowers_every_new_clients_training_loss(method: str) -> None:
+    training = _tunable(method)
+    state = advance(training, 5)
+    personalizers = [_gently(training, rate) for rate in (1e-9, 0.01)]
+    if method == "perfedavg":
+        personalizers[0] = replace(personalizers[0], fine_tune_epochs=0)
+    before, after = (
+        losses_of(training, personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys), NEWCOMERS.train)
+        for personalizer in personalizers
+    )
+    assert bool((before - after > 0).all()), before - after
+
+
+@both_engines
+@pytest.mark.parametrize("method", ["fedavg+", "fedprox", "qffl", "afl", "scaffold"])
+def test_one_epoch_of_fine_tuning_is_one_epoch_of_sgd_from_the_shared_model(
+    method: str, engine: OneByOne | Stacked
+) -> None:
+    """FedAvg+ (Jiang et al.), and the same for the other methods with one model."""
+    training = make_training(method, engine=engine, **({"mu": 0.0} if method == "fedprox" else {}))
+    state = advance(training)
+    personalizer = make_personalizer(training, fine_tune_epochs=1)
+    shared = {name.removeprefix("model/"): leaf[0] for name, leaf in state.shared.items() if "control" not in name}
+    seen = personalizer.predictors(state, training.federation)
+    unseen = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
+    for found, federation in ((seen, training.federation), (unseen, NEWCOMERS)):
+        for position in range(federation.num_clients):
+            expected = one_epoch_by_hand(training, shared, federation.train, federation.keys, position, 0.2)
+            components = found.of(training.algorithm, position).components
+            for name, leaf in expected.items():
+                torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
+
+
+def test_per_fedavgs_fine_tuning_takes_its_inner_step() -> None:
+    training = make_training("perfedavg", inner_rate=0.03)
+    state = advance(training)
+    found = make_personalizer(training, fine_tune_epochs=1).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
+    start = tree_index(state.shared, 0)
+    for position in range(3):
+        expected = one_epoch_by_hand(training, start, NEWCOMERS.train, NEWCOMERS.keys, position, 0.03)
+        components = found.of(training.algorithm, position).components
+        for name, leaf in expected.items():
+            torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
+
+
+def test_local_clients_fine_tune_their_own_models() -> None:
+    training = make_training("local")
+    state = advance(training)
+    found = make_personalizer(training, fine_tune_epochs=1).predictors(state, training.federation)
+    federation = training.federation
+    for position in range(5):
+        start = tree_index(state.shared, position)
+        expected = one_epoch_by_hand(training, start, federation.train, federation.keys, position, 0.2)
+        components = found.of(training.algorithm, position).components
+        for name, leaf in expected.items():
+            torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
