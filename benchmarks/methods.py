@@ -40,10 +40,12 @@ class CountingModel(Model):
 
     gradients = 0.0
 
-    def training_losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tree]:
+    def training_losses(
+        self, parameters: Tree, inputs: Tensor, targets: Tensor, mask: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tree]:
         """Count whole gradients."""
         self.gradients += len(targets)
-        return super().training_losses(parameters, inputs, targets)
+        return super().training_losses(parameters, inputs, targets, mask, key)
 
     def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Count passes alone."""

@@ -15,12 +15,12 @@ SOURCE = Path(fedem.__file__).parent
 # A room may import from its own line and from those above.
 STOREYS = [
     {"errors", "tree", "settings"},
-    {"randomness", "arrays", "samples"},
+    {"randomness", "arrays", "samples", "splits"},
     {"federation", "schedules", "solvers", "mixture"},
     {"data", "models"},
     {"algorithms", "mixing", "centralized"},
     {"methods", "engines", "recovery"},
-    {"rounds", "config"},
+    {"rounds", "sections", "config"},
     {"personal", "checkpoint", "inexactness"},
     {"evaluate"},
     {"records", "runs"},

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedem.config import Config, RunSettings, parse_assignment, read_toml, route
+from fedem.config import Config, parse_assignment, read_toml, route
 from fedem.data import DATA, FromFile, Synthetic
 from fedem.engines import Batching
 from fedem.errors import UserError
@@ -22,6 +22,7 @@ from fedem.methods import METHODS
 from fedem.models import MODELS, Linear
 from fedem.models.losses import LOSSES, SquaredError
 from fedem.schedules import SCHEDULES, Cosine, Step
+from fedem.sections import RunSettings
 from fedem.settings import Settings, complete, names_of
 from fedem.solvers import SGD, SOLVERS, Adam, Newton
 

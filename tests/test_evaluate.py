@@ -78,7 +78,7 @@ def test_a_client_without_test_samples_among_others() -> None:
 
 def _unseen(count: int) -> Samples:
     inputs, targets = make_federation(sizes=(40,), seed=5).train.client(0)
-    return Samples(inputs[:count], targets[:count], torch.tensor([0, count]))
+    return Samples.of(inputs[:count], targets[:count], torch.tensor([0, count]))
 
 
 def _fit(training: Training, state: State, samples: Samples, iterations: int | None = None) -> Predictors:
@@ -115,7 +115,7 @@ def test_an_unseen_copy_of_a_client_predicts_like_it() -> None:
     training = make_training("fedem", num_rounds=60)
     state = advance(training, 60)
     inputs, targets = training.federation.train.client(3)
-    samples = Samples(inputs, targets, torch.tensor([0, len(targets)]))
+    samples = Samples.of(inputs, targets, torch.tensor([0, len(targets)]))
     personal = _fit(training, state, samples).personal
     old = state.personal["log_weights"][3].exp()
     assert float((personal["log_weights"][0].exp() - old).abs().max()) < 0.1

@@ -10,20 +10,16 @@ from torch import nn
 from torch.func import vmap
 
 import fedem
-from fedem.engines import Batching, Engine, OneByOne, Stacked, choose_engine
+from fedem.engines import Engine, OneByOne, Stacked, choose_engine
 from fedem.errors import UserError
 from fedem.models import Linear, Model
-from fedem.models.base import FoldedLinear
+from fedem.models.layers import FoldedLinear
 from fedem.models.losses import CrossEntropy, Logistic
 from fedem.tree import tree_stack
 
 
 def _network() -> nn.Module:
     return nn.Sequential(nn.Linear(DIMENSION, 6), nn.Tanh(), nn.Linear(6, 1))
-
-
-def _normalised() -> nn.Module:
-    return nn.Sequential(nn.Linear(DIMENSION, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
 
 
 class _FunctionalDropout(nn.Module):
@@ -148,8 +144,6 @@ def test_a_network_stacks_and_agrees_with_the_loop() -> None:
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (_normalised, "BatchNorm1d"),
-        (lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.5)), "Dropout"),
         (_Branching, "vmap"),
         (_FunctionalDropout, "random"),
         (_RunningMean, "training changes 'mean'"),
@@ -164,7 +158,7 @@ def test_what_cannot_be_stacked_runs_one_by_one_with_a_note(build, reason: str) 
         choose_engine("stacked", 0, model)
 
 
-@pytest.mark.parametrize("build", [_FunctionalDropout, _RunningMean, _normalised, _Branching])
+@pytest.mark.parametrize("build", [_FunctionalDropout, _RunningMean, _Branching])
 @pytest.mark.parametrize("method", ["fedem", "fedavg"])
 def test_what_cannot_be_stacked_still_trains_and_predicts(method: str, build, tmp_path: Path) -> None:
     federation = make_federation(sizes=(12, 8), dtype=np.float32)
@@ -184,10 +178,15 @@ def test_a_linear_layers_output_can_be_viewed() -> None:
     assert distance(*states) < 1e-12
 
 
-def test_batch_norm_refuses_batches_of_one_by_the_clients_name() -> None:
-    federation = make_federation(sizes=(8, 9))
+def test_unknown_kinds_of_batch_norm_refuse_batches_of_one_by_the_clients_name() -> None:
+    class Own(nn.BatchNorm1d):
+        pass
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIMENSION, 6), Own(6), nn.Linear(6, 1))
+
     with pytest.raises(UserError, match="Client 'bob' would train on a batch of one"):
-        fedem.train(federation, model=_normalised, batch_size=4, rounds=1)
+        fedem.train(make_federation(sizes=(8, 9)), model=build, batch_size=4, rounds=1)
 
 
 def test_components_that_start_equal_are_refused() -> None:
@@ -212,35 +211,6 @@ def test_the_memory_of_activations_bounds_what_is_scored_at_once() -> None:
     training = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked(memory=30_000))
     reference = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked())
     assert distance(advance(training, 1), advance(reference, 1)) < 1e-5
-
-
-def test_dropout_that_drops_nothing_stacks() -> None:
-    model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), Logistic())
-    assert isinstance(_engine(model)[0], Stacked)
-
-
-def test_batch_norm_carries_its_statistics_and_evaluation_uses_them() -> None:
-    federation = make_federation(sizes=(12, 9, 30))
-    training = make_training(
-        "fedem",
-        federation,
-        model=Model(_normalised, Logistic(), torch.float64),
-        engine=OneByOne(),
-        batching=Batching(0),
-    )
-    start, state = training.init(), advance(training)
-    assert not torch.equal(start.shared["1.running_mean"], state.shared["1.running_mean"])
-    assert state.shared["1.num_batches_tracked"].tolist() == [[3, 3, 3]]  # counted, not averaged
-    again = advance(training)
-    assert distance(state, again) == 0  # dropout draws by client and round, not from a global state
-
-
-def test_dropout_is_off_in_the_e_step_and_in_evaluation() -> None:
-    model = Model(_normalised, Logistic(), torch.float64)
-    inputs, targets = make_federation().train.client(3)
-    assert torch.equal(model.losses(model.init(0), inputs, targets), model.losses(model.init(0), inputs, targets))
-    trained = [model.training_losses(model.init(0), inputs, targets)[0] for _ in range(2)]
-    assert not torch.equal(*trained)
 
 
 def test_stacked_components_share_one_pass_over_the_inputs() -> None:

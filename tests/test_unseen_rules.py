@@ -134,7 +134,7 @@ def test_a_new_client_without_samples_takes_the_mean_of_all_models(method: str) 
     training = make_training(method)
     state = advance(training)
     x, y = NEWCOMERS.train.client(0)
-    nobody = Samples(x[:0], y[:0], torch.tensor([0, 0]))
+    nobody = Samples.of(x[:0], y[:0], torch.tensor([0, 0]))
     found = make_personalizer(training).personalize(state, nobody, client_keys(["ida"]))
     mixture = found.of(training.algorithm, 0)
     for name in ("weight", "bias"):

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fedem.config import Config, Layer, Sections, parse_assignment
+from fedem.config import Config, parse_assignment
 from fedem.data.base import Dataset, DataSource
+from fedem.data.partitions import Partition
 from fedem.errors import UserError
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
 from fedem.runs import RunFolder
+from fedem.sections import Layer, Sections
 from fedem.training import Listener, carry_out
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
@@ -146,12 +148,12 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def prepare(cells: Iterable[Cell]) -> list[Pending]:
     """Make the data, once a seed, and check every cell on it; returns those that are not complete, seed by seed."""
-    made: dict[tuple[DataSource, int], Dataset] = {}
+    made: dict[tuple[DataSource, Partition, int], Dataset] = {}
     pending = []
     for cell in cells:
-        recipe = (cell.config.data, cell.seed)
+        recipe = (cell.config.data, cell.config.partition, cell.seed)
         if recipe not in made:
-            made[recipe] = cell.config.data.make(cell.seed)
+            made[recipe] = cell.config.make_data()
         # Jobs are made again when their turn comes: with clients held out, each has a copy of the data.
         job = Job.prepare(cell.config, made[recipe], None)
         if cell.folder.exists():

@@ -72,18 +72,17 @@ class Scores:
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""
-    outputs = model.over_components(model.outputs, (0, None))(mixture.components, inputs)
+    outputs = model.component_outputs(mixture.components, inputs)
     return mix(model.loss.probabilities(outputs), mixture.log_weights)
 
 
 def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation) -> dict[str, Scores]:
     """Score every client's own predictor on each part of its data that there is."""
     model, loss = algorithm.model, algorithm.model.loss
-    device = next(iter(found.shared.values())).device
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         components, log_weights = algorithm.predictor(shared, personal)
-        outputs = model.over_components(model.outputs, (0, None))(components, inputs)
+        outputs = model.component_outputs(components, inputs)
         losses = vmap(loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
         predictions = mix(loss.probabilities(outputs), log_weights)
         return {
@@ -96,7 +95,7 @@ def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation
         samples = federation.part(part)
         if len(samples):
             with torch.no_grad():
-                sums = engine.tally(algorithm, assess, Cohort(*found, samples.to(device)))
+                sums = engine.tally(algorithm, assess, Cohort(*found, samples))
             losses, values = (sums[name] / samples.sizes for name in ("loss", "value"))
             scores[part] = Scores(loss.metric, federation.train.sizes, samples.sizes, losses, values)
     return scores
@@ -112,7 +111,7 @@ def evaluate_oracle(truth: Truth, federation: Federation) -> Scores | None:
         [
             truth.predict(inputs, rows).gather(1, torch.stack([targets, 1 - targets], dim=1))
             for inputs, targets, rows in zip(
-                *(flat.split(_ORACLE_ROWS) for flat in (samples.inputs, samples.targets, weights)), strict=True
+                *(flat.cpu().split(_ORACLE_ROWS) for flat in (samples.inputs, samples.targets, weights)), strict=True
             )
         ]
     )

@@ -18,7 +18,8 @@ from torch import Tensor
 from fedem.arrays import check_pair, describe, first_not_finite, not_finite
 from fedem.errors import UserError, unknown
 from fedem.randomness import HOLD_OUT, SPLIT, choose, client_keys, derive
-from fedem.samples import Samples, offsets_of
+from fedem.samples import Pool, Samples, offsets_of
+from fedem.splits import check_shares, cut, split_rows
 
 PARTS = ("train", "validation", "test")
 
@@ -35,6 +36,8 @@ class Federation:
     validation: Samples
     test: Samples
     unseen: Federation | None = field(default=None)
+    origin: str | None = None
+    """a hash of the pool that the samples are rows of, where it is known already"""
 
     @classmethod
     def from_clients(
@@ -58,12 +61,12 @@ class Federation:
         """
         pairs = list(clients)
         labels = _check_names(names, len(pairs))
-        _check_shares(validation, test)
+        check_shares(validation, test)
         columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
         for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
             inputs, targets = check_pair(name, pair)
             order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
-            for part, rows in zip(PARTS, _cut(order, validation, test), strict=True):
+            for part, rows in zip(PARTS, cut(order, validation, test), strict=True):
                 columns[part].append((inputs[rows], targets[rows]))
         return cls.from_parts(**columns, names=labels)
 
@@ -109,13 +112,45 @@ class Federation:
         for part, pairs in zip(PARTS, (train, validation, test), strict=True):
             if pairs is None:
                 first = parts["train"]
-                parts[part] = Samples(first.inputs[:0], first.targets[:0], torch.zeros(len(labels) + 1).long())
+                parts[part] = Samples.of(first.inputs[:0], first.targets[:0], torch.zeros(len(labels) + 1).long())
                 continue
             if len(pairs) != len(labels):
                 raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
             checked = [check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
             parts[part] = _join(labels, checked)
         return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
+
+    @classmethod
+    def from_pool(
+        cls,
+        pool: Pool,
+        names: Sequence[str],
+        rows: Tensor,
+        offsets: Tensor,
+        ids: Tensor,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        origin: str | None = None,
+    ) -> Federation:
+        """Build from a pool of samples and who owns which; nothing is read or copied.
+
+        Args:
+            pool: P samples, perhaps mapped from a file.
+            names: of the T clients, all different.
+            rows: ``[N]`` int64, rows of the pool, one client after the other.
+            offsets: ``[T + 1]`` int64 of each client's rows.
+            ids: ``[P]`` int64: the split goes by them, not by the pool's order.
+            validation: share of each client's samples used for validation.
+            test: share used for testing. At least one sample always stays for training.
+            seed: decides the split, together with the clients' names and the ids.
+            origin: a hash of the pool.
+
+        """
+        labels = _check_names(names, len(offsets) - 1)
+        parts = split_rows(labels, rows, offsets, ids, validation, test, seed)
+        return cls(labels, *(Samples(pool, starts, own) for own, starts in parts), origin=origin).check()
 
     def check(self) -> Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
@@ -127,8 +162,8 @@ class Federation:
         for part in PARTS[1:]:
             samples = self.part(part)
             for what, mine, reference in (
-                ("inputs", samples.inputs, self.train.inputs),
-                ("targets", samples.targets, self.train.targets),
+                ("inputs", samples.pool.inputs, self.train.pool.inputs),
+                ("targets", samples.pool.targets, self.train.pool.targets),
             ):
                 if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
                     raise UserError(
@@ -149,12 +184,13 @@ class Federation:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the names and of all samples, but for the clients held out."""
-        digest = blake2b("\0".join(self.names).encode(errors="surrogatepass"), digest_size=16)
+        digest = blake2b("\0".join((*self.names, self.origin or "")).encode(errors="surrogatepass"), digest_size=16)
         for part in PARTS:
             samples = self.part(part)
-            for array in (samples.offsets, samples.targets, samples.inputs):
+            known = self.origin is not None and samples.rows is not None
+            for array in (samples.offsets, *((samples.rows,) if known else (samples.targets, samples.inputs))):
                 digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
-                digest.update(array.contiguous().numpy().view(np.uint8).data if array.numel() else b"")
+                digest.update(array.cpu().contiguous().numpy().view(np.uint8).data if array.numel() else b"")
         return digest.hexdigest()
 
     @cached_property
@@ -178,7 +214,18 @@ class Federation:
     def take(self, clients: Tensor) -> Federation:
         """Return the federation of ``clients`` (positions) in that order."""
         names = tuple(self.names[position] for position in clients.tolist())
-        return Federation(names, self.train.take(clients), self.validation.take(clients), self.test.take(clients))
+        parts = (self.part(part).take(clients) for part in PARTS)
+        return Federation(names, *parts, origin=self.origin)
+
+    def to(self, device: torch.device) -> Federation:
+        """Move all samples to ``device``."""
+        parts = (self.part(part).to(device) for part in PARTS)
+        return Federation(self.names, *parts, self.unseen and self.unseen.to(device), self.origin)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(self.part(part).num_bytes for part in PARTS) + (self.unseen.num_bytes if self.unseen else 0)
 
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
@@ -201,7 +248,7 @@ class Federation:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input."""
-        return tuple(self.train.inputs.shape[1:])
+        return tuple(self.train.pool.inputs.shape[1:])
 
 
 def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
@@ -214,7 +261,7 @@ def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Sampl
                     f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
                 )
     sizes = torch.tensor([len(targets) for _, targets in pairs])
-    return Samples(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
+    return Samples.of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
 
 
 def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
@@ -227,20 +274,3 @@ def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
         twice = next(name for name in labels if labels.count(name) > 1)
         raise UserError(f"The client name {twice!r} stands more than once; names must differ.")
     return labels
-
-
-def _check_shares(validation: float, test: float) -> None:
-    if not (validation >= 0 and test >= 0 and validation + test < 1):
-        raise UserError(
-            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
-        )
-
-
-def _cut(order: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a client's shuffled rows into train, validation and test, leaving at least one row to train on."""
-    count = len(order)
-    num_test = min(round(test * count), max(count - 1, 0))
-    num_validation = min(round(validation * count), max(count - 1 - num_test, 0))
-    num_train = count - num_validation - num_test
-    train, valid, tested = order.split([num_train, num_validation, num_test])
-    return train, valid, tested

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
 from fedem.engines import Batching, Engine
+from fedem.engines.memory import free_bytes
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
 from fedem.federation import PARTS, Federation
@@ -25,6 +26,9 @@ from fedem.records import Record, client_rows, name_scores
 from fedem.recovery import Recovery, recover
 from fedem.result import Result, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size
+
+_PROBED = 5
+"""samples that a model is tried on"""
 
 
 @dataclass
@@ -70,21 +74,24 @@ class Job:
         federation = dataset.federation
         if config.run.unseen:
             federation = federation.hold_out(config.run.unseen, config.run.seed)
+        config = _settle_partition(config, dataset.partition_hash)
         targets = _all_targets(federation)
         config = _settle_loss(config, targets)
         loss = config.loss
         assert loss is not None, "just settled"
-        inputs = federation.train.inputs
+        inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
         shapes = Shapes(federation.input_shape, inputs.dtype, loss.num_outputs(targets), dataset.feature_names)
         parts = Parts.build(config, shapes, source)
         parts.model.check(inputs, targets)
-        parts.model.probe(inputs[:2])
-        parts.algorithm.check(inputs[:2])
+        parts.model.probe(inputs.to(parts.device))
+        parts.algorithm.check(inputs)
         parts.mixer.check(federation.num_clients)
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
         _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
+        if parts.device.type == "cuda" and federation.num_bytes < free_bytes(parts.device) // 2:
+            federation = federation.to(parts.device)  # else each chunk's samples are sent there when they are needed
         training = Training(
             parts.algorithm,
             parts.mixer,
@@ -236,6 +243,17 @@ def _check_batches(model: Model, batching: Batching, federation: Federation) -> 
 def _all_targets(federation: Federation) -> Tensor:
     groups = [federation] + ([federation.unseen] if federation.unseen else [])
     return torch.cat([group.part(part).targets for group in groups for part in PARTS])
+
+
+def _settle_partition(config: Config, found: str) -> Config:
+    """Write down what the partition came to, so that a run with this config.toml is refused on any other."""
+    known = config.run.partition_hash
+    if known and known != found:
+        raise UserError(
+            f"run.partition_hash is {known!r}, but the clients got other samples ({found or 'no partition'}); "
+            "allowed: the same data and partition, or an empty run.partition_hash."
+        )
+    return config.replace("run", partition_hash=found)
 
 
 def _settle_loss(config: Config, targets: Tensor) -> Config:

@@ -96,7 +96,7 @@ class Personalizer:
         self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int
     ) -> tuple[Tree, Tree]:
         """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
-        batching = Batching(self._batch_size(samples.sizes), epochs)
+        batching = Batching(self.batching.batch_size, epochs)
         keys = derive(names, FINE_TUNE, self.seed)
         finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, self.learning_rate))
         order = torch.cat([chunk.positions for chunk in finished]).argsort()
@@ -106,30 +106,17 @@ class Personalizer:
 
         return joined([chunk.uploads for chunk in finished]), joined([chunk.personal for chunk in finished])
 
-    def _able(self, samples: Samples) -> Tensor:
-        """Return who has samples enough to train on: one, or two where layers normalise over a batch."""
-        return (samples.sizes > int(self.algorithm.model.normalises_batches)).nonzero().flatten()
-
-    def _batch_size(self, sizes: Tensor) -> int:
-        """Return the run's batch size, or the next one that leaves no batch of one sample where that can't be taken."""
-        size = self.batching.batch_size
-        if not self.algorithm.model.normalises_batches or size == 0:
-            return size
-        while size <= int(sizes.max()) and (size == 1 or bool((sizes % size == 1).any())):
-            size += 1
-        return size
-
     def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
         device = next(iter(start.shared.values())).device
-        able = self._able(samples)
+        able = (samples.sizes > 0).nonzero().flatten()
         own = tree_index(start.shared, start.reads.to(device))
         everyone = Predictors(own, torch.arange(len(start.reads)), start.personal)
         if len(able) == 0:
             return everyone
         where = able.to(device)
         some = Predictors(own, able, tree_index(start.personal, where))
-        shared, personal = self._train(self._tuning, some, samples.take(able).to(device), keys[able], epochs)
+        shared, personal = self._train(self._tuning, some, samples.take(able), keys[able], epochs)
         put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
         kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
         return everyone._replace(shared=own | put, personal=kept)
@@ -176,11 +163,11 @@ class Personalizer:
     ) -> Predictors:
         """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
         device = next(iter(start.shared.values())).device
-        able = self._able(samples)
+        able = (samples.sizes > 0).nonzero().flatten()
         own = tree_index(start.shared, start.reads.to(device))
         if len(able):
             where = able.to(device)
-            here, mine, some = tree_index(own, where), kept[where], samples.take(able).to(device)
+            here, mine, some = tree_index(own, where), kept[where], samples.take(able)
             personal = tree_index(start.personal, where)
             for _ in range(rounds):
                 found = Predictors(here, torch.arange(len(able)), personal)
@@ -196,7 +183,7 @@ class Personalizer:
         reads = torch.zeros(samples.num_clients, dtype=torch.int64)
         trees: list[Tree] = []
         for position in range(samples.num_clients):
-            inputs, targets = (part.to(device) for part in samples.client(position))
+            inputs, targets = samples.client(position).to(device)
             tree = algorithm.adapt(one, algorithm.score(one, inputs, targets), max_iterations)
             if tree is None:
                 break
@@ -204,23 +191,22 @@ class Personalizer:
         if len(trees) == samples.num_clients:
             return Predictors(shared, reads, tree_stack(trees))
         personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
-        able = self._able(samples)
+        able = (samples.sizes > 0).nonzero().flatten()
         if len(able):
             where = able.to(device)
             some = Predictors(shared, reads[able], tree_index(personal, where))
             epochs = max_iterations or self.unseen_epochs
-            _, trained = self._train(self._own_rounds, some, samples.take(able).to(device), keys[able], epochs)
+            _, trained = self._train(self._own_rounds, some, samples.take(able), keys[able], epochs)
             personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
         return Predictors(shared, reads, personal)
 
     def _losses(self, found: Predictors, samples: Samples) -> Tensor:
         """Each client's summed negative log-likelihood, ``[T]``."""
-        device = next(iter(found.shared.values())).device
         model = self.algorithm.model
 
         def loss(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
             components, log_weights = self.algorithm.predictor(shared, personal)
-            losses = model.over_components(model.losses, (0, None, None))(components, inputs, targets)
+            losses = model.component_losses(components, inputs, targets)
             return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
 
-        return self.engine.tally(self.algorithm, loss, Cohort(*found, samples.to(device)))["loss"]
+        return self.engine.tally(self.algorithm, loss, Cohort(*found, samples))["loss"]

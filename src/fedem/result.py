@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedem.algorithms.base import Mixture
-from fedem.config import GIVEN, Config
+from fedem.config import Config
 from fedem.errors import UserError, unknown
 from fedem.evaluate import evaluate, predict
 from fedem.federation import Federation
@@ -28,6 +28,7 @@ from fedem.records import client_rows, name_scores
 from fedem.rounds import State
 from fedem.runs import RunFolder
 from fedem.samples import Samples
+from fedem.sections import GIVEN
 from fedem.tree import Tree, tree_index
 
 TUNED = "tuned-"
@@ -135,7 +136,7 @@ class Result:
         x = self.shapes.conform("(new client)", inputs)
         if len(x) == 0:
             nothing = torch.zeros(0, *self.shapes.inputs, dtype=self.shapes.input_dtype)
-            samples = Samples(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
+            samples = Samples.of(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
         else:
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             self.parts.model.check(samples.inputs, samples.targets)

@@ -21,7 +21,6 @@ from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.base import Mixed, Mixer, Round
 from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
-from fedem.samples import Samples
 from fedem.schedules import Schedule
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_sorted, tree_to
 
@@ -73,14 +72,6 @@ class Training:
     def _deal(self) -> SolverDeal:
         return SolverDeal(self.algorithm)
 
-    @cached_property
-    def _samples(self) -> Samples:
-        """The training samples: on the device whole when they fit beside the models; else each cohort is sent there."""
-        samples = self.federation.train
-        if self.device.type == "cuda" and samples.num_bytes > torch.cuda.mem_get_info(self.device)[0] // 2:
-            return samples
-        return samples.to(self.device)
-
     def init(self) -> State:
         """Draw the initial state."""
         shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
@@ -99,7 +90,7 @@ class Training:
         """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree."""
         started = time.perf_counter()
         clients = self.sample(state.round)
-        samples = self._samples.take(clients).to(self.device)
+        samples = self.federation.train.take(clients)
         rate = self.schedule.rate(state.round, self.num_rounds)
         key = int(derive(self.seed, MIXER, state.round))
         this = Round(clients, samples.sizes, self.federation.num_clients, rate, key)

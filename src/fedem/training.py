@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedem.config import GIVEN, Config, route
+from fedem.config import Config, route
 from fedem.data.base import Dataset, Truth
 from fedem.errors import UserError
 from fedem.federation import Federation
@@ -15,6 +15,7 @@ from fedem.parts import ModelSource
 from fedem.records import Record
 from fedem.result import Result, name_tuned
 from fedem.runs import RunFolder
+from fedem.sections import GIVEN
 
 Listener = Callable[[Record], None]
 """Called with each round's record."""
@@ -148,5 +149,5 @@ def reassess(path: str | Path, device: str = "auto") -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained or written."""
     folder = RunFolder(Path(path))
     config = folder.config().replace("run", device=device)
-    job = Job.prepare(config, config.data.make(config.run.seed), None)
+    job = Job.prepare(config, config.make_data(), None)
     return job.conclude(_restore(job, folder))

@@ -14,7 +14,7 @@ from torch.func import grad
 
 from fedem.algorithms.base import Batch, Local, Mixture
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import mixture_of_one, start_memory, train_step, trained_leaves
+from fedem.algorithms.training import batch_losses, mixture_of_one, start_memory, train_step, trained_leaves
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
@@ -57,7 +57,7 @@ class APFL(SingleModel):
 
             def loss(share: Tensor) -> Tensor:
                 leaves = own | _blend(share, mine, ours)
-                return (weights * model.training_losses(leaves, batch.inputs, batch.targets)[0]).sum()
+                return (weights * batch_losses(model, leaves, batch)[0]).sum()
 
             moved = (alpha - learning_rate * grad(loss)(alpha)).clamp(0, 1)
             alpha = torch.where(local.context["moved"] > 0, alpha, moved)

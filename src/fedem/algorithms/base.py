@@ -35,6 +35,15 @@ class Batch(NamedTuple):
     """``[B]``, summing to one: the objective of a batch is the mean over its samples"""
     samples: Tree
     """the batch's columns of what ``begin`` made for each sample, ``[..., B]``"""
+    key: Tensor
+    """int64: the source of the random numbers of whatever layers draw"""
+    masks: tuple[Tensor, ...] = ()
+    """one ``[B]`` bool, false where a row is padding; none where no row is (vmap takes no None)"""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask, if there is one."""
+        return self.masks[0] if self.masks else None
 
 
 class Local(NamedTuple):

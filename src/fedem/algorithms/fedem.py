@@ -51,7 +51,7 @@ class FedEM(Algorithm):
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each component's loss on each sample, in evaluation mode, ``[M, n]``."""
-        return {"losses": self.model.over_components(self.model.losses, (0, None, None))(shared, inputs, targets)}
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """E-step over all training samples, then the mixture weights (Eqs. 4 and 5)."""

@@ -41,7 +41,7 @@ class FedFOMO(SingleModel):
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each model's loss on each sample, ``[1 + P, n]``."""
-        return {"losses": self.model.over_components(self.model.losses, (0, None, None))(shared, inputs, targets)}
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Move the own model towards the candidates that do better on the held-out samples; train it on the others."""

@@ -44,7 +44,7 @@ class IFCA(Algorithm):
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each model's loss on each sample, ``[K, n]``."""
-        return {"losses": self.model.over_components(self.model.losses, (0, None, None))(shared, inputs, targets)}
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Choose the model with the least loss on all training samples, and train that one alone."""

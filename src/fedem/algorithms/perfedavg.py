@@ -16,7 +16,7 @@ from torch.func import grad
 
 from fedem.algorithms.base import Batch, Local
 from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import Penalty, inner_product, train_step, trained_leaves
+from fedem.algorithms.training import Penalty, batch_losses, inner_product, train_step, trained_leaves
 from fedem.tree import Tree, tree_map
 
 
@@ -47,7 +47,7 @@ class PerFedAvg(SingleModel):
 
         def gradient(leaves: Tree, weights: Tensor) -> Tree:
             def loss(candidate: Tree) -> Tensor:
-                losses, _ = self.model.training_losses(local.shared | candidate, batch.inputs, batch.targets)
+                losses, _ = batch_losses(self.model, local.shared | candidate, batch)
                 return (weights * losses).sum()
 
             slope: Tree = grad(loss)(leaves)

@@ -29,6 +29,14 @@ def start_memory(model: Model, solver: Solver, parameters: Tree) -> Tree:
     return solver.init(trained_leaves(model, parameters))
 
 
+def batch_losses(model: Model, parameters: Tree, batch: Batch) -> tuple[Tensor, Tree]:
+    """Return the loss of each sample of a batch in training mode, ``[B]``, and the buffers as the pass left them.
+
+    However often a step passes over a batch, layers that draw draw the same: it is one objective.
+    """
+    return model.training_losses(parameters, batch.inputs, batch.targets, batch.mask, batch.key)
+
+
 def train_step(
     model: Model,
     solver: Solver,
@@ -51,7 +59,7 @@ def train_step(
 
     def objective(candidate: Tree) -> tuple[Tensor, Tree]:
         leaves = candidate if place is None else place(candidate)
-        losses, changed = model.training_losses(leaves | buffers, batch.inputs, batch.targets)
+        losses, changed = batch_losses(model, leaves | buffers, batch)
         value = (weights * losses).sum()
         return value if penalty is None else value + penalty(candidate), changed
 

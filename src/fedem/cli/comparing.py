@@ -15,13 +15,13 @@ from fedem.cells import Cell, check_folder, plan, prepare, resolve_methods, sort
 from fedem.checkpoint import write_atomically
 from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevice, Unseen, data_section, given, listed
 from fedem.comparison import Comparison, summarize
-from fedem.config import Layer
 from fedem.errors import UserError
 from fedem.methods import METHODS
 from fedem.report.comparisons import cells_progress, comparison_markdown, comparison_remarks, comparison_table
 from fedem.report.console import console, errors, waiting, writing
 from fedem.report.figures import draw
 from fedem.runs import new_folder
+from fedem.sections import Layer
 
 
 def compare(

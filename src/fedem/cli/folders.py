@@ -9,13 +9,16 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from fedem.checkpoint import write_atomically, write_json
 from fedem.cli.options import ClientColumn, DataFile, Device, Quiet, RunArgument, TargetColumn, Which
-from fedem.data.files import Table, read_table
+from fedem.data.tables import Table, read_table
+from fedem.data.tables.features import some
+from fedem.data.tables.targets import plain_targets
 from fedem.errors import UserError
 from fedem.federation import Federation
-from fedem.report.console import console, print_summary, show_run, waiting, writing
+from fedem.report.console import console, errors, print_summary, show_run, waiting, writing
 from fedem.report.tables import metric_of
 from fedem.result import Result
 from fedem.runs import RunFolder
@@ -71,10 +74,14 @@ def personalize(
     """
     result = Result.load(run_folder, device=device)
     table = _read(result, data, target_column, client_column)
-    if table.targets is None:
+    if table.target not in table.columns:
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
-    clients = np.full(len(table.inputs), data.stem) if table.clients is None else table.clients
-    federation = Federation.from_arrays(table.inputs, table.targets, clients, validation=0, test=0)
+    owners = table.owners()
+    clients = np.full(len(table), data.stem) if owners is None else owners
+    inputs = _inputs(result, table, quiet)
+    encoding = result.shapes.encoding
+    targets = plain_targets(table) if encoding is None else encoding.targets(table)
+    federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
         fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which)
     fitted.save(out)
@@ -86,43 +93,105 @@ def personalize(
 
 def predict(
     run_folder: RunArgument,
-    client: Annotated[str, typer.Option(help="Name of the client whose model predicts.", show_default=False)],
     data: DataFile,
     out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv or .npz).", show_default=False)],
+    client: Annotated[
+        str | None,
+        typer.Option(help="Name of the client whose model predicts all rows; each row's own when not given."),
+    ] = None,
     which: Which = "last",
     target_column: TargetColumn = None,
     client_column: ClientColumn = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Predict with one client's own mixture: class probabilities, or means for regression."""
+    """Predict with each client's own mixture: classes and their probabilities, or means for regression.
+
+    Rows keep the file's order. A target column may be there or not; it plays no part.
+    """
     if out.suffix not in (".csv", ".npz"):
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
     result = Result.load(run_folder, device=device)
-    personal = result.client(client, which)
-    predictions = personal.predict(_read(result, data, target_column, client_column).inputs).numpy()
-    classes = predictions.argmax(1) if personal.model.loss.metric == "accuracy" else None
-    columns = {} if classes is None else {"prediction": classes}
-    text = io.StringIO()
-    if out.suffix == ".csv":
-        writer = csv.writer(text, lineterminator="\n")
-        heading = "probability" if columns else "mean"
-        writer.writerow([*columns, *(f"{heading}_{index}" for index in range(predictions.shape[1]))])
-        writer.writerows(zip(*(column.tolist() for column in columns.values()), *predictions.T.tolist(), strict=True))
-        content = text.getvalue().encode()
+    table = _read(result, data, target_column, client_column)
+    owners = table.owners() if client is None else None
+    inputs = _inputs(result, table, quiet)
+    if client is not None:
+        predictions = result.predict(client, inputs, which).numpy()
+    elif owners is not None:
+        predictions = _predict_each(result, inputs, owners, which)
     else:
-        buffer = io.BytesIO()
-        np.savez(buffer, predictions=predictions, **columns)
-        content = buffer.getvalue()
+        raise UserError(
+            f"{data} has no column {table.client!r} of clients' names (see --client-column); "
+            "--client names the one whose model is to predict all rows."
+        )
+    columns = {} if owners is None else {table.client: owners}
     with writing(out):
-        write_atomically(out, content)
+        write_atomically(out, _written(result, predictions, columns, out.suffix))
     if not quiet:
         console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
 
 
+def _predict_each(
+    result: Result, inputs: NDArray[np.generic], owners: NDArray[np.str_], which: str
+) -> NDArray[np.generic]:
+    """Predict every row with its own client's model, ``[n, K]``."""
+    unknown = sorted(set(owners.tolist()) - set(result.names))
+    if unknown:
+        raise UserError(
+            f"{len(unknown)} clients took no part in training: {some(list(map(repr, unknown)))}. Give them models of "
+            "their own first (fedem personalize), or name a client whose model is to predict all rows (--client)."
+        )
+    parts = {name: (owners == name).nonzero()[0] for name in dict.fromkeys(owners.tolist())}
+    found = [result.predict(name, inputs[rows], which).numpy() for name, rows in parts.items()]
+    order = np.concatenate(list(parts.values())).argsort()
+    return np.concatenate(found)[order]
+
+
+def _written(
+    result: Result, predictions: NDArray[np.generic], columns: dict[str, NDArray[np.str_]], ending: str
+) -> bytes:
+    """Return the content of a file of predictions, beside ``columns`` of the samples'."""
+    classes = result.parts.model.loss.metric == "accuracy"
+    encoding = result.shapes.encoding
+    named = encoding.classes if encoding is not None else None
+    labels = np.array(named if named is not None else range(predictions.shape[1]))
+    if ending == ".npz":
+        extra = {"prediction": predictions.argmax(1), "labels": labels} if classes else {}
+        buffer = io.BytesIO()
+        np.savez(buffer, **{"predictions": predictions, **extra, **columns})
+        return buffer.getvalue()
+    heading = ["prediction", *(f"probability_{label}" for label in labels)]
+    shown = [labels[predictions.argmax(1)], *predictions.T]
+    if not classes:
+        heading = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
+        shown = [*predictions.T]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*columns, *heading])
+    writer.writerows(zip(*(column.tolist() for column in (*columns.values(), *shown)), strict=True))
+    return text.getvalue().encode()
+
+
 def _read(result: Result, path: Path, target_column: str | None, client_column: str | None) -> Table:
     """Read a file with the columns that the run was trained on, unless others are named."""
-    known = result.config.values("data")
-    target = target_column or known.get("target_column", "y")
-    client = client_column or known.get("client_column", "client")
-    return read_table(path, target, client).arranged(result.shapes.features)
+    encoding = result.shapes.encoding
+    target, client = ("y", "client") if encoding is None else (encoding.target.name, encoding.client)
+    return read_table(path, target_column or target, client_column or client)
+
+
+def _inputs(result: Result, table: Table, quiet: bool) -> NDArray[np.generic]:
+    """Encode as in training; say which categories training had not."""
+    encoding = result.shapes.encoding
+    if encoding is None:
+        return table.stacked()
+    inputs = encoding.inputs(table)
+    for name, categories in encoding.unseen(table).items():
+        if not quiet:
+            errors.print(
+                f"note: column {name!r} has {len(categories)} categories that training had not "
+                f"({some(categories)}); they count as none of those known.",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+    return inputs

@@ -9,16 +9,25 @@ import typer
 
 from fedem.config import Values
 from fedem.data import DATA
+from fedem.data.tables.readers import READERS
 from fedem.errors import unknown
 
+_FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
+
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
-DataFile = Annotated[Path, typer.Option("--data", help="Samples: npz (x, y, client) or CSV.", show_default=False)]
+DataFile = Annotated[Path, typer.Option("--data", help=f"Samples: {_FILES}.", show_default=False)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
 Which = Annotated[str, typer.Option(help="The state to use: last, or best by validation.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 TargetColumn = Annotated[str | None, typer.Option(help="Name of the target column; as in training when not given.")]
 ClientColumn = Annotated[str | None, typer.Option(help="Name of the column of client names; likewise.")]
-Data = Annotated[str | None, typer.Option(help=f"A data set ({', '.join(DATA)}) or a file of your own (.npz, .csv).")]
+OwnTargetColumn = Annotated[
+    str | None, typer.Option("--target-column", help="For your own file: name of the target column (y).")
+]
+OwnClientColumn = Annotated[
+    str | None, typer.Option("--client-column", help="For your own file: name of the column of client names (client).")
+]
+Data = Annotated[str | None, typer.Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
 Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
 ClientsPerRound = Annotated[
     float | None, typer.Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
@@ -27,15 +36,16 @@ Unseen = Annotated[float | None, typer.Option(help="Share of the clients held ou
 TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 
 
-def data_section(data: str | None) -> Values:
-    """Return the [data] section that --data asks for."""
+def data_section(data: str | None, target_column: str | None = None, client_column: str | None = None) -> Values:
+    """Return the [data] section that --data, --target-column and --client-column ask for."""
+    columns = given(target_column=target_column, client_column=client_column)
     if data is None:
-        return {}
+        return columns
     if data in DATA:
-        return {"name": data}
-    if not data.lower().endswith((".npz", ".csv")):
-        raise unknown("data", data, (*DATA, "a file ending in .npz or .csv"))
-    return {"name": "file", "path": str(Path(data).absolute())}
+        return {"name": data, **columns}
+    if not Path(data).is_dir() and not data.lower().endswith(tuple(READERS)):
+        raise unknown("data", data, (*DATA, _FILES))
+    return {"name": "file", "path": str(Path(data).absolute()), **columns}
 
 
 def given(**values: Any) -> Values:

@@ -9,12 +9,13 @@ import typer
 
 from fedem.cells import configure, resolve_methods, without_own
 from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevice, Unseen, data_section, given, listed
-from fedem.config import Config, Layer, Sections, parse_assignment, read_toml
+from fedem.config import Config, parse_assignment, read_toml
 from fedem.errors import UserError
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
 from fedem.report.console import console, errors, progress, show_run, waiting
 from fedem.runs import RunFolder, new_folder
+from fedem.sections import Layer, Sections
 from fedem.settings import names_of
 from fedem.training import carry_out
 
@@ -71,7 +72,7 @@ def train(
     folder = RunFolder(out if out else new_folder(Path("runs"), name))
     folder.prepare(resume)
     with waiting("Making the data", quiet):
-        dataset = chosen.data.make(chosen.run.seed)
+        dataset = chosen.make_data()
     jobs = [(folder, Job.prepare(chosen, dataset, None))]
     jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
     for place, job in jobs:

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from fedem.data.base import Dataset, DataSource, Truth
+from fedem.data.cifar import Cifar10, Cifar100
+from fedem.data.emnist import Emnist
+from fedem.data.femnist import Femnist
 from fedem.data.files import FromFile
+from fedem.data.shakespeare import Shakespeare
+from fedem.data.store import Public
 from fedem.data.synthetic import Synthetic
 
-DATA: dict[str, type[DataSource]] = {"synthetic": Synthetic, "file": FromFile}
+PUBLIC: dict[str, type[Public]] = {kind.name: kind for kind in (Cifar10, Cifar100, Emnist, Femnist, Shakespeare)}
+DATA: dict[str, type[DataSource]] = {"synthetic": Synthetic, "file": FromFile, **PUBLIC}
 
-__all__ = ["DATA", "DataSource", "Dataset", "FromFile", "Synthetic", "Truth"]
+__all__ = [
+    "DATA",
+    "PUBLIC",
+    "Cifar10",
+    "Cifar100",
+    "DataSource",
+    "Dataset",
+    "Emnist",
+    "Femnist",
+    "FromFile",
+    "Public",
+    "Shakespeare",
+    "Synthetic",
+    "Truth",
+]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedem.data.collection import Collection
+from fedem.data.partitions import PARTITIONS, Partition, fingerprint
+from fedem.data.tables.encoding import Encoding
 from fedem.federation import Federation
 from fedem.settings import Settings
 
@@ -38,12 +41,55 @@ class Dataset(NamedTuple):
     federation: Federation
     truth: Truth | None = None
     feature_names: tuple[str, ...] | None = None
+    encoding: Encoding | None = None
+    """how a table's columns became inputs and targets, so that new rows can"""
+    partition_hash: str = ""
+    """of who owns which samples, where a partition decided"""
 
 
 @dataclass(frozen=True)
 class DataSource(Settings, ABC):
     """A recipe for a data set: a frozen dataclass of its parameters. The same recipe and seed make the same data."""
 
+    usual: ClassVar[str] = "natural"
+    """name of the partition that makes its clients, unless another is asked for"""
+
     @abstractmethod
-    def make(self, seed: int) -> Dataset:
-        """Make the data set."""
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        """Make the data set.
+
+        Args:
+            seed: decides everything that is random.
+            partition: makes the clients; the usual one with its own settings when not given.
+            unseen: share of the clients that will be held out (by the same seed): nothing may be fitted on them.
+
+        """
+
+
+@dataclass(frozen=True)
+class Pooled(DataSource):
+    """Samples that a partition deals to clients, each of which splits its own at random."""
+
+    validation: float = field(default=0.2, metadata={"min": 0, "below": 1})
+    test: float = field(default=0.2, metadata={"min": 0, "below": 1})
+
+    @abstractmethod
+    def collect(self) -> Collection:
+        """Return all samples; nothing is read that can be mapped from a file."""
+
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        """Collect, deal and split."""
+        collection = self.collect()
+        assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
+        federation = Federation.from_pool(
+            collection.pool,
+            *assignment,
+            collection.ids,
+            validation=self.validation,
+            test=self.test,
+            seed=seed,
+            origin=collection.fingerprint,
+        )
+        return Dataset(
+            federation, feature_names=collection.features, partition_hash=fingerprint(assignment, collection)
+        )

@@ -1,156 +1,165 @@
-"""A user's own samples from a file: npz or CSV.
-
-- npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
-- CSV with a header: a column of targets, a column of client names, every other column a numeric feature.
-"""
+"""A user's own samples: a table from a file, split among its clients and encoded by what its training rows say."""
 
 from __future__ import annotations
 
-import csv
-import re
-import zlib
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from fedem.data.base import Dataset, DataSource
+from fedem.arrays import check_inputs, first_not_finite, not_finite
+from fedem.data.base import Dataset, Pooled
+from fedem.data.collection import Collection, content_ids, fingerprint_of
+from fedem.data.partitions import Natural, Partition, fingerprint
+from fedem.data.tables.columns import BOOLEAN, TEXT, Table
+from fedem.data.tables.encoding import Encoding
+from fedem.data.tables.readers import READERS, read_table
+from fedem.data.tables.targets import TASKS, Target
 from fedem.errors import UserError
-from fedem.federation import Federation
-
-_WHOLE = re.compile(r"[+-]?\d{1,18}")
-_LARGEST = float(np.finfo(np.float32).max)
-
-
-class Table(NamedTuple):
-    """Samples as read from a file."""
-
-    inputs: NDArray[np.generic]
-    targets: NDArray[np.generic] | None
-    clients: NDArray[np.str_] | None
-    features: tuple[str, ...] | None = None
-    """names of the input columns, where the file has them"""
-
-    def arranged(self, features: tuple[str, ...] | None) -> Table:
-        """Return the table with its columns in the order of ``features``; refuse other columns."""
-        if features is None or self.features is None or self.features == features:
-            return self
-        if set(self.features) != set(features):
-            raise UserError(
-                f"The columns are {', '.join(self.features)}; allowed: {', '.join(features)}, as in training."
-            )
-        return self._replace(inputs=self.inputs[:, [self.features.index(name) for name in features]], features=features)
-
-
-def read_table(path: Path, target_column: str = "y", client_column: str = "client") -> Table:
-    """Read a file of samples; its ending (.npz or .csv) says how."""
-    readers = {".npz": _read_npz, ".csv": _read_csv}
-    if path.suffix.lower() not in readers:
-        raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(readers)}.")
-    if not path.is_file():
-        raise UserError(f"There is no file {path}.")
-    table = readers[path.suffix.lower()](path, target_column, client_column)
-    for what, column in (("targets", table.targets), ("clients", table.clients)):
-        if column is not None and len(column) != len(table.inputs):
-            raise UserError(
-                f"{path} has {len(table.inputs)} inputs but {len(column)} {what}; allowed: as many of each."
-            )
-    return table
-
-
-def _read_npz(path: Path, target_column: str, client_column: str) -> Table:
-    names = {"x": "x", "y": target_column, "client": client_column}
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {key: np.asarray(archive[name]) for key, name in names.items() if name in archive}
-            present = ", ".join(archive.files)
-        if "client" in found:
-            found["client"] = found["client"].astype(str)
-    # numpy and zipfile raise any of these for a damaged file; NotImplementedError is an unknown zip compression.
-    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error) as error:
-        raise UserError(
-            f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."
-        ) from None
-    if "x" not in found:
-        raise UserError(
-            f"{path} has no array 'x' (it has: {present}); allowed: x, {target_column} and {client_column}."
-        )
-    for key, array in found.items():
-        if array.ndim == 0:
-            raise UserError(f"{path}: the array {names[key]!r} is a single value; allowed: one entry a sample.")
-    return Table(found["x"], found.get("y"), found.get("client"))
-
-
-def _read_csv(path: Path, target_column: str, client_column: str) -> Table:
-    try:
-        # utf-8-sig: spreadsheets put a mark before the first column's name.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    if len(rows) < 2:
-        raise UserError(f"{path} has {len(rows)} lines; allowed: a header and at least one row.")
-    header = rows[0][1]
-    if twice := next((name for name in header if header.count(name) > 1), None):
-        raise UserError(f"{path} has the column {twice!r} more than once; names must differ.")
-    features = [name for name in header if name not in (target_column, client_column)]
-    if not features:
-        raise UserError(f"{path} has the columns {', '.join(header)}; at least one feature is needed besides.")
-    for line, row in rows[1:]:
-        if len(row) != len(header):
-            raise UserError(f"{path}, line {line}: {len(row)} fields; allowed: {len(header)}, as in the header.")
-    columns = {name: [(line, row[index]) for line, row in rows[1:]] for index, name in enumerate(header)}
-    inputs = np.stack([_numbers(path, name, columns[name]) for name in features], axis=1).astype(np.float32)
-    targets = _targets(path, target_column, columns[target_column]) if target_column in columns else None
-    clients = np.array([text for _, text in columns[client_column]]) if client_column in columns else None
-    return Table(inputs, targets, clients, tuple(features))
-
-
-def _targets(path: Path, name: str, column: list[tuple[int, str]]) -> NDArray[np.generic]:
-    """Whole numbers, written without a point, are classes; anything else is a number to regress on."""
-    if all(_WHOLE.fullmatch(text.strip()) for _, text in column):
-        return np.array([int(text) for _, text in column], dtype=np.int64)
-    return _numbers(path, name, column).astype(np.float32)
-
-
-def _numbers(path: Path, name: str, column: list[tuple[int, str]]) -> NDArray[np.float64]:
-    numbers = np.empty(len(column))
-    for index, (line, text) in enumerate(column):
-        try:
-            numbers[index] = float(text.replace("_", " "))  # Python would read 1_0 as ten
-        except ValueError:
-            raise UserError(f"{path}, line {line}, column {name!r}: {text!r} is no number.") from None
-        if not abs(numbers[index]) <= _LARGEST:
-            raise UserError(f"{path}, line {line}, column {name!r}: {text!r} is not finite in single precision.")
-    return numbers
+from fedem.federation import PARTS, Federation
+from fedem.randomness import client_keys
+from fedem.samples import Pool
 
 
 @dataclass(frozen=True)
-class FromFile(DataSource):
-    """Samples of several clients in one file; each client's are split at random."""
+class Tabular(Pooled):
+    """A table of samples, one column with targets and one with the clients' names.
 
-    path: str = ""
+    Text is one-hot; numbers are standardised (``standardize``) by the training rows of all clients together, the
+    targets of a regression as well. Columns named in ``ignore``, with commas between, are left out. ``task`` says what
+    the targets are when the guess is wrong.
+    """
+
     target_column: str = "y"
     client_column: str = "client"
-    validation: float = field(default=0.2, metadata={"min": 0, "below": 1})
-    test: float = field(default=0.2, metadata={"min": 0, "below": 1})
+    ignore: str = ""
+    task: str = field(default="auto", metadata={"choices": TASKS})
+    standardize: bool = True
+    max_categories: int = field(default=100, metadata={"min": 2})
 
-    def make(self, seed: int) -> Dataset:
-        """Read and split."""
-        if not self.path:
-            raise UserError("data.path is empty; allowed: the path of a file ending in .npz or .csv.")
-        table = read_table(Path(self.path), self.target_column, self.client_column)
-        if table.targets is None or table.clients is None:
-            missing = self.target_column if table.targets is None else self.client_column
-            raise UserError(
-                f"{self.path} has no column {missing!r} (see data.target_column and data.client_column); "
-                "targets and clients are needed to train."
-            )
-        federation = Federation.from_arrays(
-            table.inputs, table.targets, table.clients, validation=self.validation, test=self.test, seed=seed
+    @abstractmethod
+    def read(self) -> Table:
+        """Read the table."""
+
+    def collect(self) -> Collection:
+        """Return all samples with their columns as numbers, not yet scaled: that needs to know who trains on what."""
+        table, target = self._checked(owned=False)
+        encoding = self._fit(table, np.arange(len(table)), target, standardize=False)
+        return _collection(table, encoding.inputs(table), target)
+
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
+        table, target = self._checked(owned=partition is None)
+        partition = partition or Natural(min_samples=1)
+        # Rows go by their content, so that they can be dealt and split before there are inputs.
+        collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), target)
+        assignment = partition.assign(collection, seed)
+        federation = Federation.from_pool(
+            collection.pool,
+            *assignment,
+            collection.ids,
+            validation=self.validation,
+            test=self.test,
+            seed=seed,
+            origin=collection.fingerprint,
         )
-        return Dataset(federation, feature_names=table.features)
+        train_rows = federation.hold_out(unseen, seed).train.rows
+        assert train_rows is not None, "a federation made of a pool has rows"
+        encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
+        pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.targets(table)))
+        train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
+        encoded = Federation(assignment.names, train, validation, test, origin=collection.fingerprint)
+        return Dataset(
+            encoded,
+            feature_names=encoding.input_names,
+            encoding=encoding,
+            partition_hash=fingerprint(assignment, collection),
+        )
+
+    def _checked(self, *, owned: bool) -> tuple[Table, Target]:
+        """Return the table without the columns left out, and what its targets are."""
+        table = self.read()
+        if table.target not in table.columns:
+            raise self._lacking(table.target, "targets are needed to train")
+        if owned and table.client not in table.columns:
+            raise self._lacking(table.client, "clients are needed, or a partition that deals the rows")
+        if not len(table):
+            raise UserError("A federation needs at least one client; got none.")
+        unknown = [name for name in self._ignored if name not in table.columns]
+        if unknown or table.target in self._ignored:
+            raise UserError(
+                f"data.ignore names {(unknown or [table.target])[0]!r}; allowed: {', '.join(table.features) or 'none'}."
+            )
+        table = table.without(self._ignored)
+        return table, Target.fit(table, task=self.task, max_categories=self.max_categories)
+
+    @property
+    def _ignored(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.ignore.split(",") if name.strip())
+
+    def _fit(self, table: Table, rows: NDArray[np.int64], target: Target, *, standardize: bool) -> Encoding:
+        limit = self.max_categories
+        return Encoding.fit(table, rows, target, standardize=standardize, max_categories=limit, ignored=self._ignored)
+
+    def _lacking(self, column: str, why: str) -> UserError:
+        return UserError(f"The data have no column {column!r} (see data.target_column and data.client_column); {why}.")
+
+
+@dataclass(frozen=True)
+class FromFile(Tabular):
+    """Samples of several clients in a file or a folder of files; each client's are split at random."""
+
+    path: str = ""
+
+    def read(self) -> Table:
+        """Read the file."""
+        if not self.path:
+            raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
+        return read_table(Path(self.path), self.target_column, self.client_column)
+
+    def _lacking(self, column: str, why: str) -> UserError:
+        return UserError(
+            f"{self.path} has no column {column!r} (see data.target_column and data.client_column); {why}."
+        )
+
+
+def _collection(table: Table, inputs: NDArray[np.generic], target: Target) -> Collection:
+    """Return the samples of a table, with ids that hash the columns as they were read, whatever their order."""
+    targets, owners = target.encode(table), table.owners()
+    known = [] if table.array is None else [table.array]
+    ids = content_ids(*known, targets, *(_words(table, name) for name in sorted(table.features)))
+    names: tuple[str, ...] = ()
+    codes = None
+    if owners is not None:
+        unique, codes = np.unique(owners, return_inverse=True)
+        names = tuple(unique.tolist())
+        ids = content_ids(ids, client_keys(names).numpy()[codes])
+    return Collection(
+        Pool(torch.from_numpy(inputs), torch.from_numpy(targets)),
+        torch.from_numpy(ids),
+        fingerprint_of(ids),
+        None if codes is None else torch.from_numpy(codes.astype(np.int64)),
+        names,
+    )
+
+
+def _words(table: Table, name: str) -> NDArray[np.generic]:
+    """Return a column as plain numbers: text by its hash. ``[n]``."""
+    column = table.complete([name]).columns[name]
+    if column.kind == BOOLEAN:
+        return table.booleans(name)
+    if column.kind != TEXT:
+        return column.parsed
+    unique, codes = np.unique(np.array(column.texts(TEXT), dtype=str), return_inverse=True)
+    return client_keys(unique.tolist()).numpy()[codes]
+
+
+def _finite(table: Table, values: NDArray[np.generic]) -> torch.Tensor:
+    inputs = check_inputs("(all)", values, finite=False)
+    if (row := first_not_finite(inputs)) is not None:
+        owners = table.owners()
+        raise not_finite("(all)" if owners is None else str(owners[row]), "inputs", row)
+    return inputs

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.data.base import Dataset, DataSource, Truth
+from fedem.data.partitions import Natural, Partition
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.samples import Samples
@@ -72,8 +73,10 @@ class Synthetic(DataSource):
     num_validation: int = field(default=100, metadata={"min": 0})
     num_test: int = field(default=5000, metadata={"min": 0})
 
-    def make(self, seed: int) -> Dataset:
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Draw the data set; the seed alone decides it."""
+        if partition not in (None, Natural()):
+            raise UserError(f"Synthetic data come with their clients; allowed: partition natural, not {partition}.")
         if seed < 0:
             raise UserError(f"The seed is {seed}; allowed: at least 0.")
         if self.max_samples < self.min_samples:
@@ -118,4 +121,4 @@ class Synthetic(DataSource):
         logits = np.take_along_axis(inputs @ components.T, component[:, None], axis=1)[:, 0]
         logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
         labels = rng.random(total) < (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
-        return Samples(torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets))
+        return Samples.of(torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fedem.algorithms.base import Algorithm
@@ -24,7 +25,7 @@ Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 
 
 class Cohort(NamedTuple):
-    """Some clients as an engine sees them: everything on the engine's device but ``samples.offsets``."""
+    """Some clients as an engine sees them: everything on its device, but for samples that do not fit there at once."""
 
     shared: Tree
     """``[G, ...]``"""
@@ -35,11 +36,16 @@ class Cohort(NamedTuple):
     samples: Samples
     """of the C clients, in the same order"""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the clients are trained."""
+        return next(iter(self.shared.values())).device
+
     def take(self, members: Tensor) -> Cohort:
         """Return some of the clients, positions ``[c]`` in ascending order."""
         if len(members) == len(self.reads):
             return self
-        where = members.to(self.samples.inputs.device)
+        where = members.to(self.device)
         return Cohort(self.shared, self.reads[members], tree_index(self.personal, where), self.samples.take(members))
 
 

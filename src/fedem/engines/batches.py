@@ -50,59 +50,73 @@ class Positions(NamedTuple):
     """``[A, B]`` int64; padding repeats the last sample"""
     mask: Tensor
     """``[A, B]`` bool"""
+    padded: bool
+    """whether the mask is false anywhere"""
 
 
 class BatchPlan:
     """All batches of C clients in one round."""
 
-    def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor):
+    def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor, device: torch.device):
         """Shuffle all clients with one sort.
 
         Args:
             batching: how the clients walk.
-            sizes: ``[C]`` int64
+            sizes: ``[C]`` int64 on the CPU
             keys: ``[C]`` int64, each client's key for this round
+            device: where the samples are.
 
         """
-        self._sizes, self._widths = sizes, batching.widths(sizes)
+        # What decides on shapes stays on the CPU: asking a GPU would wait for all that it has still to do.
+        self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
         self._steps_per_epoch = _ceil_divide(sizes, self._widths)
         self.steps = batching.num_steps(sizes)
+        self.keys = keys.to(device)
         epochs = _ceil_divide(self.steps, self._steps_per_epoch)
         # A segment is one client's pass; rows are sorted by (segment, hash).
-        segment_client = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), epochs)
+        segment_client = torch.repeat_interleave(torch.arange(len(sizes)), epochs)
         first_segment = epochs.cumsum(0) - epochs
-        segment_epoch = torch.arange(len(segment_client), device=sizes.device) - first_segment[segment_client]
+        segment_epoch = torch.arange(len(segment_client)) - first_segment[segment_client]
         segment_sizes = sizes[segment_client]
         starts = segment_sizes.cumsum(0) - segment_sizes
-        segment = torch.repeat_interleave(torch.arange(len(segment_client), device=sizes.device), segment_sizes)
-        position = torch.arange(len(segment), device=sizes.device) - starts[segment]
-        words = derive(derive(keys[segment_client], segment_epoch)[segment], position)
-        self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
         self._starts = starts[first_segment]
+        total = int(segment_sizes.sum())
+        segment = torch.repeat_interleave(
+            torch.arange(len(segment_client), device=device), segment_sizes.to(device), output_size=total
+        )
+        position = torch.arange(total, device=device) - starts.to(device)[segment]
+        words = derive(derive(self.keys[segment_client.to(device)], segment_epoch.to(device))[segment], position)
+        self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
 
-    def batch(self, step: int, num_active: int) -> Positions:
-        """Return batch number ``step`` of each of the first ``num_active`` clients; all of them must have one."""
-        active = slice(num_active)
-        sizes, widths = self._sizes[active], self._widths[active]
-        epoch, index = step // self._steps_per_epoch[active], step % self._steps_per_epoch[active]
+    def batch(self, step: int, first: int, last: int) -> Positions:
+        """Return batch number ``step`` of the clients from ``first`` up to ``last``; all of them must have one."""
+        some = slice(first, last)
+        sizes, widths = self._sizes[some], self._widths[some]
+        epoch, index = step // self._steps_per_epoch[some], step % self._steps_per_epoch[some]
         counts = torch.minimum(widths, sizes - index * widths)
-        first = self._starts[active] + epoch * sizes + index * widths
-        columns = torch.arange(int(counts.max()), device=sizes.device)
+        begins = (self._starts[some] + epoch * sizes + index * widths).to(self._device)
+        width, least = int(counts.max()), int(counts.min())
+        counts = counts.to(self._device)
+        columns = torch.arange(width, device=self._device)
         mask = columns < counts[:, None]
-        return Positions(self._order[first[:, None] + torch.minimum(columns, counts[:, None] - 1)], mask)
+        places = begins[:, None] + torch.minimum(columns, counts[:, None] - 1)
+        return Positions(self._order[places], mask, padded=least < width)
 
 
-def blocks(sizes: Tensor, width: int) -> Iterator[tuple[int, Positions]]:
+def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[int, Positions]]:
     """Walk through all samples of clients sorted by falling size, ``width`` columns at a time, in order.
 
-    Yields the number of active clients and their positions. Clients without samples never become active.
+    Yields the number of active clients and their positions. Clients without samples never become active. ``sizes``
+    ``[C]`` are on the CPU, what comes out on ``device``.
     """
     for start in range(0, int(sizes.max()) if len(sizes) else 0, width):
         num_active = int((sizes > start).sum())
         counts = (sizes[:num_active] - start).clamp(max=width)
-        columns = torch.arange(int(counts.max()), device=sizes.device)
+        padded = bool(counts.min() < counts.max())
+        columns = torch.arange(int(counts.max()), device=device)
+        counts = counts.to(device)
         mask = columns < counts[:, None]
-        yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask)
+        yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask, padded)
 
 
 def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: int, largest: int) -> Tensor:

@@ -38,15 +38,17 @@ def run_client(
     rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=inputs.device)
     everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
     local, samples = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
-    plan = BatchPlan(batching, torch.tensor([len(targets)], device=inputs.device), key[None])
+    plan = BatchPlan(batching, torch.tensor([len(targets)]), key[None], inputs.device)
+    layer_key = derive(plan.keys[0], STOCHASTIC_LAYERS)
     with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
-        # For layers that draw from torch's own generator: the same draws whoever else is trained.
-        seed_layers(int(derive(key, STOCHASTIC_LAYERS)), inputs.device)
+        # For layers of a user's own that draw from torch's generator: the same draws whoever else is trained.
+        seed_layers(int(layer_key), inputs.device)
         for step in range(int(plan.steps)):
-            rows = plan.batch(step, 1).positions[0]
+            rows = plan.batch(step, 0, 1).positions[0]
             weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=inputs.device)
             columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
-            local = algorithm.step(local, Batch(inputs[rows], targets[rows], weights, columns), rate)
+            batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))
+            local = algorithm.step(local, batch, rate)
     return algorithm.finish(local)
 
 
@@ -59,12 +61,11 @@ class OneByOne(Engine):
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
     ) -> Iterator[Finished]:
         """Yield each client as it finishes."""
-        device = cohort.samples.inputs.device
         for position in range(len(cohort.reads)):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal = tree_index(cohort.personal, position)
-            data = cohort.samples.client(position)
-            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position].to(device), learning_rate)
+            data = cohort.samples.client(position).to(cohort.device)
+            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], learning_rate)
             upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
             yield Finished(torch.tensor([position]), upload, kept)
 
@@ -72,7 +73,7 @@ class OneByOne(Engine):
         """Call ``function`` once a client."""
         rows = []
         for position in range(len(cohort.reads)):
-            inputs, targets = cohort.samples.client(position)
+            inputs, targets = cohort.samples.client(position).to(cohort.device)
             everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             rows.append(function(shared, tree_index(cohort.personal, position), inputs, targets, everything))

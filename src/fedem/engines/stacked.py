@@ -1,15 +1,17 @@
 """The simulator's engine: many clients at once through ``torch.func.vmap``.
 
 Clients are sorted by their number of steps, so that those still active are always a prefix and nothing is masked or
-copied when one finishes. Samples stay flat; only a batch is ever padded.
+copied when one finishes. Samples stay flat; only a batch is ever padded, and those whose last batch is short take it
+apart from the others.
 
 Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, M components, n samples.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -19,9 +21,11 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm, Batch, Local
 from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
+from fedem.engines.chunks import Chunk, bytes_per_sample, flat_scores, similar
+from fedem.engines.memory import budget, is_out_of_memory
 from fedem.engines.replay import Replay
-from fedem.samples import Samples
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
+from fedem.randomness import STOCHASTIC_LAYERS, derive
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
 
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
@@ -35,29 +39,69 @@ class Stacked(Engine):
 
     Attributes:
         chunk_size: clients stacked together; 0 chooses as many as ``memory`` holds. It never changes a result beyond
-            rounding.
-        memory: bytes that a chunk may take, roughly.
+            rounding. Where memory runs out all the same, it is halved, and training goes on.
+        memory: bytes that a chunk may take, roughly; 0 for a share of what is free.
         record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all.
 
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})
-    memory: int = field(default=2 << 30, metadata={"min": 1})
+    memory: int = field(default=0, metadata={"min": 0})
     record_after: int = field(default=16, metadata={"min": 0})
     _replays: dict[Any, Replay] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def most_stacked(self) -> int:
+        """Return how many clients were stacked together at most; 0 before training."""
+        return self._found.get("most_stacked", 0)
 
     def train(
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
     ) -> Iterator[Finished]:
         """Yield the clients chunk by chunk."""
-        device = cohort.samples.inputs.device
-        sizes = cohort.samples.sizes
-        rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
+        rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=cohort.device)
         rows = self._rows(algorithm, cohort, _SCORE_ROWS)
-        scores = _flat_scores(algorithm, cohort, rows)
+        scores = flat_scores(algorithm, cohort, rows)
         for members in self._chunks(algorithm, cohort, batching):
-            plan = BatchPlan(batching, sizes[members].to(device), keys[members].to(device))
-            yield self._train_chunk(algorithm, _Chunk.of(cohort, members), plan, scores, rows, rate)
+            waiting = [members]
+            while waiting:
+                these = waiting.pop()
+                limit = self._found.get("limit", len(these))
+                if len(these) > limit:
+                    waiting += reversed(these.split(limit))
+                    continue
+                finished = self._try(algorithm, cohort, batching, keys, these, scores, rows, rate)
+                if finished is None:
+                    waiting.append(these)
+                    continue
+                self._found["most_stacked"] = max(self.most_stacked, len(these))
+                yield finished
+
+    def _try(
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        batching: Batching,
+        keys: Tensor,
+        members: Tensor,
+        scores: Tree | None,
+        rows: int,
+        rate: Tensor,
+    ) -> Finished | None:
+        """Train ``members`` together; where memory runs out, halve how many may be from now on and return None."""
+        try:
+            plan = BatchPlan(batching, cohort.samples.sizes[members], keys[members], cohort.device)
+            return self._train_chunk(algorithm, Chunk.of(cohort, members), plan, scores, rows, rate)
+        except RuntimeError as error:
+            if len(members) == 1 or not is_out_of_memory(error):
+                raise
+            self._found["limit"] = len(members) // 2
+        # Out of the handler: the error holds on to what was being worked on.
+        gc.collect()
+        if cohort.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
 
     def _stacked(self, function: Callable[..., Any], shared_dim: int | None, *rest: int | None) -> Callable[..., Any]:
         """Return a method's function for many clients, recorded where the same shapes come back."""
@@ -67,31 +111,49 @@ class Stacked(Engine):
         return self._replays[key]
 
     def _train_chunk(
-        self, algorithm: Algorithm, chunk: _Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
+        self, algorithm: Algorithm, chunk: Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
     ) -> Finished:
         step = self._stacked(algorithm.step, 0, 0, None)
         begin = self._stacked(algorithm.begin, chunk.shared_dim, 0, 0, 0)
         local, samples, starts = _begin(begin, algorithm, chunk, flat, rows)
-        steps = plan.steps.cpu()
-        done: list[Local] = []
-        num_active = len(steps)
-        for index in range(int(steps.max())):
-            still_active = int((steps > index).sum())
-            if still_active < num_active:
-                num_active = still_active
-                done.append(_slice(local, slice(num_active, None)))
-                local = _slice(local, slice(num_active))
-            where = plan.batch(index, num_active)
-            inputs, targets = chunk.rows(where)
+        layer_keys = derive(plan.keys, STOCHASTIC_LAYERS)
+        steps = plan.steps
+
+        def advance(local: Local, index: int, first: int, last: int) -> Local:
+            """Step number ``index`` of the clients from ``first`` up to ``last``."""
+            where = plan.batch(index, first, last)
+            some = slice(first, last)
+            inputs, targets = chunk.part(some).read(where)
             weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
-            local = step(local, Batch(inputs, targets, weights, _columns(samples, starts, where)), rate)
-        finished = Local(*(tree_cat(trees) for trees in zip(local, *reversed(done), strict=True)))
+            masks = (where.mask,) if where.padded else ()
+            columns = _columns(samples, starts[some], where)
+            batch = Batch(inputs, targets, weights, columns, derive(layer_keys[some], index), masks)
+            stepped: Local = step(local, batch, rate)
+            return stepped
+
+        done: list[Local] = []
+        for index in range(int(steps.max())):
+            num_active, num_staying = int((steps > index).sum()), int((steps > index + 1).sum())
+            if algorithm.model.is_large and 0 < num_staying < num_active:
+                # Padding would cost more than a second call.
+                done.append(advance(_slice(local, slice(num_staying, None)), index, num_staying, num_active))
+                local = advance(_slice(local, slice(num_staying)), index, 0, num_staying)
+                continue
+            local = advance(local, index, 0, num_active)
+            if num_staying < num_active:
+                done.append(_slice(local, slice(num_staying, None)))
+                local = _slice(local, slice(num_staying))
+        finished = Local(*(tree_cat(trees) for trees in zip(*reversed(done), strict=True)))
         uploads, personal = vmap(algorithm.finish)(finished)
         return Finished(chunk.members, uploads, personal)
 
+    def _memory(self, cohort: Cohort) -> int:
+        """Return the bytes that clients may take together, found once for a device."""
+        return self.memory or self._found.setdefault(str(cohort.device), budget(cohort.device))
+
     def _rows(self, algorithm: Algorithm, cohort: Cohort, wanted: int) -> int:
         """Return how many samples may go through all of a client's models at once, ``wanted`` at most."""
-        return max(1, min(wanted, self.memory // _bytes_per_sample(algorithm, cohort)))
+        return max(1, min(wanted, self._memory(cohort) // bytes_per_sample(algorithm, cohort)))
 
     def _chunks(self, algorithm: Algorithm, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
         """Cut the cohort, longest-running clients first."""
@@ -102,22 +164,24 @@ class Stacked(Engine):
             return
         if batching.batch_size == 0:
             # A batch is as wide as a client is large, so clients of very different sizes would be mostly padding.
-            for part in _similar(sizes[order].tolist()):
+            for part in similar(sizes[order].tolist()):
                 yield from self._fitting(algorithm, cohort, batching, order[part])
             return
         yield from self._fitting(algorithm, cohort, batching, order)
 
     def _fitting(self, algorithm: Algorithm, cohort: Cohort, batching: Batching, order: Tensor) -> Iterator[Tensor]:
         """Cut clients, in this order, into as many together as memory holds."""
-        # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients.
+        # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients; samples.
         model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
-        row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
-        widths = batching.widths(cohort.samples.sizes[order])
+        row_bytes = 2 * bytes_per_sample(algorithm, cohort)
+        sizes = cohort.samples.sizes[order]
+        widths = batching.widths(sizes)
+        own_bytes = cohort.samples.num_bytes // max(1, len(cohort.samples))
         while len(order):
-            per_client = model_bytes + row_bytes * int(widths[0])
-            count = max(1, self.memory // max(per_client, 1))
+            per_client = model_bytes + row_bytes * int(widths[0]) + own_bytes * int(sizes[0])
+            count = max(1, self._memory(cohort) // max(per_client, 1))
             yield order[:count]
-            order, widths = order[count:], widths[count:]
+            order, widths, sizes = order[count:], widths[count:], sizes[count:]
 
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Walk through all clients' samples in blocks."""
@@ -125,89 +189,19 @@ class Stacked(Engine):
         sizes = cohort.samples.sizes
         order = torch.argsort(sizes, descending=True, stable=True)
         order = order[sizes[order] > 0]
+        most = min(rows, self.chunk_size or _TALLY_CLIENTS)
+        if cohort.samples.pool.device != cohort.device:
+            largest = cohort.samples.num_bytes * int(sizes.max()) // len(cohort.samples)
+            most = max(1, min(most, self._memory(cohort) // max(1, largest)))
         pieces = []
-        for members in order.split(min(rows, self.chunk_size or _TALLY_CLIENTS)):
+        for members in order.split(most):
             width = max(1, rows // len(members))
-            pieces.append(_tally_chunk(function, _Chunk.of(cohort, members), width))
+            pieces.append(_tally_chunk(function, Chunk.of(cohort, members), width))
         return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Clients stacked together, sorted by falling number of samples."""
-
-    members: Tensor  # [c] positions in the cohort
-    shared: Tree  # [...] when all read the same group, else [c, ...]
-    shared_dim: int | None  # None or 0, for vmap
-    personal: Tree  # [c, ...]
-    samples: Samples  # of the whole cohort
-    starts: Tensor  # [c] first row of each client, on the device
-    sizes: Tensor  # [c] on the device
-
-    @classmethod
-    def of(cls, cohort: Cohort, members: Tensor) -> _Chunk:
-        device = cohort.samples.inputs.device
-        groups = cohort.reads[members]
-        common = bool((groups == groups[0]).all())
-        shared = tree_index(cohort.shared, int(groups[0]) if common else groups.to(device))
-        return cls(
-            members,
-            shared,
-            None if common else 0,
-            tree_index(cohort.personal, members.to(device)),
-            cohort.samples,
-            cohort.samples.offsets[members].to(device),
-            cohort.samples.sizes[members].to(device),
-        )
-
-    def part(self, which: slice) -> _Chunk:
-        """Some of the clients, a run of them."""
-        return replace(
-            self,
-            members=self.members[which],
-            shared=self.shared if self.shared_dim is None else tree_index(self.shared, which),
-            personal=tree_index(self.personal, which),
-            starts=self.starts[which],
-            sizes=self.sizes[which],
-        )
-
-    def rows(self, where: Positions) -> tuple[Tensor, Tensor]:
-        """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``."""
-        rows = self.starts[: len(where.positions), None] + where.positions
-
-        def read(flat: Tensor) -> Tensor:
-            # index_select is several times faster than indexing on a CPU.
-            return flat.index_select(0, rows.flatten()).reshape(*rows.shape, *flat.shape[1:])
-
-        return read(self.samples.inputs), read(self.samples.targets)
-
-    def active(self, num_active: int) -> tuple[Tree, Tree]:
-        """Return shared and personal of the first clients."""
-        first = self.part(slice(num_active))
-        return first.shared, first.personal
-
-
-def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
-    """Estimate what one sample takes on its way through all of a client's models."""
-    components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
-    inputs = cohort.samples.inputs[:1].numel() * 4
-    return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
-
-
-def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
-    """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
-    if len(next(iter(cohort.shared.values()))) > 1:
-        return None
-    shared = tree_index(cohort.shared, 0)
-    pieces = [
-        algorithm.score(shared, inputs, targets)
-        for inputs, targets in zip(cohort.samples.inputs.split(rows), cohort.samples.targets.split(rows), strict=True)
-    ]
-    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
-
-
 def _begin(
-    begin: Callable[..., Any], algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int
+    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
 ) -> tuple[Local, Tree, Tensor]:
     """Begin the clients' rounds, those of similar size together, so that little is padded.
 
@@ -216,7 +210,7 @@ def _begin(
         client's first sample ``[c]``
     """
     locals_, columns, starts, total = [], [], [], 0
-    for part in _similar(chunk.sizes.tolist()):
+    for part in similar(chunk.sizes.tolist()):
         some = chunk.part(part)
         scores, mask = _padded_scores(algorithm, some, flat, rows)
         local, samples = begin(some.shared, some.personal, scores, mask)
@@ -229,20 +223,11 @@ def _begin(
     return local, joined, torch.cat(starts)
 
 
-def _similar(sizes: list[int]) -> Iterator[slice]:
-    """Cut falling ``sizes`` where they have halved."""
-    start = 0
-    for end in range(1, len(sizes) + 1):
-        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
-            yield slice(start, end)
-            start = end
-
-
-def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
+def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
     """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
-    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()))
+    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
     if flat is not None:
-        index = (chunk.starts[:, None] + where.positions).flatten()
+        index = (chunk.places[:, None] + where.positions).flatten()
         # [..., N] -> [..., c, n] -> [c, ..., n]
         return tree_map(
             lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
@@ -251,9 +236,9 @@ def _padded_scores(algorithm: Algorithm, chunk: _Chunk, flat: Tree | None, rows:
         return {}, where.mask
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
     pieces: list[Tree] = []
-    for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes))):
+    for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes)), chunk.starts.device):
         shared, _ = chunk.active(num_active)
-        piece = stacked(shared, *chunk.rows(block))
+        piece = stacked(shared, *chunk.read(block))
         missing = len(chunk.sizes) - num_active
         pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
@@ -265,18 +250,18 @@ def _slice(local: Local, part: slice) -> Local:
 
 def _columns(samples: Tree, starts: Tensor, where: Positions) -> Tree:
     """Pick the columns of each client's batch: ``[..., columns] -> [A, ..., B]``."""
-    index = starts[: len(where.positions), None] + where.positions
+    index = starts[:, None] + where.positions
     return tree_map(
         lambda leaf: leaf.index_select(-1, index.flatten()).unflatten(-1, index.shape).movedim(-2, 0), samples
     )
 
 
-def _tally_chunk(function: Tally, chunk: _Chunk, width: int) -> Tree:
+def _tally_chunk(function: Tally, chunk: Chunk, width: int) -> Tree:
     stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
     totals: Tree = {}
-    for num_active, where in blocks(chunk.sizes, width):
+    for num_active, where in blocks(chunk.sizes, width, chunk.starts.device):
         shared, personal = chunk.active(num_active)
-        for name, sums in stacked(shared, personal, *chunk.rows(where), where.mask).items():
+        for name, sums in stacked(shared, personal, *chunk.read(where), where.mask).items():
             total = totals.setdefault(name, torch.zeros(len(chunk.members), dtype=torch.float64, device=sums.device))
             total[:num_active] += sums
     return {name: total.cpu() for name, total in totals.items()}

@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 from fedem.models.base import Model, ModelSpec
+from fedem.models.convolutional import CNN, LeafCNN
+from fedem.models.efficientnet import EfficientNetLite0
 from fedem.models.linear import Linear
+from fedem.models.mlp import MLP
+from fedem.models.mobilenet import MobileNetV2
+from fedem.models.recurrent import LSTM
+from fedem.models.resnet import ResNet18, ResNet34
 
-MODELS: dict[str, type[ModelSpec]] = {"linear": Linear}
+MODELS: dict[str, type[ModelSpec]] = {
+    "linear": Linear,
+    "mlp": MLP,
+    "cnn": CNN,
+    "leaf_cnn": LeafCNN,
+    "mobilenet_v2": MobileNetV2,
+    "resnet18": ResNet18,
+    "resnet34": ResNet34,
+    "efficientnet_lite0": EfficientNetLite0,
+    "lstm": LSTM,
+}
 
-__all__ = ["MODELS", "Linear", "Model", "ModelSpec"]
+__all__ = [
+    "CNN",
+    "LSTM",
+    "MLP",
+    "MODELS",
+    "EfficientNetLite0",
+    "LeafCNN",
+    "Linear",
+    "MobileNetV2",
+    "Model",
+    "ModelSpec",
+    "ResNet18",
+    "ResNet34",
+]

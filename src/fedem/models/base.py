@@ -16,35 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
 from fedem.errors import UserError
+from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Loss
 from fedem.settings import Settings
-from fedem.tree import Tree, tree_stack
-
-
-class FoldedLinear(nn.Linear):
-    """``nn.Linear`` in a form that stacks well: same parameters, same values.
-
-    Under vmap over components torch folds them into the rows of one matrix product only when the stacked factor is the
-    left one and contiguous; else it copies the inputs once for each component. So the weight stands on the left, and
-    the gradient that comes back is laid out afresh (it is far smaller than the inputs).
-    """
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[..., d] -> [..., K]``."""
-        rows = inputs if inputs.ndim == 2 else inputs.reshape(-1, inputs.shape[-1])
-        outputs = self.weight @ rows.mT
-        if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: gradient.reshape(-1).reshape(gradient.shape))
-        if self.bias is not None:
-            outputs = outputs + self.bias[:, None]
-        # Contiguous as nn.Linear's output is: what follows may want to view it.
-        outputs = outputs.mT.contiguous()
-        return outputs if inputs.ndim == 2 else outputs.reshape(*inputs.shape[:-1], self.out_features)
+from fedem.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 
 
 @dataclass(frozen=True)
@@ -74,19 +54,15 @@ class Model:
         self.build = _rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
-        self.not_stackable = _reason_not_to_stack(self._training)
-        """why models can't be stacked through vmap; None when they can"""
+        self.not_stackable: str | None = None
+        """why models can't be stacked through vmap, once :meth:`probe` has found that they can't"""
         self.bytes_per_sample = 0
         """of all outputs of all layers for one sample, once :meth:`probe` has seen one"""
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             # A copy: the function may hand out a module that somebody else uses.
-            module = deepcopy(self.build()).to(self.dtype).train(training)
-        for part in module.modules():
-            if type(part) is nn.Linear:
-                part.__class__ = FoldedLinear
-        return module
+            return make_stackable(deepcopy(self.build()).to(self.dtype).train(training))
 
     @cached_property
     def trainable(self) -> frozenset[str]:
@@ -103,8 +79,9 @@ class Model:
 
     @cached_property
     def normalises_batches(self) -> bool:
-        """Whether a layer normalises over the samples of a batch."""
-        return any(isinstance(part, _BatchNorm) for part in self._training.modules())
+        """Whether a layer of an unknown kind normalises over the samples of a batch, so that one can't stand alone."""
+        parts = self._training.modules()
+        return any(isinstance(part, _BatchNorm) and not isinstance(part, MaskedBatchNorm) for part in parts)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -114,7 +91,7 @@ class Model:
     def _prepare(self, inputs: Tensor) -> Tensor:
         if inputs.dtype == torch.uint8:
             return inputs.to(self.dtype) / 255
-        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs.long()
 
     def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
@@ -125,55 +102,78 @@ class Model:
         """Negative log-likelihood of each sample in evaluation mode, ``[n]``."""
         return self.loss.negative_log_likelihood(self.outputs(parameters, inputs), self._targets(targets))
 
-    def training_losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tree]:
-        """Negative log-likelihood of each sample in training mode, ``[n]``, and the buffers as the pass left them."""
-        outputs, buffers = self._training_outputs(parameters, inputs)
+    def training_losses(
+        self, parameters: Tree, inputs: Tensor, targets: Tensor, mask: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tree]:
+        """Negative log-likelihood of each sample in training mode, ``[n]``, and the buffers as the pass left them.
+
+        ``mask`` ``[n]`` is false where a row is padding (None: nowhere); layers that draw do so by ``key`` (int64).
+        """
+        outputs, buffers = self._training_outputs(parameters, inputs, mask, key)
         return self.loss.negative_log_likelihood(outputs, self._targets(targets)), buffers
 
-    def _training_outputs(self, parameters: Tree, inputs: Tensor) -> tuple[Tensor, Tree]:
+    def _training_outputs(
+        self, parameters: Tree, inputs: Tensor, mask: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tree]:
         # Modules change their buffers in place, so they get copies.
         state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
-        outputs: Tensor = functional_call(self._training, state, (self._prepare(inputs),))
+        with training_pass(mask, key):
+            outputs: Tensor = functional_call(self._training, state, (self._prepare(inputs),))
         return outputs, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
 
     def _targets(self, targets: Tensor) -> Tensor:
         return targets.to(self.dtype) if targets.is_floating_point() else targets
 
     def probe(self, inputs: Tensor) -> None:
-        """Try a few inputs: measure what the layers put out, and whether stacked models train as single ones do.
+        """Try a few inputs, on their device: how much the layers put out, whether stacked models train as single ones.
 
-        What is found is noted in ``bytes_per_sample`` and ``not_stackable``.
+        What is found is noted in ``bytes_per_sample`` and ``not_stackable``. Stacked, some rows are padding: a layer
+        that lets samples see each other in a way that is not known here gives itself away by that.
         """
-        trees = [self.init(0), self.init(1)]
-        self.bytes_per_sample = self._measure(trees[0], inputs[:1])
-        if self.not_stackable is not None:
-            return
-
-        def pull(tree: Tree, inputs: Tensor) -> tuple[Tree, Tree]:
-            """The gradient of something that depends on every output, and the buffers."""
-
-            def objective(trained: Tree) -> tuple[Tensor, Tree]:
-                outputs, buffers = self._training_outputs(tree | trained, inputs)
-                return outputs.square().sum(), buffers
-
-            gradient, buffers = grad(objective, has_aux=True)({name: tree[name] for name in self.trainable})
-            return gradient, buffers
-
+        self.bytes_per_sample = self._measure(tree_to(self.init(0), inputs.device), inputs[:1])
+        # In double precision where the module bears it: layers that normalise few samples amplify rounding.
+        double = Model(self.build, self.loss, torch.float64)
         try:
-            together, _ = vmap(pull)(tree_stack(trees), torch.stack([inputs, inputs]))
-            alone, buffers = pull(trees[1], inputs)
+            double._pulls(inputs, stacked=False)
+        except RuntimeError:
+            double = self
+        try:
+            together = double._pulls(inputs, stacked=True)
         # torch raises any of these for an operation without a vmap rule.
         except (RuntimeError, NotImplementedError, ValueError) as error:
             self.not_stackable = str(error).splitlines()[0]
             return
-        changed = [name for name, leaf in buffers.items() if not torch.equal(leaf, trees[1][name])]
-        if changed:
-            self.not_stackable = f"training changes {changed[0]!r}, which would see the padding of short batches"
-        elif not all(
-            torch.allclose(together[name][1], leaf, rtol=1e-3, atol=1e-4, equal_nan=True)
-            for name, leaf in alone.items()
-        ):
-            self.not_stackable = "stacked and single gradients differ"
+        alone = double._pulls(inputs, stacked=False)
+        gradients = [{name: tree[name] for name in self.trainable} for tree in (together, alone)]
+        if not _agree(*map(tree_flat, gradients)):
+            self.not_stackable = "its gradients change with the padding of short batches or with who is trained beside"
+        spoilt = [name for name in alone if name not in self.trainable and not _agree(together[name], alone[name])]
+        if spoilt:
+            self.not_stackable = f"training changes {spoilt[0]!r}, which sees the padding of short batches"
+
+    def _pulls(self, inputs: Tensor, stacked: bool) -> Tree:
+        """Return the gradient of something that depends on every output, and the buffers, of one model.
+
+        ``stacked`` puts another model beside it and padding below the inputs.
+        """
+        device = inputs.device
+        trees = [tree_to(self.init(seed), device) for seed in (0, 1)]
+        key = torch.tensor(0, device=device)
+
+        def pull(tree: Tree, inputs: Tensor, mask: Tensor | None) -> Tree:
+            def objective(trained: Tree) -> tuple[Tensor, Tree]:
+                outputs, buffers = self._training_outputs(tree | trained, inputs, mask, key)
+                squares = outputs.square().flatten(1).sum(1)
+                return (squares if mask is None else squares * mask).sum(), buffers
+
+            gradient, buffers = grad(objective, has_aux=True)({name: tree[name] for name in self.trainable})
+            return gradient | buffers
+
+        if not stacked:
+            return pull(trees[1], inputs, None)
+        padded = torch.cat([inputs, inputs[-1:].expand(3, *inputs.shape[1:])])
+        mask = torch.arange(len(padded), device=device) < len(inputs)
+        return tree_index(vmap(pull)(tree_stack(trees), *(torch.stack([x, x]) for x in (padded, mask))), 1)
 
     def _measure(self, tree: Tree, inputs: Tensor) -> int:
         """Count the bytes that the layers put out for these inputs."""
@@ -191,12 +191,38 @@ class Model:
                 hook.remove()
         return total
 
+    def component_outputs(self, components: Tree, inputs: Tensor) -> Tensor:
+        """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``."""
+        outputs: Tensor = self._over_components(self.outputs, (0, None), self._evaluates_one_by_one)(components, inputs)
+        return outputs
+
+    def component_losses(self, components: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of each sample under each of M models, ``[M, n]``."""
+        losses: Tensor = self._over_components(self.losses, (0, None, None), self._evaluates_one_by_one)(
+            components, inputs, targets
+        )
+        return losses
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether one pass of one model keeps a machine busy: convolutions and recurrences are faster unstacked."""
+        return any(isinstance(part, _ConvNd | nn.RNNBase) for part in self._evaluation.modules())
+
+    @property
+    def _evaluates_one_by_one(self) -> bool:
+        return self.is_large or self.not_stackable is not None
+
     def over_components(self, function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
-        """Return ``function`` of one component as one of M stacked ones, by vmap where the module allows it.
+        """Return a step of one component as one of M stacked ones, by vmap where the module allows it.
 
         ``in_dims`` says for each argument whether it is stacked (0) or common to all components (None).
         """
-        if self.not_stackable is None:
+        return self._over_components(function, in_dims, self.not_stackable is not None)
+
+    def _over_components(
+        self, function: Callable[..., Any], in_dims: tuple[int | None, ...], one_by_one: bool
+    ) -> Callable[..., Any]:
+        if not one_by_one:
             return vmap(function, in_dims=in_dims)
 
         def loop(*arguments: Any) -> Any:
@@ -231,6 +257,12 @@ class Model:
         self.loss.check(outputs.shape[1], targets)
 
 
+def _agree(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same but for rounding; what isn't finite here may be so in both."""
+    first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    return bool((first - second).norm() <= 1e-3 * second.norm() + 1e-6)
+
+
 def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
     """Return a function that copies ``source`` and initialises the copy afresh."""
     for name, part in source.named_modules():
@@ -250,17 +282,3 @@ def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
         return module
 
     return rebuild
-
-
-def _reason_not_to_stack(module: nn.Module) -> str | None:
-    """Return what the padding of short batches or torch's own randomness would spoil, if anything."""
-    reasons: tuple[tuple[type[nn.Module], str], ...] = (
-        (_BatchNorm, "batch normalisation would see the padding of short batches"),
-        (_DropoutNd, "dropout draws from torch's global generator"),
-        (nn.RNNBase, "torch has no vmap rule for its recurrent layers"),
-    )
-    for part in module.modules():
-        for kind, reason in reasons:
-            if isinstance(part, kind) and getattr(part, "p", 1) > 0:
-                return f"{type(part).__name__}: {reason}"
-    return None

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedem.config import GIVEN, Config
+from fedem.config import Config
 from fedem.data import DATA
 from fedem.methods import ALIASES, METHODS, Method
+from fedem.sections import GIVEN
 from fedem.settings import Settings, names_of
 
 if TYPE_CHECKING:

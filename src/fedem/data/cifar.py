@@ -1,0 +1,120 @@
+"""CIFAR-10 and CIFAR-100: 60,000 colour images of 32 x 32 (Krizhevsky 2009), training images first, then test images.
+
+They are read from the official "python version": pickles in a tar archive. Pickles can run code, so theirs are read by
+an unpickler that knows arrays, bytes, numbers, lists and dictionaries alone.
+
+Shapes: n images.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.data.blocks import Block, opened, pick, plain_images
+from fedem.data.download import Remote
+from fedem.data.store import Public
+
+_SHAPE = (3, 32, 32)
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+_HUNDRED = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
+# numpy's modules were renamed; a pickle may name the old ones, and importing those would warn.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads data and refuses everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return one of the few names that arrays need."""
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no data")
+        return _ALLOWED[module, name]
+
+
+def unpickle(content: bytes) -> dict[bytes, Any]:
+    """Read a dictionary as Python 2 pickled it, with keys of bytes; nothing in it is run."""
+    found = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+    if not isinstance(found, dict):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, no dictionary")
+    return found
+
+
+def _batches(source: Path, names: tuple[str, ...], keys: tuple[bytes, ...]) -> Iterator[list[NDArray[Any]]]:
+    """Yield the images ``[n, 3, 32, 32]`` of each file, and its labels ``[n]`` by ``keys``."""
+    with opened(source) as files:
+        for path in [pick(files, name, source) for name in names]:
+            with files[path]() as file:
+                batch = unpickle(file.read())
+            images = np.asarray(batch[b"data"])
+            if images.dtype != np.uint8:
+                raise ValueError(f"{path} holds {images.dtype}, no bytes")
+            yield [images.reshape(-1, *_SHAPE), *(np.array(batch[key], dtype=np.int64) for key in keys)]
+
+
+@final
+@dataclass(frozen=True)
+class Cifar10(Public):
+    """CIFAR-10: ten classes."""
+
+    name: ClassVar[str] = "cifar10"
+    title: ClassVar[str] = "CIFAR-10, 32 x 32 colour images, 10 classes"
+    usual: ClassVar[str] = "dirichlet"
+    remotes: ClassVar[tuple[Remote, ...]] = (
+        Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),
+    )
+    patterns: ClassVar[tuple[str, ...]] = ("cifar-10-batches-py",)
+    labels: ClassVar[tuple[str, ...]] = tuple(_TEN.split())
+
+    def read(self, source: Path) -> Iterator[Block]:
+        """Read the archive, its folder, or a plain npz."""
+        if source.suffix == ".npz":
+            yield from plain_images(source, _SHAPE, owned=False)
+            return
+        names = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+        for images, labels in _batches(source, names, (b"labels",)):
+            yield Block(images, labels)
+
+
+@final
+@dataclass(frozen=True)
+class Cifar100(Public):
+    """CIFAR-100: a hundred classes in twenty groups of five."""
+
+    name: ClassVar[str] = "cifar100"
+    title: ClassVar[str] = "CIFAR-100, 32 x 32 colour images, 100 classes in 20 groups"
+    usual: ClassVar[str] = "pachinko"
+    remotes: ClassVar[tuple[Remote, ...]] = (
+        Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
+    )
+    patterns: ClassVar[tuple[str, ...]] = ("cifar-100-python",)
+    labels: ClassVar[tuple[str, ...]] = tuple(_HUNDRED.split())
+
+    def read(self, source: Path) -> Iterator[Block]:
+        """Read the archive, its folder, or a plain npz that has ``coarse`` as well."""
+        if source.suffix == ".npz":
+            yield from plain_images(source, _SHAPE, owned=False, coarse=True)
+            return
+        for images, labels, groups in _batches(source, ("train", "test"), (b"fine_labels", b"coarse_labels")):
+            yield Block(images, labels, coarse=groups)

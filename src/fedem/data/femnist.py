@@ -1,0 +1,164 @@
+"""FEMNIST: the characters of NIST's Special Database 19 by writer, 28 x 28, 62 classes (Caldas and others 2018, LEAF).
+
+Three sources are read. Strokes are black on white in all of them.
+
+- LEAF's json files, as its scripts write them (they are published nowhere): a folder of ``all_data_*.json``, or one
+  with ``train`` and ``test`` folders, whose samples are put together again. Pixels become bytes by rounding 255 x.
+- NIST's ``by_class`` and ``by_write``, as zip archives or folders beside each other: the first knows classes (their
+  folders are hexadecimal ASCII codes), the second writers, and the same image has the same bytes in both. Where images
+  of several classes are the same to the byte, the first class by path counts.
+- A tree of images WRITER/CLASS/NAME.png, the class again as a hexadecimal ASCII code.
+
+Images are turned to grey and, where they are larger (NIST's are 128 x 128), resized by Pillow's Lanczos filter, as LEAF
+does; newer versions of Pillow shrink in two steps where LEAF calls them, here it is always one. LEAF's scripts also
+repeat the first image of nearly every writer; this is not reproduced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.data.blocks import Block, Files, opened, plain_images
+from fedem.data.download import Remote
+from fedem.data.emnist import CHARACTERS, SHAPE
+from fedem.data.store import Public
+from fedem.errors import UserError
+
+_NIST = ("by_class", "by_write")
+
+
+def _leaf_files(names: list[str]) -> list[str]:
+    """Choose the json files that hold every sample once; LEAF leaves several stages of its work beside each other."""
+    by_folder = {name: PurePosixPath(name).parent.name for name in names if name.endswith(".json")}
+    for folders in ({"all_data"}, {""}, {"train", "test"}):
+        if chosen := [name for name, folder in by_folder.items() if folder in folders]:
+            return chosen
+    return []
+
+
+def _leaf_blocks(content: dict[str, Any]) -> Iterator[Block]:
+    """Yield the samples of each user of a LEAF file."""
+    for user, count in zip(content["users"], content["num_samples"], strict=True):
+        data = content["user_data"][user]
+        pixels = np.asarray(data["x"], dtype=np.float64)
+        labels = np.asarray(data["y"])
+        if pixels.shape != (count, 784) or labels.shape != (count,) or (count and labels.dtype.kind != "i"):
+            raise ValueError(f"user {user!r} has x {pixels.shape} and y {labels.shape} for {count} samples")
+        if not ((pixels >= 0) & (pixels <= 1)).all():
+            raise ValueError(f"user {user!r} has pixels outside [0, 1]")
+        if count:
+            yield Block(np.rint(pixels * 255).astype(np.uint8).reshape(count, *SHAPE), labels, str(user))
+
+
+def _label(code: str, path: str) -> int:
+    """Turn a hexadecimal ASCII code into a label."""
+    try:
+        return CHARACTERS.index(chr(int(code, 16)))
+    except ValueError:
+        raise ValueError(f"{path}: {code!r} is no hexadecimal code of a digit or letter") from None
+
+
+def _image(content: bytes) -> NDArray[np.uint8]:
+    """Decode an image and bring it to ``[1, 28, 28]``."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UserError("Reading images needs the package pillow, which is not installed.") from None
+    with Image.open(io.BytesIO(content)) as image:
+        grey = image.convert("L")
+    if grey.size != SHAPE[1:]:
+        grey = grey.resize(SHAPE[1:], Image.Resampling.LANCZOS)
+    return np.asarray(grey, dtype=np.uint8)[None]
+
+
+def _images(files: Files) -> dict[str, PurePosixPath]:
+    return {name: path for name in files if len((path := PurePosixPath(name)).parts) >= 3 and path.suffix == ".png"}
+
+
+def _read_bytes(files: Files, name: str) -> bytes:
+    with files[name]() as file:
+        return file.read()
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _known_classes(files: Files) -> dict[bytes, int]:
+    """Map the hash of each image in ``by_class`` to its label; the folders train_* repeat images of hsf_*."""
+    labels: dict[bytes, int] = {}
+    for name, path in _images(files).items():
+        if path.parent.name.startswith("hsf_"):
+            labels.setdefault(_hash(_read_bytes(files, name)), _label(path.parts[-3], name))
+    return labels
+
+
+def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Block]:
+    """Yield the images of each writer; the label is in the path, or known by the image's content."""
+    found = sorted((path.parts[-3], name, path) for name, path in _images(files).items())
+    for writer, group in groupby(found, key=lambda entry: entry[0]):
+        images, labels = [], []
+        for _, name, path in group:
+            content = _read_bytes(files, name)
+            if classes is None:
+                labels.append(_label(path.parts[-2], name))
+            elif (known := classes.get(_hash(content))) is None:
+                raise ValueError(f"{name} of by_write is not in by_class")
+            else:
+                labels.append(known)
+            images.append(_image(content))
+        yield Block(np.stack(images), np.array(labels), writer)
+
+
+@final
+@dataclass(frozen=True)
+class Femnist(Public):
+    """FEMNIST, all writers; a part of them is chosen when it is partitioned."""
+
+    name: ClassVar[str] = "femnist"
+    title: ClassVar[str] = "FEMNIST, 28 x 28 images of characters, 62 classes, by writer"
+    usual: ClassVar[str] = "natural"
+    remotes: ClassVar[tuple[Remote, ...]] = (
+        Remote("https://s3.amazonaws.com/nist-srd/SD19/by_class.zip"),
+        Remote("https://s3.amazonaws.com/nist-srd/SD19/by_write.zip"),
+    )
+    patterns: ClassVar[tuple[str, ...]] = ("femnist",)
+    labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
+    hint: ClassVar[str] = "Or make LEAF's json files with LEAF's scripts (they have no address) and name their folder."
+
+    def read(self, source: Path) -> Iterator[Block]:
+        """Read LEAF's files, NIST's archives, a tree of images, or a plain npz with ``client``."""
+        if source.suffix == ".npz":
+            yield from plain_images(source, SHAPE, owned=True)
+            return
+        folder = source if source.is_dir() else source.parent
+        pair = [
+            next((path for path in (folder / f"{name}.zip", folder / name) if path.exists()), None) for name in _NIST
+        ]
+        if (source.is_dir() or source.stem in _NIST) and all(pair):
+            with ExitStack() as stack:
+                by_class, by_write = (stack.enter_context(opened(path)) for path in pair if path is not None)
+                yield from _tree_blocks(by_write, _known_classes(by_class))
+            return
+        with opened(source) as files:
+            if chosen := _leaf_files(list(files)):
+                for name in chosen:
+                    with files[name]() as file:
+                        yield from _leaf_blocks(json.load(file))
+            elif _images(files):
+                yield from _tree_blocks(files, None)
+            else:
+                raise UserError(
+                    f"{source} holds none of LEAF's json files, NIST's by_class and by_write, and images by writer."
+                )

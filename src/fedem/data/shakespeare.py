@@ -1,0 +1,172 @@
+"""Shakespeare: the next character of a role's lines (McMahan and others 2017), parsed the way LEAF does.
+
+The text is Project Gutenberg's #100 in the layout of 1994: a role's name and a full stop, indented by two spaces, start
+a speech; lines indented by four go on with it; the Comedy of Errors has no indents. LEAF's rules, kept here:
+
+- A client is a role in a play, PLAY_ROLE, the role in capitals. Works with fewer than two roles are no plays.
+- Roles of fewer than three lines are dropped (the paper says two; its number of samples is LEAF's), and so are those
+  whose text is no longer than a window.
+- A role's lines are joined by spaces, several spaces become one, and a window slides over that text by one character.
+
+Characters are coded by their position among LEAF's 80 letters. A character that is not among them gets the code of the
+last letter: LEAF looks up -1 for it, and its one-hot vector for -1 is that of the last one.
+
+Shapes: n windows of a role, L characters of a window.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from fedem.data.blocks import Block, opened
+from fedem.data.collection import Collection, fingerprint_of
+from fedem.data.download import Remote
+from fedem.data.store import Public
+from fedem.errors import UserError
+from fedem.samples import Pool
+
+LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+UNKNOWN = len(LETTERS) - 1
+FEWEST_LINES = 3
+
+_AUTHOR = "by William Shakespeare"
+_TITLE_ABOVE = (2, 7)  # the title is the nearest line with text, this many lines above the author
+_NOT_INDENTED = "THE COMEDY OF ERRORS"
+_SPEECH = re.compile(r"  ([a-zA-Z][a-zA-Z ]*)\. (.*)")
+_CONTINUED = re.compile(r"    (.*)")
+_SPEECH_NOT_INDENTED = re.compile(r"([a-zA-Z][a-zA-Z ]*)\. (.*)")
+_CONTINUED_NOT_INDENTED = re.compile(r"(.*)")
+_CODES = np.full(256, UNKNOWN, dtype=np.int8)
+_CODES[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
+
+
+def plays(text: str) -> list[tuple[str, dict[str, list[str]]]]:
+    """Split the complete works into plays: (title, {role: its lines})."""
+    found: list[tuple[str, dict[str, list[str]]]] = []
+    lines = text.splitlines()
+    roles: dict[str, list[str]] = {}
+    speaker, flat = None, False
+    nearest, farthest = _TITLE_ABOVE
+    for number, line in enumerate(lines):
+        if _AUTHOR in line:
+            above = lines[max(0, number - farthest) : max(0, number - nearest + 1)]
+            title = next((line.strip() for line in reversed(above) if line.strip()), "")
+            roles, speaker, flat = defaultdict(list), None, title == _NOT_INDENTED
+            found.append((title, roles))
+        elif not found:
+            continue
+        elif speech := (_SPEECH_NOT_INDENTED if flat else _SPEECH).match(line):
+            speaker = speech[1].upper()
+            if flat and speaker.startswith("ACT "):
+                speaker = None
+            else:
+                roles[speaker].append(speech[2])
+        elif speaker and (continued := (_CONTINUED_NOT_INDENTED if flat else _CONTINUED).match(line)):
+            if flat and line.startswith("<"):
+                speaker = None  # the publisher's notice, which elsewhere is not indented
+            else:
+                roles[speaker].append(continued[1])
+    return [(title, roles) for title, roles in found if len(roles) > 1]
+
+
+def encode(text: str) -> NDArray[np.int8]:
+    """Code characters by their position among LETTERS."""
+    points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+    codes: NDArray[np.int8] = _CODES[np.minimum(points, len(_CODES) - 1)]
+    return codes
+
+
+def _text(source: Path) -> str:
+    """Read the text from a plain, gzipped or zipped file."""
+    with opened(source) as files:
+        names = [name for name in files if name.lower().removesuffix(".gz").endswith(".txt")]
+        if len(names) != 1:
+            raise UserError(f"{source} holds {len(names)} texts; allowed: one file ending in .txt or .txt.gz.")
+        with files[names[0]]() as file:
+            content = file.read()
+    content = gzip.decompress(content) if names[0].lower().endswith(".gz") else content
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return content.decode("latin-1")  # older editions
+
+
+@final
+@dataclass(frozen=True)
+class Shakespeare(Public):
+    """The next character of a role's lines.
+
+    Attributes:
+        window: L, characters that are seen before the one to predict.
+        min_lines: roles of fewer lines are left out.
+
+    """
+
+    window: int = field(default=80, metadata={"min": 1, "max": 1000})
+    min_lines: int = field(default=FEWEST_LINES, metadata={"min": FEWEST_LINES})
+
+    name: ClassVar[str] = "shakespeare"
+    title: ClassVar[str] = "Shakespeare's plays, the next of 80 characters, by role"
+    usual: ClassVar[str] = "natural"
+    # An early edition's layout is needed: later ones write the names of the roles above their speeches.
+    remotes: ClassVar[tuple[Remote, ...]] = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
+    patterns: ClassVar[tuple[str, ...]] = ("*pg100.txt", "*pg100.txt.gz", "100.txt", "100-0.txt")
+    labels: ClassVar[tuple[str, ...]] = tuple(LETTERS)
+
+    @property
+    def variant(self) -> str:
+        """Name of the canonical form, one a window."""
+        return f"{self.name}-{self.window}"
+
+    @property
+    def command(self) -> str:
+        """What prepares it."""
+        return f"{super().command} --window {self.window}"
+
+    def read(self, source: Path) -> Iterator[Block]:
+        """Read the text; roles with many lines come first, so that a minimum is a matter of where to stop."""
+        roles: dict[str, list[str]] = defaultdict(list)
+        for title, parts in plays(_text(source)):
+            for role, lines in parts.items():
+                if len(lines) >= FEWEST_LINES:
+                    roles[re.sub(r"\W+", "_", f"{title}_{role}".replace(" ", "_"))] += lines
+        if not roles:
+            raise UserError(f"{source} has no plays in the layout of Project Gutenberg's #100 of 1994.")
+        for role in sorted(roles, key=lambda role: (-len(roles[role]), role)):
+            codes = encode(re.sub("  +", " ", " ".join((*roles[role], ""))))
+            if len(codes) > self.window:
+                windows = sliding_window_view(codes, self.window)[:-1]
+                yield Block(windows, codes[self.window :], role, lines=len(roles[role]))
+
+    def collect(self) -> Collection:
+        """Open the canonical form and leave out roles of fewer than ``min_lines`` lines."""
+        whole, about = self.opened()
+        lines = torch.tensor(about.lines)
+        stays = lines >= self.min_lines
+        assert whole.owners is not None
+        if bool(stays.all()):
+            return whole
+        if not bool(stays.any()):
+            raise UserError(
+                f"data.min_lines is {self.min_lines}; allowed: at most {int(lines.max())}, the longest role's."
+            )
+        end = int(stays[whole.owners].sum())
+        return replace(
+            whole,
+            pool=Pool(*(array[:end] for array in whole.pool)),
+            ids=whole.ids[:end],
+            fingerprint=fingerprint_of(whole.ids[:end].numpy()),
+            owners=(stays.cumsum(0) - 1)[whole.owners[:end]],
+            owner_names=tuple(name for name, stay in zip(whole.owner_names, stays.tolist(), strict=True) if stay),
+        )

@@ -1,0 +1,34 @@
+"""How much memory there is, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_MOST_ON_CPU = 2 << 30  # more clients at once gain nothing there: what they work on leaves the caches
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be had on ``device``."""
+    if device.type == "cuda":
+        # What torch holds but does not use counts as free.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # no Linux: what was never touched is a lower bound
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def budget(device: torch.device) -> int:
+    """Return the bytes that clients who train together may take: a share of what is free."""
+    free = free_bytes(device)
+    return int(0.6 * free) if device.type == "cuda" else min(free // 4, _MOST_ON_CPU)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Say whether torch failed for want of memory, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,70 @@
+"""Two small convolutional networks for handwritten characters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fedem.models.base import ModelSpec
+from fedem.models.images import Images, image_shape
+
+
+@dataclass(frozen=True)
+class CNN(ModelSpec):
+    """The paper's network for EMNIST and FEMNIST: that of Reddi et al. (2021), two 3x3 convolutions without padding.
+
+    ``dropout`` is the rate after pooling, ``dense_dropout`` that after the dense layer.
+    """
+
+    dropout: float = field(default=0.25, metadata={"min": 0, "below": 1})
+    dense_dropout: float = field(default=0.5, metadata={"min": 0, "below": 1})
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+        """Convolve twice, pool once, then two dense layers."""
+        channels, height, width = image_shape("CNN", input_shape, smallest=6)
+        return nn.Sequential(
+            Images(),
+            nn.Conv2d(channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(self.dropout),
+            nn.Flatten(),
+            nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
+            nn.ReLU(),
+            nn.Dropout(self.dense_dropout),
+            nn.Linear(128, num_outputs),
+        )
+
+
+@dataclass(frozen=True)
+class LeafCNN(ModelSpec):
+    """The network of LEAF for FEMNIST (Caldas et al. 2018): 5x5 convolutions and a dense layer of 2048 units.
+
+    LEAF pads so that convolutions keep the image's size; the authors' code of FedEM has the same layers without padding
+    (``same_padding = false``).
+    """
+
+    same_padding: bool = True
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+        """Convolve and pool, twice, then two dense layers."""
+        channels, height, width = image_shape("LeafCNN", input_shape, smallest=4 if self.same_padding else 16)
+        padding, lost = (2, 0) if self.same_padding else (0, 4)
+        for _ in range(2):
+            height, width = (height - lost) // 2, (width - lost) // 2
+        return nn.Sequential(
+            Images(),
+            nn.Conv2d(channels, 32, 5, padding=padding),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 5, padding=padding),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * height * width, 2048),
+            nn.ReLU(),
+            nn.Linear(2048, num_outputs),
+        )

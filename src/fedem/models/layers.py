@@ -1,0 +1,190 @@
+"""Layers in forms that stack: same parameters, same values, for whatever number of models at once.
+
+torch's own layers don't: dropout draws from a generator whose state depends on who is trained together, batch
+normalisation sees the rows that pad a short batch, a linear layer copies its inputs for every model. A module is put
+into these forms by :func:`make_stackable`; what they must know of the batch besides its inputs is a :class:`Pass`.
+
+Shapes: n samples of a batch, padding included, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedem.errors import UserError
+from fedem.models.lstm import StackableLSTM, stackable
+from fedem.randomness import derive
+
+_LEVELS = 1 << 16  # a draw has 16 bits, so that one word serves four
+
+
+@dataclass
+class Pass:
+    """What the layers must know of one training pass over a batch.
+
+    Attributes:
+        mask: ``[n]`` bool, false where a row is padding; None where no row is.
+        key: int64, the source of the pass's random numbers.
+        draws: layers that have drawn so far; each has a stream of its own.
+
+    """
+
+    mask: Tensor | None
+    key: Tensor
+    draws: int = 0
+
+    def next_key(self) -> Tensor:
+        """Return the key of the next layer that draws."""
+        self.draws += 1
+        return derive(self.key, self.draws)
+
+
+_CURRENT: ContextVar[Pass] = ContextVar("pass")
+
+
+@contextmanager
+def training_pass(mask: Tensor | None, key: Tensor) -> Iterator[None]:
+    """Tell the layers what batch they are about to see."""
+    token = _CURRENT.set(Pass(mask, key))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> Tensor:
+    """Zero each number, or each channel, with probability ``rate``, and scale the others to keep the mean.
+
+    What is zeroed depends on the pass's key and on the place: the row, and the position within it. So neither the
+    padding below a batch nor the clients beside it change anything.
+    """
+    shape = inputs.shape[:2] if whole_channels else inputs.shape
+    places = shape[1:].numel()
+    rows = derive(_CURRENT.get().next_key(), torch.arange(shape[0], device=inputs.device))
+    words = derive(rows[:, None], torch.arange(-(-places // 4), device=inputs.device))
+    draws = words.view(torch.int16)[:, :places].reshape(shape)
+    kept = draws >= round(rate * _LEVELS) - _LEVELS // 2
+    if whole_channels:
+        kept = kept.reshape(*shape, *(1,) * (inputs.ndim - 2))
+    return inputs * (kept.to(inputs.dtype) / (1 - rate))
+
+
+class KeyedDropout(nn.Dropout):
+    """``nn.Dropout`` by keys."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, ...]``, unchanged in evaluation mode."""
+        return keyed_dropout(inputs, self.p) if self.training and self.p else inputs
+
+
+class KeyedChannelDropout(nn.Dropout):
+    """``nn.Dropout1d``, ``2d`` and ``3d`` by keys."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, ...]``, unchanged in evaluation mode."""
+        return keyed_dropout(inputs, self.p, whole_channels=True) if self.training and self.p else inputs
+
+
+class MaskedBatchNorm(_BatchNorm):
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are no padding.
+
+    A channel with a single number can't be normalised by its own batch: it is by the running statistics, which then
+    stay as they are.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, ...]``."""
+        if not self.training:
+            return self._by(inputs, own=False)
+        mask = _CURRENT.get().mask
+        if mask is None and self.momentum is not None and len(inputs) * inputs.shape[2:].numel() > 1:
+            self.num_batches_tracked.add_(1)
+            return self._by(inputs, own=True)
+        return self._masked(inputs, torch.ones(len(inputs), device=inputs.device) if mask is None else mask)
+
+    def _by(self, inputs: Tensor, own: bool) -> Tensor:
+        """Normalise by the batch's own statistics, all rows counting, or by the running ones."""
+        momentum = self.momentum or 0.0
+        return batch_norm(
+            inputs, self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps
+        )
+
+    def _masked(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        """Normalise by the statistics of the rows in ``mask`` ``[n]``."""
+        channels, rows = (1, -1, *(1,) * (inputs.ndim - 2)), (-1, *(1,) * (inputs.ndim - 1))
+        dims = [0, *range(2, inputs.ndim)]
+        weights = mask.to(inputs.dtype).view(rows)
+        count = weights.sum() * inputs.shape[2:].numel()
+        lonely = count <= 1
+        mean = (weights * inputs).sum(dims) / count
+        mean = torch.where(lonely, self.running_mean, mean)
+        centred = inputs - mean.view(channels)
+        spread = (weights * centred.square()).sum(dims)
+        variance = torch.where(lonely, self.running_var, spread / count)
+        self.num_batches_tracked.add_((~lonely).long())
+        steady = torch.full_like(count, self.momentum or 0.0)
+        pace = 1 / self.num_batches_tracked.clamp(min=1).to(count.dtype) if self.momentum is None else steady
+        pace = torch.where(lonely, 0.0, pace)
+        # As torch has it: the running variance is the unbiased one.
+        unbiased = spread.detach() / (count - 1).clamp(min=1)
+        self.running_mean.add_(pace * (mean.detach() - self.running_mean))
+        self.running_var.add_(pace * (torch.where(lonely, self.running_var, unbiased) - self.running_var))
+        outputs = centred * torch.rsqrt(variance + self.eps).view(channels)
+        return outputs if self.weight is None else outputs * self.weight.view(channels) + self.bias.view(channels)
+
+
+class FoldedLinear(nn.Linear):
+    """``nn.Linear`` whose weight stands on the left.
+
+    Under vmap over components torch folds them into the rows of one matrix product only when the stacked factor is the
+    left one and contiguous; else it copies the inputs once for each component. So the weight stands on the left, and
+    the gradient that comes back is laid out afresh (it is far smaller than the inputs).
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[..., d] -> [..., K]``."""
+        rows = inputs if inputs.ndim == 2 else inputs.reshape(-1, inputs.shape[-1])
+        outputs = self.weight @ rows.mT
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: gradient.reshape(-1).reshape(gradient.shape))
+        if self.bias is not None:
+            outputs = outputs + self.bias[:, None]
+        # Contiguous as nn.Linear's output is: what follows may want to view it.
+        outputs = outputs.mT.contiguous()
+        return outputs if inputs.ndim == 2 else outputs.reshape(*inputs.shape[:-1], self.out_features)
+
+
+_FORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FoldedLinear,
+    nn.Dropout: KeyedDropout,
+    nn.Dropout1d: KeyedChannelDropout,
+    nn.Dropout2d: KeyedChannelDropout,
+    nn.Dropout3d: KeyedChannelDropout,
+    nn.BatchNorm1d: MaskedBatchNorm,
+    nn.BatchNorm2d: MaskedBatchNorm,
+    nn.BatchNorm3d: MaskedBatchNorm,
+    nn.SyncBatchNorm: MaskedBatchNorm,
+    nn.LSTM: StackableLSTM,
+}
+
+
+def make_stackable(module: nn.Module) -> nn.Module:
+    """Put the layers of ``module``, in place, into forms that stack; subclasses of a user's own are left alone."""
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and not part.track_running_stats:
+            raise UserError(
+                f"Part {name!r} ({type(part).__name__}) keeps no running statistics, so what it predicts for a sample "
+                "would depend on the samples beside it; allowed: track_running_stats=True."
+            )
+        if isinstance(part, nn.LSTM) and not stackable(part):
+            continue
+        part.__class__ = _FORMS.get(type(part), type(part))
+    return module

@@ -1,0 +1,183 @@
+"""What a federation's data look like: sizes, labels, and how much clients differ.
+
+Shapes: T clients, K labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.data.base import Dataset
+from fedem.federation import PARTS, Federation
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_LISTED = 20
+Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def label_counts(federation: Federation, num_labels: int = 0) -> Counts:
+    """Count each client's labels over all parts, ``[T, K]``; K is at least ``num_labels``."""
+    targets = [federation.part(part).targets.numpy() for part in PARTS]
+    width = max([num_labels, *(int(column.max()) + 1 for column in targets if len(column))])
+    counts = np.zeros((federation.num_clients, width), dtype=np.int64)
+    for part, column in zip(PARTS, targets, strict=True):
+        np.add.at(counts, (_owners(federation, part), column), 1)
+    return counts
+
+
+def shares(counts: Counts) -> Floats:
+    """Return label distributions, ``[..., K]``."""
+    divided: Floats = counts / counts.sum(-1, keepdims=True)
+    return divided
+
+
+def total_variation(counts: Counts) -> float:
+    """Return the mean distance of clients' label distributions to the pool's, half the sum of the differences.
+
+    From 0, all alike, to almost 1.
+    """
+    return float(np.abs(shares(counts) - shares(counts.sum(0))).sum(1).mean() / 2)
+
+
+def jensen_shannon(counts: Counts) -> float:
+    """Return the mean Jensen-Shannon divergence of clients' label distributions from the pool's, in bits: 0 to 1."""
+    own, pool = shares(counts), shares(counts.sum(0))
+    middle = (own + pool) / 2
+    return float((_divergence(own, middle) + _divergence(np.broadcast_to(pool, own.shape), middle)).mean() / 2)
+
+
+def _divergence(first: Floats, second: Floats) -> Floats:
+    """Return Kullback-Leibler divergences in bits, ``[T]``; zero times anything is zero."""
+    logs = np.log2(np.divide(first, second, out=np.ones_like(second), where=first > 0))
+    total: Floats = (first * logs).sum(1)
+    return total
+
+
+def between_share(values: Floats, owners: Counts) -> float:
+    """Return the share of the values' variance that lies between clients, 0 to 1: values and owners ``[N]``."""
+    values = values - values.mean()
+    total = float(np.square(values).sum())
+    sizes = np.bincount(owners)
+    sums = np.bincount(owners, weights=values)
+    between = float((np.square(sums[sizes > 0]) / sizes[sizes > 0]).sum())
+    return between / total if total else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """What there is to say of a federation.
+
+    Attributes:
+        title: name of the data.
+        names: of the T clients.
+        sizes: samples of each client in each part, ``[T, 3]``.
+        counts: of labels, ``[T, K]``; None for regression.
+        labels: names of the K labels.
+        between: for regression: the share of the targets' variance between clients.
+        quartiles: for regression: of each client's targets, ``[T, 3]``.
+        inputs: shape and type of one input.
+        columns: what was made of a table's columns, if it was one.
+
+    """
+
+    title: str
+    names: tuple[str, ...]
+    sizes: Counts
+    inputs: str
+    counts: Counts | None = None
+    labels: tuple[str, ...] = ()
+    between: float | None = None
+    quartiles: Floats | None = None
+    columns: str | None = None
+
+
+def describe(dataset: Dataset, title: str) -> Description:
+    """Describe a data set's clients; those held out of training are not there yet."""
+    federation, encoding = dataset.federation, dataset.encoding
+    sizes = np.stack([federation.part(part).sizes.numpy() for part in PARTS], axis=1)
+    pool = federation.train.pool
+    inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
+    columns = None if encoding is None else encoding.describe()
+    if not pool.targets.is_floating_point():
+        known = encoding.classes if encoding is not None and encoding.classes is not None else ()
+        counts = label_counts(federation, len(known))
+        labels = known or tuple(map(str, range(counts.shape[1])))
+        return Description(title, federation.names, sizes, inputs, counts, labels, columns=columns)
+    owners = np.concatenate([_owners(federation, part) for part in PARTS])
+    # Several targets a sample count as one: their mean.
+    flat = [federation.part(part).targets.double().reshape(len(federation.part(part)), -1).mean(1) for part in PARTS]
+    values = np.concatenate([column.numpy() for column in flat])
+    ends = np.bincount(owners, minlength=federation.num_clients).cumsum()[:-1]
+    own = np.split(values[np.argsort(owners, kind="stable")], ends)
+    quartiles = np.array([np.quantile(column, (0.25, 0.5, 0.75)) for column in own])
+    between = between_share(values, owners)
+    return Description(title, federation.names, sizes, inputs, between=between, quartiles=quartiles, columns=columns)
+
+
+def _owners(federation: Federation, part: str) -> Counts:
+    """Return the position of each sample's client, ``[N]``."""
+    return np.repeat(np.arange(federation.num_clients), federation.part(part).sizes.numpy())
+
+
+def sizes_table(description: Description) -> Table:
+    """Return samples in each part and in all: together, and of the least, the median and the largest client."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"{description.title}: samples of {len(description.names):,} clients"))
+    for heading in ("part", "all", "least", "median", "largest"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    columns = [*description.sizes.T, description.sizes.sum(1)]
+    for name, column in zip((*PARTS, "together"), columns, strict=True):
+        figures = (column.sum(), column.min(), np.median(column), column.max())
+        table.add_row(name, *(f"{figure:,.0f}" for figure in figures), end_section=name == PARTS[-1])
+    return table
+
+
+def labels_table(description: Description) -> Table:
+    """Return each label's samples, share, and number of clients that have it; many labels: the most frequent."""
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = description.counts
+    assert counts is not None, "regression has no labels"
+    total = counts.sum(0)
+    order = np.argsort(-total, kind="stable")[:_LISTED] if len(total) > _LISTED else np.arange(len(total))
+    more = f", the {_LISTED} most frequent of {len(total)}" if len(total) > _LISTED else ""
+    table = Table(title=f"Labels{more}")
+    for heading in ("label", "samples", "share in %", "clients"):
+        table.add_column(heading, justify="left" if heading == "label" else "right")
+    for label in order.tolist():
+        share = f"{100 * total[label] / total.sum():.1f}"
+        table.add_row(Text(description.labels[label]), f"{total[label]:,}", share, f"{(counts[:, label] > 0).sum():,}")
+    return table
+
+
+def remarks(description: Description) -> list[str]:
+    """Return what else there is to say, a line each."""
+    lines = [f"Inputs: {description.inputs}."]
+    if description.columns:
+        lines += [f"Columns: {description.columns}.", "Missing values: none."]
+    if description.counts is not None:
+        lines.append(
+            f"Clients' labels against the pool's, mean over clients: total variation distance "
+            f"{total_variation(description.counts):.3f}, Jensen-Shannon divergence "
+            f"{jensen_shannon(description.counts):.3f} bits (0: all alike, 1: nothing in common)."
+        )
+    if description.between is not None:
+        lines.append(f"{100 * description.between:.1f}% of the targets' variance lies between clients.")
+    return lines
+
+
+def by_dominant_label(counts: Counts, names: Sequence[str]) -> Counts:
+    """Return the order in which clients are drawn: by dominant label, then by its share, then by name. ``[T]``."""
+    own = shares(counts)
+    return np.lexsort((np.argsort(np.argsort(names)), -own.max(1), own.argmax(1)))

@@ -1,0 +1,117 @@
+"""The sections of a run's configuration: what each may hold, and how layers of them are laid over each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedem.data import DATA
+from fedem.data.partitions import PARTITIONS
+from fedem.engines import ENGINES, Batching
+from fedem.errors import UserError, unknown
+from fedem.methods import ALIASES, METHODS
+from fedem.models import MODELS
+from fedem.models.losses import LOSSES
+from fedem.schedules import SCHEDULES
+from fedem.settings import Settings, complete, names_of
+from fedem.solvers import SOLVERS
+
+Values = dict[str, Any]
+Sections = dict[str, Values]
+Layer = Mapping[str, Mapping[str, Any]]
+
+GIVEN = "given"
+"""Name of data or a model that was passed from Python, and so can't be made again from a file."""
+
+
+@dataclass(frozen=True)
+class RunSettings(Settings):
+    """How a run goes, whatever the method."""
+
+    rounds: int = field(default=200, metadata={"min": 1})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
+    clients_per_round: float = field(default=1.0, metadata={"above": 0})
+    unseen: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    device: str = "auto"
+    engine: str = field(default="auto", metadata={"choices": ENGINES})
+    chunk_size: int = field(default=0, metadata={"min": 0})
+    dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
+    fine_tune_epochs: int = field(default=0, metadata={"min": 0})
+    unseen_epochs: int = field(default=5, metadata={"min": 1})
+    evaluate_every: int = field(default=10, metadata={"min": 0})
+    measure_alpha_every: int = field(default=0, metadata={"min": 0})
+    checkpoint_every: int = field(default=10, metadata={"min": 1})
+    partition_hash: str = ""
+
+
+Kinds = tuple[type[Settings], ...]
+
+
+def _rows(table: Mapping[str, type[Settings]]) -> dict[str, Kinds]:
+    return {name: (kind,) for name, kind in table.items()}
+
+
+# A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
+UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,)}
+NAMED: dict[str, dict[str, Kinds]] = {
+    "data": _rows(DATA),
+    "partition": _rows(PARTITIONS),
+    "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
+    "model": _rows(MODELS),
+    "loss": _rows(LOSSES),
+    "solver": _rows(SOLVERS),
+    "schedule": _rows(SCHEDULES),
+}
+_WITHOUT_SETTINGS = [("data", GIVEN), ("partition", GIVEN), ("model", GIVEN), ("loss", "auto")]
+DEFAULTS: Sections = {
+    "data": {"name": "synthetic"},
+    "method": {"name": "fedem"},
+    "model": {"name": "linear"},
+    "loss": {"name": "auto"},
+    "solver": {"name": "sgd"},
+    "schedule": {"name": "step"},
+}
+
+
+def kinds_of(section: str, values: Mapping[str, Any]) -> Kinds:
+    """Return the classes that describe a section's values; none when it has none to set."""
+    if section in UNNAMED:
+        return UNNAMED[section]
+    name = values.get("name")
+    if (section, name) in _WITHOUT_SETTINGS:
+        return ()
+    if not isinstance(name, str) or name not in NAMED[section]:
+        raise unknown(section, name, NAMED[section])
+    return NAMED[section][name]
+
+
+def complete_section(section: str, values: Mapping[str, Any]) -> Values:
+    """Check a section's values and fill in the defaults."""
+    kinds = kinds_of(section, values)
+    own = {key: value for key, value in values.items() if key != "name" or section in UNNAMED}
+    named = {} if section in UNNAMED else {"name": values["name"]}
+    if not kinds:
+        if own:
+            raise UserError(f"[{section}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
+        return named
+    return named | complete(section, own, *kinds)
+
+
+def overlay(*layers: Layer) -> Sections:
+    """Merge section by section; a layer that changes a section's name keeps the old values that the new one has too."""
+    merged: Sections = {}
+    for layer in layers:
+        for section, given in layer.items():
+            values = dict(given)
+            if section == "method" and "name" in values:
+                values["name"] = ALIASES.get(values["name"], values["name"])
+            old = merged.get(section, {})
+            default = DEFAULTS.get(section, {}).get("name")
+            if old and "name" in values and old.get("name", default) != values["name"]:
+                known = names_of(*kinds_of(section, values))
+                old = {key: value for key, value in old.items() if key in known}
+            merged[section] = old | values
+    return merged
+
+
