@@ -168,7 +168,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
         return path
 
     old, new = write("old", slice(0, 150)), write("new", slice(150, 200))
-    options = ["--components", "2", "--rounds", "40", "--set", "schedule.learning_rate=1.0"]
+    options = ["--seed", "1", "--components", "2", "--rounds", "40", "--set", "schedule.learning_rate=1.0"]
     assert run("train", "--data", old, *options, "--out", tmp_path / "r", "-q")[0] == 0
     code, out, err = run("personalize", tmp_path / "r", "--data", new, "--out", tmp_path / "p")
     assert code == 0, err

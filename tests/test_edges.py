@@ -11,41 +11,13 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 import fedem
-from fedem.data.files import read_table
+from fedem.data.tables import read_table
 from fedem.errors import UserError
 
 
 def _write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("a,a,y,client\n1,2,0,u\n", "the column 'a' more than once"),
-        (b"a,y\n\xff,1\n", "can't be read as CSV"),
-        ('a,y\n"1,2\n', "can't be read as CSV"),
-        ("a,y\n1e39,1\n", "line 2, column 'a': '1e39' is not finite"),
-        ("a,y\n1_0,1\n", "'1_0' is no number"),
-        ('a,b,y\n"1\n",2,0\n3,x,1\n', "line 4, column 'b'"),
-    ],
-)
-def test_csv_files_that_would_be_misread(tmp_path: Path, content: str | bytes, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_table(_write(tmp_path / "t.csv", content))
-
-
-def test_csv_files_as_spreadsheets_write_them(tmp_path: Path) -> None:
-    table = read_table(_write(tmp_path / "t.CSV", "\ufeffclient,a,y\r\nu,1.5,0\r\n\r\nv,2,1\r\n"))
-    assert table.clients.tolist() == ["u", "v"]
-    assert table.inputs.tolist() == [[1.5], [2.0]]
-
-
-@pytest.mark.parametrize(("texts", "kind"), [(("1", "+2", " 3"), np.int64), (("1.0", "2.0"), np.float32)])
-def test_csv_targets_are_classes_only_when_written_so(tmp_path: Path, texts: tuple[str, ...], kind: type) -> None:
-    rows = "".join(f"0,{text}\n" for text in texts)
-    assert read_table(_write(tmp_path / "t.csv", "a,y\n" + rows)).targets.dtype == kind
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut short"])

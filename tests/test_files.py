@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 from numpy.typing import NDArray
+from shops import make_shops, write_shops
 
 from fedem.data import FromFile
-from fedem.data.files import read_table
+from fedem.data.partitions import Natural, Uniform
+from fedem.data.tables import Table, read_table
 from fedem.errors import UserError
 from fedem.federation import PARTS, Federation
 
@@ -33,6 +35,19 @@ def write_npz(path: Path, **arrays: Any) -> Path:
 def write_csv(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def write_parquet(path: Path, **columns: Any) -> Path:
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    pandas.DataFrame(columns).to_parquet(path)
+    return path
+
+
+def owners_of(table: Table) -> list[str]:
+    owners = table.owners()
+    assert owners is not None
+    return owners.tolist()
 
 
 def samples_of(federation: Federation) -> set[tuple[Any, ...]]:
@@ -62,62 +77,57 @@ def table(tmp_path: Path) -> Path:
     return write_csv(tmp_path / "samples.csv", HEADER, *rows)
 
 
+@pytest.fixture
+def parquet(tmp_path: Path) -> Path:
+    first, second = INPUTS.T
+    return write_parquet(tmp_path / "samples.parquet", first=first, second=second, y=TARGETS, client=CLIENTS)
+
+
 class TestNpz:
     def test_arrays_come_back(self, npz: Path) -> None:
-        inputs, targets, clients = read_table(npz)[:3]
-        assert inputs.tolist() == INPUTS.tolist()
-        assert targets is not None
-        assert targets.tolist() == TARGETS.tolist()
-        assert clients is not None
-        assert clients.tolist() == CLIENTS.tolist()
+        table = read_table(npz)
+        assert table.stacked().tolist() == INPUTS.tolist()
+        assert table.columns["y"].values.tolist() == TARGETS.tolist()
+        assert owners_of(table) == CLIENTS.tolist()
 
     @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32, np.float64])
     def test_inputs_keep_their_type(self, tmp_path: Path, dtype: type) -> None:
         path = write_npz(tmp_path / "samples.npz", x=np.ones((3, 2, 2), dtype=dtype))
-        assert read_table(path).inputs.dtype == dtype
-        assert read_table(path).inputs.shape == (3, 2, 2)
-
-    @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32, np.float64])
-    def test_targets_keep_their_type(self, tmp_path: Path, dtype: type) -> None:
-        targets = read_table(write_npz(tmp_path / "samples.npz", x=INPUTS, y=TARGETS.astype(dtype))).targets
-        assert targets is not None
-        assert targets.dtype == dtype
+        assert read_table(path).stacked().dtype == dtype
+        assert read_table(path).stacked().shape == (3, 2, 2)
 
     def test_compressed_archives_are_read(self, tmp_path: Path) -> None:
         np.savez_compressed(tmp_path / "samples.npz", x=INPUTS)
-        assert read_table(tmp_path / "samples.npz").inputs.tolist() == INPUTS.tolist()
+        assert read_table(tmp_path / "samples.npz").stacked().tolist() == INPUTS.tolist()
 
     def test_targets_and_clients_are_optional(self, tmp_path: Path) -> None:
-        _, targets, clients = read_table(write_npz(tmp_path / "samples.npz", x=INPUTS))[:3]
-        assert (targets, clients) == (None, None)
+        assert not read_table(write_npz(tmp_path / "samples.npz", x=INPUTS)).columns
 
     def test_whole_numbers_may_name_clients(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS, client=np.array([7, 7, 8, 8, 9, 9]))
-        clients = read_table(path).clients
-        assert clients is not None
-        assert clients.tolist() == ["7", "7", "8", "8", "9", "9"]
+        assert owners_of(read_table(path)) == ["7", "7", "8", "8", "9", "9"]
 
     def test_arrays_may_have_other_names(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS, label=TARGETS, hospital=CLIENTS, y=TARGETS + 1)
-        _, targets, clients = read_table(path, "label", "hospital")[:3]
-        assert targets is not None
-        assert targets.tolist() == TARGETS.tolist()
-        assert clients is not None
-        assert clients.tolist() == CLIENTS.tolist()
+        table = read_table(path, "label", "hospital")
+        assert table.columns["label"].values.tolist() == TARGETS.tolist()
+        assert owners_of(table) == CLIENTS.tolist()
+        assert "y" not in table.columns
 
-    def test_an_archive_without_inputs_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(
-            UserError, match=r"samples\.npz has no array 'x' \(it has: y\); allowed: x, label and hospital"
-        ):
-            read_table(write_npz(tmp_path / "samples.npz", y=TARGETS), "label", "hospital")
-
-    def test_unequal_targets_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="6 inputs but 4 targets"):
-            read_table(write_npz(tmp_path / "samples.npz", x=INPUTS, y=TARGETS[:4]))
-
-    def test_unequal_clients_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="6 inputs but 5 clients"):
-            read_table(write_npz(tmp_path / "samples.npz", x=INPUTS, client=CLIENTS[:5]))
+    @pytest.mark.parametrize(
+        ("arrays", "message"),
+        [
+            ({"y": TARGETS}, r"samples\.npz has no array 'x' \(it has: y\); allowed: x, y and client"),
+            ({"x": INPUTS, "y": TARGETS[:4]}, "6 inputs but 4 targets"),
+            ({"x": INPUTS, "client": CLIENTS[:5]}, "6 inputs but 5 clients"),
+            ({"x": INPUTS, "client": CLIENTS[:, None]}, r"one client name a row: got shape \(6, 1\)"),
+            ({"x": INPUTS, "y": np.array(1)}, "'y' is a single value"),
+            ({"x": INPUTS, "y": TARGETS * 1j}, "'y' is of type complex128; allowed"),
+        ],
+    )
+    def test_arrays_that_do_not_fit_are_refused(self, tmp_path: Path, arrays: Any, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            read_table(write_npz(tmp_path / "samples.npz", **arrays))
 
     @pytest.mark.parametrize("name", ["x", "y", "client"])
     def test_pickled_objects_are_refused(self, tmp_path: Path, name: str) -> None:
@@ -160,12 +170,10 @@ class _Touch:
 
 class TestCsv:
     def test_columns_come_back(self, table: Path) -> None:
-        inputs, targets, clients = read_table(table)[:3]
-        assert inputs.tolist() == INPUTS.tolist()
-        assert targets is not None
-        assert targets.tolist() == TARGETS.tolist()
-        assert clients is not None
-        assert clients.tolist() == CLIENTS.tolist()
+        read = read_table(table)
+        assert read.stacked().tolist() == INPUTS.tolist()
+        assert read.numbers("y").tolist() == TARGETS.tolist()
+        assert owners_of(read) == CLIENTS.tolist()
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -178,7 +186,7 @@ class TestCsv:
     def test_single_precision_numbers_come_back_exactly(self, tmp_path: Path, inputs: NDArray[np.float32]) -> None:
         header = ",".join(f"x{column}" for column in range(inputs.shape[1]))
         lines = [",".join(repr(float(number)) for number in row) for row in inputs]
-        assert np.array_equal(read_table(write_csv(tmp_path / "samples.csv", header, *lines)).inputs, inputs)
+        assert np.array_equal(read_table(write_csv(tmp_path / "samples.csv", header, *lines)).stacked(), inputs)
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\x00\r\n"), min_size=1), min_size=1))
@@ -186,125 +194,219 @@ class TestCsv:
         path = tmp_path / "samples.csv"
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([["x", "client"], *([1, name] for name in names)])
-        clients = read_table(path).clients
-        assert clients is not None
-        assert clients.tolist() == names
+        assert owners_of(read_table(path)) == names
 
     def test_columns_may_stand_in_any_order(self, tmp_path: Path) -> None:
-        path = write_csv(tmp_path / "samples.csv", "client,second,y,first", "ann,2,1,1", "bob,4,0,3")
-        inputs, targets, clients = read_table(path)[:3]
-        assert inputs.tolist() == [[2, 1], [4, 3]]
-        assert targets is not None
-        assert targets.tolist() == [1, 0]
-        assert clients is not None
-        assert clients.tolist() == ["ann", "bob"]
+        table = read_table(write_csv(tmp_path / "samples.csv", "client,second,y,first", "ann,2,1,1", "bob,4,0,3"))
+        assert table.features == ("second", "first")
+        assert table.stacked().tolist() == [[2, 1], [4, 3]]
 
-    def test_columns_may_have_other_names(self, tmp_path: Path) -> None:
-        path = write_csv(tmp_path / "samples.csv", "y,label,hospital", "5,1,ann", "6,0,bob")
-        inputs, targets, clients = read_table(path, "label", "hospital")[:3]
-        assert inputs.tolist() == [[5], [6]]
-        assert targets is not None
-        assert targets.tolist() == [1, 0]
-        assert clients is not None
-        assert clients.tolist() == ["ann", "bob"]
-
-    def test_targets_and_clients_are_optional(self, tmp_path: Path) -> None:
-        _, targets, clients = read_table(write_csv(tmp_path / "samples.csv", "x", "1"))[:3]
-        assert (targets, clients) == (None, None)
-
-    def test_windows_line_endings_are_read(self, tmp_path: Path) -> None:
-        (tmp_path / "samples.csv").write_bytes(b"x,y\r\n1,0\r\n2,1\r\n")
-        assert read_table(tmp_path / "samples.csv").inputs.tolist() == [[1], [2]]
+    def test_files_as_spreadsheets_write_them(self, tmp_path: Path) -> None:
+        (tmp_path / "t.CSV").write_bytes("\ufeffclient,a,y\r\nu,1.5,0\r\n\r\nv,2,1\r\n".encode())
+        table = read_table(tmp_path / "t.CSV")
+        assert owners_of(table) == ["u", "v"]
+        assert table.stacked().tolist() == [[1.5], [2.0]]
 
     def test_numbers_may_have_exponents_and_signs(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.csv", "x", "-1e-3", "+2.5E2")
-        assert read_table(path).inputs.tolist() == [[pytest.approx(-0.001)], [250.0]]
-
-    def test_whole_targets_are_classes(self, tmp_path: Path) -> None:
-        targets = read_table(write_csv(tmp_path / "samples.csv", "x,y", "1,0", "2,3")).targets
-        assert targets is not None
-        assert (targets.dtype, targets.tolist()) == (np.int64, [0, 3])
-
-    def test_other_targets_are_numbers(self, tmp_path: Path) -> None:
-        targets = read_table(write_csv(tmp_path / "samples.csv", "x,y", "1,0", "2,0.5")).targets
-        assert targets is not None
-        assert (targets.dtype.kind, targets.tolist()) == ("f", [0.0, 0.5])
-
-    @pytest.mark.parametrize(("row", "count"), [("3,4,0", 3), ("3,4,0,ann,5", 5)])
-    def test_a_ragged_line_is_named(self, tmp_path: Path, row: str, count: int) -> None:
-        path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", row, "5,6,1,bob")
-        with pytest.raises(UserError, match=rf"samples\.csv, line 3: {count} fields; allowed: 4"):
-            read_table(path)
+        assert read_table(path).stacked().tolist() == [[pytest.approx(-0.001)], [250.0]]
 
     @pytest.mark.parametrize(
-        ("row", "column", "text"),
-        [("3,tall,0,ann", "second", "tall"), ("3,,0,ann", "second", ""), ("3,4,cat,ann", "y", "cat")],
+        ("texts", "kind"),
+        [
+            (("1", "+2", " 3"), "whole"),
+            (("1.0", "2.0"), "number"),
+            (("1", "2.5"), "number"),
+            (("1_0", "2"), "text"),
+            (("true", "False"), "boolean"),
+            (("true", "1"), "text"),
+            (("2024-01-05", "2024-01-06"), "text"),
+        ],
     )
-    def test_text_in_a_column_of_numbers_is_named(self, tmp_path: Path, row: str, column: str, text: str) -> None:
-        path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", "1,2,0,ann", row)
-        with pytest.raises(UserError, match=rf"samples\.csv, line 4, column '{column}': '{text}' is no number"):
-            read_table(path)
+    def test_the_content_says_what_a_column_is(self, tmp_path: Path, texts: tuple[str, ...], kind: str) -> None:
+        assert read_table(write_csv(tmp_path / "t.csv", "x", *texts)).columns["x"].kind == kind
 
-    @pytest.mark.parametrize("text", ["nan", "NaN", "inf", "-Infinity", "1e999"])
-    @pytest.mark.parametrize("column", ["second", "y"])
-    def test_numbers_that_are_not_finite_are_named(self, tmp_path: Path, text: str, column: str) -> None:
-        bad = {"second": f"3,{text},0,ann", "y": f"3,4,{text},ann"}[column]
-        path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", bad)
-        with pytest.raises(UserError, match=rf"samples\.csv, line 3, column '{column}': '{text}' is not finite"):
-            read_table(path)
+    @pytest.mark.parametrize(
+        ("lines", "message"),
+        [
+            ((HEADER, "1,2,0,ann", "3,4,0", "5,6,1,bob"), r"samples\.csv, line 3: 3 fields; allowed: 4"),
+            ((HEADER, "1,2,0,ann", "3,4,0,ann,5"), r"samples\.csv, line 3: 5 fields; allowed: 4"),
+            ((HEADER,), "has 1 lines; allowed: a header and at least one row"),
+            (("y,client", "1,ann"), "has the columns y, client; at least one feature"),
+            (("a,a,y", "1,2,0"), "the column 'a' more than once"),
+            (("a,y", '"1,2'), "can't be read as CSV"),
+        ],
+    )
+    def test_tables_that_are_none_are_refused(self, tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            read_table(write_csv(tmp_path / "samples.csv", *lines))
 
-    def test_an_empty_file_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "samples.csv").touch()
-        with pytest.raises(UserError, match=r"samples\.csv has 0 lines; allowed: a header and at least one row"):
+    @pytest.mark.parametrize("content", [b"", b"a,y\n\xff,1\n"])
+    def test_files_that_are_no_text_are_refused(self, tmp_path: Path, content: bytes) -> None:
+        (tmp_path / "samples.csv").write_bytes(content)
+        with pytest.raises(UserError, match=r"samples\.csv (has 0 lines|can't be read as CSV)"):
             read_table(tmp_path / "samples.csv")
 
-    def test_a_header_alone_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="has 1 lines; allowed: a header and at least one row"):
-            read_table(write_csv(tmp_path / "samples.csv", HEADER))
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [("tall", "is no number"), ("inf", "is not finite"), ("-Infinity", "is not finite"), ("1e39", "is not finite")],
+    )
+    def test_what_is_no_number_is_named(self, tmp_path: Path, text: str, why: str) -> None:
+        # A field of two lines: lines are counted, not rows.
+        path = write_csv(tmp_path / "samples.csv", "first,second", '"1\n",2', f"1,{text}", "3,4")
+        with pytest.raises(UserError, match=rf"samples\.csv, line 4, column 'second': '{text}' {why}"):
+            read_table(path).numbers("second")
 
-    def test_a_file_without_features_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="has the columns y, client; at least one feature"):
-            read_table(write_csv(tmp_path / "samples.csv", "y,client", "1,ann"))
+
+class TestParquet:
+    def test_columns_come_back(self, parquet: Path) -> None:
+        table = read_table(parquet)
+        assert table.stacked().tolist() == INPUTS.tolist()
+        assert owners_of(table) == CLIENTS.tolist()
+
+    def test_types_say_what_a_column_is(self, tmp_path: Path) -> None:
+        days = np.array(["2024-01-05", "2024-01-06"], dtype="datetime64[ns]")
+        columns = {"whole": [1, 2], "number": [1.0, 2.0], "boolean": [True, False], "text": ["1", "2"], "date": days}
+        table = read_table(write_parquet(tmp_path / "t.parquet", **columns))
+        kinds = {name: column.kind for name, column in table.columns.items()}
+        assert kinds == {name: name for name in columns} | {"date": "text"}
+
+    def test_lists_are_refused(self, tmp_path: Path) -> None:
+        path = write_parquet(tmp_path / "t.parquet", a=[[1, 2], [3]])
+        with pytest.raises(UserError, match=r"column 'a' holds a (list|ndarray); allowed"):
+            read_table(path)
+
+    def test_a_file_that_is_none_is_refused(self, tmp_path: Path) -> None:
+        pytest.importorskip("pyarrow")
+        with pytest.raises(UserError, match=r"t\.parquet can't be read as Parquet"):
+            read_table(write_csv(tmp_path / "t.parquet", "a", "1"))
+
+    def test_the_extra_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+        with pytest.raises(UserError, match=r"needs the package pyarrow.*fedem\[tables\]"):
+            read_table(write_csv(tmp_path / "t.parquet", "a", "1"))
+
+
+class TestMissing:
+    @pytest.mark.parametrize("text", ["", " ", "nan", "NaN", "null", "NULL"])
+    def test_columns_lines_and_counts_are_named(self, tmp_path: Path, text: str) -> None:
+        lines = [HEADER, "1,2,0,ann", f"1,{text},1,ann", f"{text},{text},0,bob", "1,2,1,bob"]
+        path = write_csv(tmp_path / "samples.csv", *lines)
+        with pytest.raises(UserError) as caught:
+            FromFile(path=str(path)).make(0)
+        message = str(caught.value)
+        assert f"1 in column 'first' (first: {path}, line 4)" in message
+        assert f"2 in column 'second' (first: {path}, line 3)" in message
+
+    def test_rows_of_typed_files_count_from_nought(self, tmp_path: Path) -> None:
+        path = write_parquet(tmp_path / "t.parquet", a=[1.0, None], b=["u", None], y=[0, 1], client=["u", "v"])
+        with pytest.raises(UserError, match=r"1 in column 'a' \(first: .*t\.parquet, row 1\), 1 in column 'b'"):
+            FromFile(path=str(path)).make(0)
+
+    def test_a_row_without_a_client_is_named(self, tmp_path: Path) -> None:
+        path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", "1,2,1,")
+        with pytest.raises(UserError, match=r"1 in column 'client' \(first: .*samples\.csv, line 3\)"):
+            FromFile(path=str(path)).make(0)
+
+    def test_columns_that_are_left_out_may_have_holes(self, tmp_path: Path) -> None:
+        path = write_csv(tmp_path / "samples.csv", HEADER, "1,,0,ann", "2,x,1,ann")
+        assert FromFile(path=str(path), ignore="second").make(0).feature_names == ("first",)
+
+
+class TestFolder:
+    def test_each_file_is_a_client_when_no_column_says_otherwise(self, tmp_path: Path) -> None:
+        for name, rows in {"bob": ["3,1"], "ann": ["1,0", "2,1"]}.items():
+            write_csv(tmp_path / f"{name}.csv", "x,y", *rows)
+        table = read_table(tmp_path)
+        assert owners_of(table) == ["ann", "ann", "bob"]
+        assert table.stacked().tolist() == [[1], [2], [3]]
+        assert FromFile(path=str(tmp_path)).make(0).federation.names == ("ann", "bob")
+
+    def test_a_column_of_clients_wins(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "may.csv", "x,client", "1,ann", "2,bob")
+        write_csv(tmp_path / "june.csv", "client,x", "ann,3")
+        table = read_table(tmp_path)
+        assert owners_of(table) == ["ann", "ann", "bob"]
+        assert table.stacked().tolist() == [[3], [1], [2]]
+
+    @pytest.mark.parametrize("ending", ["npz", "parquet"])
+    def test_other_kinds_are_read_as_well(self, tmp_path: Path, ending: str) -> None:
+        for name, number in (("ann", 1.0), ("bob", 2.0)):
+            path = tmp_path / f"{name}.{ending}"
+            write_npz(path, x=[[number]], y=[0]) if ending == "npz" else write_parquet(path, x=[number], y=[0])
+        assert owners_of(read_table(tmp_path)) == ["ann", "bob"]
+        assert read_table(tmp_path).stacked().tolist() == [[1], [2]]
+
+    def test_a_kind_is_decided_by_all_files(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "a.csv", "x", "01")
+        write_csv(tmp_path / "b.csv", "x", "red")
+        column = read_table(tmp_path).columns["x"]
+        assert (column.kind, column.texts("text")) == ("text", ["01", "red"])
+
+    def test_a_place_names_its_own_file(self, tmp_path: Path) -> None:
+        write_csv(tmp_path / "a.csv", "x", "1", "2")
+        write_csv(tmp_path / "b.csv", "x", "3", "red")
+        with pytest.raises(UserError, match=r"b\.csv, line 3, column 'x': 'red' is no number"):
+            read_table(tmp_path).numbers("x")
+
+    def test_what_is_no_table_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"holds no files; allowed: files of one kind, \.csv, \.parquet, \.npz"):
+            read_table(tmp_path)
+        write_csv(tmp_path / "a.csv", "x,y", "1,2")
+        write_csv(tmp_path / "notes.txt", "x", "1")
+        with pytest.raises(UserError, match=r"holds '\.csv', '\.txt' files"):
+            read_table(tmp_path)
+        (tmp_path / "notes.txt").rename(tmp_path / "b.csv")
+        with pytest.raises(UserError, match=r"a\.csv has the column 'y' and .*b\.csv has not"):
+            read_table(tmp_path)
 
 
 class TestPath:
-    @pytest.mark.parametrize("name", ["samples.txt", "samples.parquet", "samples", "samples.csv.gz"])
+    @pytest.mark.parametrize("name", ["samples.txt", "samples", "samples.csv.gz"])
     def test_another_ending_is_refused(self, tmp_path: Path, name: str) -> None:
         path = write_csv(tmp_path / name, "x", "1")
-        with pytest.raises(UserError, match=rf"{name} ends in '{path.suffix}'; allowed: \.npz, \.csv"):
+        with pytest.raises(UserError, match=rf"{name} ends in '{path.suffix}'; allowed: \.csv, \.parquet, \.npz"):
             read_table(path)
 
-    @pytest.mark.parametrize("name", ["missing.csv", "missing.npz"])
+    @pytest.mark.parametrize("name", ["missing.csv", "missing.npz", "missing.parquet"])
     def test_a_missing_file_is_named(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(UserError, match=rf"There is no file .*{name}"):
             read_table(tmp_path / name)
 
-    def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
-        (tmp_path / "folder.csv").mkdir()
-        with pytest.raises(UserError, match=r"There is no file .*folder\.csv"):
-            read_table(tmp_path / "folder.csv")
-
 
 class TestFromFile:
-    @pytest.mark.parametrize("kind", ["npz", "table"])
+    @pytest.mark.parametrize("kind", ["npz", "table", "parquet"])
     def test_every_sample_reaches_its_client(self, kind: str, request: pytest.FixtureRequest) -> None:
-        federation, truth = FromFile(path=str(request.getfixturevalue(kind))).make(0)[:2]
+        federation, truth = FromFile(path=str(request.getfixturevalue(kind)), standardize=False).make(0)[:2]
         assert truth is None
         assert federation.names == ("ann", "bob")
         assert samples_of(federation) == EXPECTED
 
-    def test_both_formats_give_the_same_split(self, npz: Path, table: Path) -> None:
-        first, second = (FromFile(path=str(path)).make(3).federation for path in (npz, table))
+    def test_tables_of_any_kind_are_split_alike(self, table: Path, parquet: Path) -> None:
+        first, second = (FromFile(path=str(path)).make(3).federation for path in (table, parquet))
         for part in PARTS:
-            assert torch.equal(first.part(part).inputs.float(), second.part(part).inputs.float())
+            assert torch.equal(first.part(part).inputs, second.part(part).inputs)
             assert torch.equal(first.part(part).targets, second.part(part).targets)
 
-    def test_the_split_is_that_of_from_arrays(self, npz: Path) -> None:
-        made = FromFile(path=str(npz), validation=0.3, test=0.4).make(5).federation
-        expected = Federation.from_arrays(INPUTS, TARGETS, CLIENTS, validation=0.3, test=0.4, seed=5)
+    @pytest.mark.parametrize("kind", ["csv", "npz"])
+    def test_the_order_of_rows_plays_no_part(self, tmp_path: Path, kind: str) -> None:
+        rows = make_shops(12)
+        found = []
+        for name, some in (("forth", rows), ("back", rows[::-1])):
+            path = tmp_path / f"{name}.{kind}"
+            if kind == "csv":
+                write_shops(path, some)
+            else:
+                x = [[row["price"], row["temperature"]] for row in some]
+                write_npz(path, x=x, sold=[row["sold"] for row in some], shop=[row["shop"] for row in some])
+            source = FromFile(path=str(path), target_column="sold", client_column="shop", standardize=False)
+            found.append(source.make(1).federation)
         for part in PARTS:
-            assert torch.equal(made.part(part).inputs, expected.part(part).inputs)
-            assert torch.equal(made.part(part).offsets, expected.part(part).offsets)
+            forth, back = (
+                {(name, *row) for t, name in enumerate(one.names) for row in one.part(part).client(t).inputs.tolist()}
+                for one in found
+            )
+            assert forth == back
 
     def test_the_seed_decides_the_split(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=np.arange(40.0)[:, None], y=np.arange(40), client=["ann"] * 40)
@@ -319,8 +421,34 @@ class TestFromFile:
 
     def test_columns_take_effect(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.csv", "x,label,hospital", "1,0,ann", "2,1,bob")
-        federation = FromFile(path=str(path), target_column="label", client_column="hospital").make(0).federation
-        assert samples_of(federation) == {("ann", 0, 1.0), ("bob", 1, 2.0)}
+        source = FromFile(path=str(path), target_column="label", client_column="hospital", standardize=False)
+        assert samples_of(source.make(0).federation) == {("ann", 0, 1.0), ("bob", 1, 2.0)}
+
+    def test_a_partition_may_deal_the_rows_anew(self, table: Path) -> None:
+        made = FromFile(path=str(table), standardize=False).make(0, Uniform(num_clients=3))
+        assert made.federation.names == ("0", "1", "2")
+        assert {row[1:] for row in samples_of(made.federation)} == {row[1:] for row in EXPECTED}
+        assert made.partition_hash
+
+    def test_a_table_without_clients_needs_such_a_partition(self, tmp_path: Path) -> None:
+        path = write_csv(tmp_path / "samples.csv", "a,y", "1,0", "2,1", "3,0")
+        assert FromFile(path=str(path)).make(0, Uniform(num_clients=2)).federation.num_clients == 2
+        for partition in (None, Natural()):
+            with pytest.raises(UserError, match=r"samples\.csv has no column 'client'"):
+                FromFile(path=str(path)).make(0, partition)
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+    def test_arrays_stay_as_they_are(self, tmp_path: Path, dtype: type) -> None:
+        images = np.arange(48).reshape(6, 2, 4).astype(dtype)
+        path = write_npz(tmp_path / "samples.npz", x=images, y=TARGETS, client=CLIENTS)
+        made = FromFile(path=str(path)).make(0).federation
+        assert made.train.pool.inputs.numpy().dtype == dtype
+        assert np.array_equal(made.train.pool.inputs.numpy(), images)
+
+    def test_a_collection_holds_numbers_that_are_not_scaled(self, table: Path) -> None:
+        collection = FromFile(path=str(table)).collect()
+        assert collection.pool.inputs.tolist() == INPUTS.tolist()
+        assert [collection.owner_names[code] for code in collection.owners] == CLIENTS.tolist()
 
     @pytest.mark.parametrize(("header", "missing"), [("a,b,client", "y"), ("a,b,y", "client"), ("a,b,target", "y")])
     def test_a_missing_column_is_named_in_csv(self, tmp_path: Path, header: str, missing: str) -> None:
@@ -334,22 +462,24 @@ class TestFromFile:
         with pytest.raises(UserError, match=rf"samples\.npz has no column '{missing}'"):
             FromFile(path=str(path)).make(0)
 
-    @pytest.mark.parametrize("name", ["x", "y"])
-    def test_npz_numbers_that_are_not_finite_name_their_client(self, tmp_path: Path, name: str) -> None:
-        arrays: dict[str, Any] = {"x": INPUTS.copy(), "y": TARGETS.astype(float), "client": CLIENTS}
-        arrays[name][4] = np.nan
-        what = {"x": "inputs", "y": "targets"}[name]
-        with pytest.raises(UserError, match=f"Client 'bob' has NaN or infinite {what}"):
-            FromFile(path=str(write_npz(tmp_path / "samples.npz", **arrays))).make(0)
+    def test_npz_inputs_that_are_not_finite_name_their_client(self, tmp_path: Path) -> None:
+        inputs = INPUTS.copy()
+        inputs[4] = np.nan
+        path = write_npz(tmp_path / "samples.npz", x=inputs, y=TARGETS, client=CLIENTS)
+        with pytest.raises(UserError, match="Client 'bob' has NaN or infinite inputs, first in row 4"):
+            FromFile(path=str(path)).make(0)
+
+    def test_npz_targets_that_are_not_finite_are_named(self, tmp_path: Path) -> None:
+        for value, message in ((np.nan, r"1 in column 'y' \(first: .*, row 4\)"), (np.inf, "row 4, column 'y': inf")):
+            targets = TARGETS.astype(float)
+            targets[4] = value
+            path = write_npz(tmp_path / "samples.npz", x=INPUTS, y=targets, client=CLIENTS)
+            with pytest.raises(UserError, match=message):
+                FromFile(path=str(path)).make(0)
 
     def test_an_archive_without_rows_is_refused(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS[:0], y=TARGETS[:0], client=CLIENTS[:0])
         with pytest.raises(UserError, match="at least one client; got none"):
-            FromFile(path=str(path)).make(0)
-
-    def test_a_matrix_of_clients_is_refused(self, tmp_path: Path) -> None:
-        path = write_npz(tmp_path / "samples.npz", x=INPUTS, y=TARGETS, client=CLIENTS[:, None])
-        with pytest.raises(UserError, match=r"one client name a row: got shape \(6, 1\)"):
             FromFile(path=str(path)).make(0)
 
     def test_shares_that_leave_nothing_are_refused(self, npz: Path) -> None:
@@ -362,6 +492,13 @@ class TestFromFile:
         with pytest.raises(UserError, match=rf"FromFile\.{key} is {value!r}; allowed"):
             FromFile(path="samples.csv", **{key: value})
 
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["third", "y"])
+    def test_columns_to_ignore_must_be_there(self, table: Path, name: str) -> None:
+        with pytest.raises(UserError, match=rf"data\.ignore names '{name}'; allowed: first, second"):
+            FromFile(path=str(table), ignore=f"first,{name}").make(0)
+
+    def test_a_path_is_needed(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"data\.path is empty"):
+            FromFile().make(0)
         with pytest.raises(UserError, match=r"There is no file .*missing\.csv"):
             FromFile(path=str(tmp_path / "missing.csv")).make(0)

@@ -9,6 +9,7 @@ torch.Size([4, 2])
 
 from fedem.config import Config
 from fedem.data import Dataset, FromFile, Synthetic
+from fedem.data.frames import from_datasets, from_frame, from_huggingface
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.methods import METHODS
@@ -32,6 +33,9 @@ __all__ = [
     "Synthetic",
     "UserError",
     "__version__",
+    "from_datasets",
+    "from_frame",
+    "from_huggingface",
     "run",
     "train",
 ]

@@ -80,7 +80,9 @@ class Job:
         loss = config.loss
         assert loss is not None, "just settled"
         inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
-        shapes = Shapes(federation.input_shape, inputs.dtype, loss.num_outputs(targets), dataset.feature_names)
+        shapes = Shapes(
+            federation.input_shape, inputs.dtype, loss.num_outputs(targets), dataset.feature_names, dataset.encoding
+        )
         parts = Parts.build(config, shapes, source)
         parts.model.check(inputs, targets)
         parts.model.probe(inputs.to(parts.device))

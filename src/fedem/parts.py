@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedem.algorithms.base import Algorithm
 from fedem.arrays import check_inputs
 from fedem.config import Config
+from fedem.data.tables.encoding import Encoding
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError
 from fedem.methods import find_method
@@ -34,10 +35,12 @@ class Shapes:
     outputs: int
     features: tuple[str, ...] | None = None
     """names of the input columns, when they came from a table"""
+    encoding: Encoding | None = None
+    """how a table becomes inputs and targets"""
 
     def conform(self, name: str, values: Any) -> Tensor:
         """Check a client's new inputs; they must be of the kind that was trained on."""
-        inputs = check_inputs(name, values)
+        inputs = check_inputs(name, values if self.encoding is None else self.encoding.accept(values))
         if inputs.dtype == torch.int64 and self.input_dtype.is_floating_point:
             return inputs.to(self.input_dtype)
         kinds = ["float" if dtype.is_floating_point else str(dtype) for dtype in (inputs.dtype, self.input_dtype)]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedem.algorithms.base import Mixture
 from fedem.config import Config
+from fedem.data.tables.encoding import Encoding
 from fedem.errors import UserError, unknown
 from fedem.evaluate import evaluate, predict
 from fedem.federation import Federation
@@ -52,9 +53,10 @@ class PersonalModel:
         checked = self.shapes.conform("(new inputs)", inputs).to(self.mixture.log_weights.device)
         try:
             with torch.no_grad():
-                return predict(self.model, self.mixture, checked).cpu()
+                found = predict(self.model, self.mixture, checked).cpu()
         except RuntimeError as error:
             raise UserError(f"The model can't take inputs of shape {list(checked.shape)}: {error}") from error
+        return found if self.shapes.encoding is None else self.shapes.encoding.decode(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +140,8 @@ class Result:
             nothing = torch.zeros(0, *self.shapes.inputs, dtype=self.shapes.input_dtype)
             samples = Samples.of(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
         else:
+            if self.shapes.encoding is not None:
+                targets = self.shapes.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             self.parts.model.check(samples.inputs, samples.targets)
         found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations=max_iterations, which=which)
@@ -201,12 +205,13 @@ class Result:
         if config.name("model") == GIVEN and model is None:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
         states, facts = folder.load()
-        names = facts.pop("feature_names")
+        names, encoding = facts.pop("feature_names"), facts.pop("encoding", None)
         shapes = Shapes(
             tuple(facts.pop("input_shape")),
             getattr(torch, facts.pop("input_dtype")),
             facts.pop("num_outputs"),
             None if names is None else tuple(names),
+            None if encoding is None else Encoding.from_json(encoding),
         )
         parts = Parts.build(config.replace("run", device=device), shapes, model)
         parts.model.not_stackable = facts.pop("not_stackable")
@@ -236,5 +241,6 @@ def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict
         "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
         "num_outputs": shapes.outputs,
         "feature_names": None if shapes.features is None else list(shapes.features),
+        "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
         "not_stackable": model.not_stackable,
     }

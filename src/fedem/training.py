@@ -22,7 +22,7 @@ Listener = Callable[[Record], None]
 
 
 def train(
-    federation: Federation,
+    federation: Federation | Dataset,
     method: str = "fedem",
     *,
     model: ModelSource | None = None,
@@ -51,7 +51,7 @@ def train(
     if model is not None:
         given["model"] = {"name": GIVEN}
     config = Config.build(given, route(options, method))
-    dataset = Dataset(federation, truth)
+    dataset = federation if isinstance(federation, Dataset) else Dataset(federation, truth)
     return run(config, dataset, model=model, out=out, resume=resume, listener=listener)
 
 

@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedem.cli import about, comparing, folders, training
+from fedem.cli import about, comparing, datasets, describing, folders, training
 from fedem.errors import UserError
 from fedem.report.console import console, errors
 
@@ -32,6 +32,8 @@ for command in (
     about.version,
 ):
     app.command()(command)
+datasets.group.command()(describing.describe)
+app.add_typer(datasets.group, name="data")
 
 
 def main() -> None:

@@ -9,12 +9,13 @@ import typer
 
 from fedem.checkpoint import write_atomically
 from fedem.cli.options import OwnClientColumn, OwnTargetColumn, Quiet, data_section
-from fedem.config import Config, Sections, parse_assignment
+from fedem.config import Config, parse_assignment
 from fedem.errors import UserError
 from fedem.report.clients import ENDINGS, draw_clients
 from fedem.report.console import console, waiting, writing
 from fedem.report.described import describe as describe_data
 from fedem.report.described import labels_table, remarks, sizes_table
+from fedem.sections import Sections
 
 
 def describe(

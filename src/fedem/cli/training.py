@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from fedem.cells import configure, resolve_methods, without_own
-from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevice, Unseen, data_section, given, listed
+from fedem.cli.options import (
+    ClientsPerRound,
+    Data,
+    OwnClientColumn,
+    OwnTargetColumn,
+    Quiet,
+    Rounds,
+    TrainingDevice,
+    Unseen,
+    data_section,
+    given,
+    listed,
+)
 from fedem.config import Config, parse_assignment, read_toml
 from fedem.errors import UserError
 from fedem.job import Job
@@ -25,6 +37,8 @@ def train(
         Path | None, typer.Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
     data: Data = None,
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
     method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     components: Annotated[int | None, typer.Option(help="M, the number of shared components.")] = None,
     rounds: Rounds = None,
@@ -58,7 +72,7 @@ def train(
     asked: Sections = {
         "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device),
         "method": given(name=method, num_components=components),
-        "data": data_section(data),
+        "data": data_section(data, target_column, client_column),
     }
     layers: list[Layer] = [read_toml(config) if config else {}, asked, *map(parse_assignment, settings or [])]
     if resume and out is not None:
@@ -73,6 +87,8 @@ def train(
     folder.prepare(resume)
     with waiting("Making the data", quiet):
         dataset = chosen.make_data()
+    if dataset.encoding is not None and not quiet:
+        errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
     jobs = [(folder, Job.prepare(chosen, dataset, None))]
     jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
     for place, job in jobs:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedem.arrays import check_inputs, first_not_finite, not_finite
 from fedem.data.base import Dataset, Pooled
-from fedem.data.collection import Collection, content_ids, fingerprint_of
+from fedem.data.collection import Collection, from_arrays
 from fedem.data.partitions import Natural, Partition, fingerprint
 from fedem.data.tables.columns import BOOLEAN, TEXT, Table
 from fedem.data.tables.encoding import Encoding
@@ -52,8 +52,8 @@ class Tabular(Pooled):
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
-        table, target = self._checked(owned=partition is None)
         partition = partition or Natural(min_samples=1)
+        table, target = self._checked(owned=isinstance(partition, Natural))
         # Rows go by their content, so that they can be dealt and split before there are inputs.
         collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), target)
         assignment = partition.assign(collection, seed)
@@ -94,6 +94,7 @@ class Tabular(Pooled):
                 f"data.ignore names {(unknown or [table.target])[0]!r}; allowed: {', '.join(table.features) or 'none'}."
             )
         table = table.without(self._ignored)
+        table.complete(list(table.columns))
         return table, Target.fit(table, task=self.task, max_categories=self.max_categories)
 
     @property
@@ -128,27 +129,17 @@ class FromFile(Tabular):
 
 def _collection(table: Table, inputs: NDArray[np.generic], target: Target) -> Collection:
     """Return the samples of a table, with ids that hash the columns as they were read, whatever their order."""
-    targets, owners = target.encode(table), table.owners()
-    known = [] if table.array is None else [table.array]
-    ids = content_ids(*known, targets, *(_words(table, name) for name in sorted(table.features)))
-    names: tuple[str, ...] = ()
-    codes = None
-    if owners is not None:
-        unique, codes = np.unique(owners, return_inverse=True)
-        names = tuple(unique.tolist())
-        ids = content_ids(ids, client_keys(names).numpy()[codes])
-    return Collection(
-        Pool(torch.from_numpy(inputs), torch.from_numpy(targets)),
-        torch.from_numpy(ids),
-        fingerprint_of(ids),
-        None if codes is None else torch.from_numpy(codes.astype(np.int64)),
-        names,
-    )
+    if table.array is not None:
+        content = _finite(table, table.array).numpy()
+    else:
+        content = np.stack([_words(table, name).view(np.int64) for name in sorted(table.features)], axis=1)
+    made = from_arrays(content, target.encode(table), table.owners())
+    return replace(made, pool=made.pool._replace(inputs=torch.from_numpy(inputs)))
 
 
 def _words(table: Table, name: str) -> NDArray[np.generic]:
-    """Return a column as plain numbers: text by its hash. ``[n]``."""
-    column = table.complete([name]).columns[name]
+    """Return a column as words of eight bytes: numbers, and text by its hash. ``[n]``."""
+    column = table.columns[name]
     if column.kind == BOOLEAN:
         return table.booleans(name)
     if column.kind != TEXT:

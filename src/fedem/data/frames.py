@@ -140,7 +140,9 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
     targets = _column(source, data, target)
     if len(columns) == 1 and not _is_value(data.features[columns[0]]):
         inputs = data.select_columns(columns).with_format("numpy")[:][columns[0]]
-        return Table({target: targets, client: owner}, target, client, pieces, _array(name, inputs))
+        return Table(
+            {target: targets, client: owner}, target, client, pieces, _array(name, inputs, data.features[columns[0]])
+        )
     if column := next((column for column in columns if not _is_value(data.features[column])), None):
         raise UserError(
             f"Client {name!r}, column {column!r} holds {data.features[column]}; allowed beside other features: numbers "
@@ -165,11 +167,12 @@ def _is_value(feature: Any) -> bool:
     return hasattr(feature, "int2str") or type(feature).__name__ == "Value"
 
 
-def _array(name: str, inputs: Any) -> NDArray[np.generic]:
+def _array(name: str, inputs: Any, feature: Any) -> NDArray[np.generic]:
     array = np.asarray(inputs)
     if array.dtype == object:
         raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
-    return array
+    # All integers come as int64, also those of an array that is declared smaller.
+    return array.astype(feature.dtype) if type(feature).__name__.startswith("Array") else array
 
 
 def _made(table: Table, seed: int, options: Mapping[str, Any]) -> Dataset:

@@ -121,4 +121,6 @@ class Synthetic(DataSource):
         logits = np.take_along_axis(inputs @ components.T, component[:, None], axis=1)[:, 0]
         logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
         labels = rng.random(total) < (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
-        return Samples.of(torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets))
+        return Samples.of(
+            torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets)
+        )

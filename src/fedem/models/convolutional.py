@@ -28,8 +28,8 @@ class CNN(ModelSpec):
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
             nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),  # it commutes with the pooling, which leaves it a quarter of the numbers
             nn.Dropout(self.dropout),
             nn.Flatten(),
             nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
@@ -58,11 +58,11 @@ class LeafCNN(ModelSpec):
         return nn.Sequential(
             Images(),
             nn.Conv2d(channels, 32, 5, padding=padding),
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Conv2d(32, 64, 5, padding=padding),
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Flatten(),
             nn.Linear(64 * height * width, 2048),
             nn.ReLU(),

@@ -9,21 +9,22 @@ Shapes: n samples of a batch, padding included, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, pad
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedem.errors import UserError
 from fedem.models.lstm import StackableLSTM, stackable
 from fedem.randomness import derive
 
-_LEVELS = 1 << 16  # a draw has 16 bits, so that one word serves four
+_LEVELS = 1 << 16  # a rate is rounded to 16 bits, so that one word serves four draws
 
 
 @dataclass
@@ -70,11 +71,12 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
     places = shape[1:].numel()
     rows = derive(_CURRENT.get().next_key(), torch.arange(shape[0], device=inputs.device))
     words = derive(rows[:, None], torch.arange(-(-places // 4), device=inputs.device))
-    draws = words.view(torch.int16)[:, :places].reshape(shape)
-    kept = draws >= round(rate * _LEVELS) - _LEVELS // 2
+    # Each quarter of a word in turn to its top, where a signed comparison sees that quarter first.
+    quarters = words[..., None] << torch.arange(0, 64, 16, device=inputs.device)
+    kept = (quarters >= (round(rate * _LEVELS) - _LEVELS // 2) << 48).flatten(1)[:, :places].reshape(shape)
     if whole_channels:
         kept = kept.reshape(*shape, *(1,) * (inputs.ndim - 2))
-    return inputs * (kept.to(inputs.dtype) / (1 - rate))
+    return inputs * (kept * torch.tensor(1 / (1 - rate), dtype=inputs.dtype))
 
 
 class KeyedDropout(nn.Dropout):
@@ -162,6 +164,20 @@ class FoldedLinear(nn.Linear):
         return outputs if inputs.ndim == 2 else outputs.reshape(*inputs.shape[:-1], self.out_features)
 
 
+class WidenedConv2d(nn.Conv2d):
+    """``nn.Conv2d`` of one input channel, with another of zeros beside it in training.
+
+    Stacked, a convolution of one channel is a depthwise one to torch, whose kernels for that are several times slower.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, 1, H, W] -> [n, O, h, w]``."""
+        if not self.training:
+            return super().forward(inputs)
+        inputs, weight = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (inputs, self.weight))
+        return self._conv_forward(inputs, weight, self.bias)
+
+
 _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: FoldedLinear,
     nn.Dropout: KeyedDropout,
@@ -172,7 +188,12 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: MaskedBatchNorm,
     nn.BatchNorm3d: MaskedBatchNorm,
     nn.SyncBatchNorm: MaskedBatchNorm,
+    nn.Conv2d: WidenedConv2d,
     nn.LSTM: StackableLSTM,
+}
+_ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
+    nn.Conv2d: lambda layer: layer.in_channels == 1 and layer.padding_mode == "zeros",
+    nn.LSTM: stackable,
 }
 
 
@@ -184,7 +205,7 @@ def make_stackable(module: nn.Module) -> nn.Module:
                 f"Part {name!r} ({type(part).__name__}) keeps no running statistics, so what it predicts for a sample "
                 "would depend on the samples beside it; allowed: track_running_stats=True."
             )
-        if isinstance(part, nn.LSTM) and not stackable(part):
-            continue
-        part.__class__ = _FORMS.get(type(part), type(part))
+        kind = type(part)
+        if kind in _FORMS and _ONLY_IF.get(kind, lambda _: True)(part):
+            part.__class__ = _FORMS[kind]
     return module

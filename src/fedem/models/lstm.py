@@ -1,10 +1,10 @@
 """An LSTM that stacks: ``nn.LSTM`` has no vmap rule, so its recurrence is written here for many models at once.
 
-The products with the inputs are plain torch. What is left of a layer, :class:`_Recurrence`, is a loop over time with few
-operations a step, each over all models: its rule under vmap folds the mapped dimension into one that it already has.
+The products with the inputs are plain torch. The rest of a layer, :class:`_Recurrence`, is a loop over time with few
+operations a step, each over all models; its vmap rule folds the mapped dimension into one that is already there.
 
 Shapes: S stacked models or directions, T times, n samples, d inputs, h hidden units. The 4h gates stand in the order
-output, input, forget, candidate: what goes through the same function, or has a gradient by the same way, is adjacent.
+output, input, forget, candidate: the three sigmoids are adjacent, and so are the three gates that the cell depends on.
 """
 
 from __future__ import annotations
@@ -28,59 +28,67 @@ def stackable(module: nn.LSTM) -> bool:
 class StackableLSTM(nn.LSTM):
     """``nn.LSTM`` in a form that stacks: same parameters, same values."""
 
-    def forward(self, input: Tensor | PackedSequence, hx: _State | None = None) -> tuple[Tensor, _State]:  # type: ignore[override]
-        """``[T, n, d] -> [T, n, h]`` and the last state, in all the layouts of ``nn.LSTM``."""
-        inputs, state = self._time_first(input, hx)
-        last: list[_State] = []
-        for layer, start in enumerate(zip(*(part.split(self._directions) for part in state), strict=True)):
+    def forward(  # type: ignore[override]  # torch's is overloaded for packed sequences
+        self, input: Tensor | PackedSequence, hx: _State | None = None
+    ) -> tuple[Tensor, _State]:
+        """``[T, n, d] -> [T, n, directions * h]`` and the last state, in all of ``nn.LSTM``'s layouts."""
+        if isinstance(input, PackedSequence):
+            raise UserError("A stackable LSTM received a PackedSequence; allowed: sequences padded to one tensor.")
+        outputs, hidden, cell = self._time_first(input, hx)
+        last = []
+        for layer, start in enumerate(zip(hidden.split(self._directions), cell.split(self._directions), strict=True)):
             if layer and self.dropout and self.training:
-                inputs = _dropout(inputs, self.dropout)
-            inputs, end = self._layer(layer, inputs, start)
+                outputs = _dropout(outputs, self.dropout)
+            outputs, end = self._layer(layer, outputs, start)
             last.append(end)
         hidden, cell = (torch.cat(parts) for parts in zip(*last, strict=True))
         if input.ndim == 2:
-            return inputs[:, 0], (hidden[:, 0], cell[:, 0])
-        return inputs.transpose(0, 1) if self.batch_first else inputs, (hidden, cell)
+            return outputs[:, 0], (hidden[:, 0], cell[:, 0])
+        return outputs.transpose(0, 1) if self.batch_first else outputs, (hidden, cell)
 
     @property
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    def _time_first(self, inputs: Tensor | PackedSequence, state: _State | None) -> tuple[Tensor, _State]:
-        """Return ``[T, n, d]`` and the start ``[layers, n, h]``; refuse what does not fit."""
-        if self.proj_size:
-            raise UserError(f"An LSTM with proj_size={self.proj_size} can't be stacked; allowed: 0.")
-        if isinstance(inputs, PackedSequence):
-            raise UserError("An LSTM that is stacked takes padded sequences as a tensor; a PackedSequence was received.")
-        layout = ["samples", "times"] if self.batch_first and inputs.ndim == 3 else ["times", "samples"][: inputs.ndim - 1]
-        if inputs.ndim == 2:
-            inputs, state = inputs[:, None], state and (state[0][:, None], state[1][:, None])
-        elif self.batch_first:
-            inputs = inputs.transpose(0, 1)
+    def _time_first(self, inputs: Tensor, state: _State | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs ``[T, n, d]`` and the start ``[layers * directions, n, h]``; refuse what does not fit."""
+        if not stackable(self):
+            raise UserError(f"A stackable LSTM has proj_size={self.proj_size}; allowed: 0.")
+        time = 1 if self.batch_first and inputs.ndim == 3 else 0
+        if inputs.ndim not in (2, 3) or inputs.shape[-1] != self.input_size or not inputs.shape[time]:
+            layout = f"[n, T, {self.input_size}]" if self.batch_first else f"[T, n, {self.input_size}]"
+            raise UserError(
+                f"An LSTM received inputs of shape {list(inputs.shape)}; allowed: {layout} or [T, {self.input_size}] "
+                "with T > 0."
+            )
+        single = inputs.ndim == 2
+        inputs = inputs.unsqueeze(1) if single else inputs.movedim(time, 0)
         shape = (self.num_layers * self._directions, inputs.shape[1], self.hidden_size)
         if state is None:
             zeros = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
-            return inputs, (zeros, zeros)
+            return inputs, zeros, zeros
         for part in state:
-            if part.shape != shape:
-                raise ValueError(f"An LSTM received a state of shape {list(part.shape)}; allowed: {list(shape)}.")
-        return inputs, state
+            allowed = (shape[0], shape[2]) if single else shape
+            if part.shape != allowed:
+                raise UserError(f"An LSTM received a state of shape {list(part.shape)}; allowed: {list(allowed)}.")
+        hidden, cell = (part.unsqueeze(1) if single else part for part in state)
+        return inputs, hidden, cell
 
     def _layer(self, layer: int, inputs: Tensor, start: _State) -> tuple[Tensor, _State]:
-        """Run one layer, ``[T, n, d] -> [T, n, directions * h]``, both directions as if they were two models."""
-        weight, recurrent = (self._parameters_of(f"weight_{kind}_l{layer}") for kind in ("ih", "hh"))
+        """Run a layer, ``[T, n, d] -> [T, n, directions * h]``; two directions are two models, one reads back."""
+        weight, recurrent = (self._stack(f"weight_{kind}_l{layer}") for kind in ("ih", "hh"))
         if self.bias:
-            bias = self._parameters_of(f"bias_ih_l{layer}") + self._parameters_of(f"bias_hh_l{layer}")
+            bias = self._stack(f"bias_ih_l{layer}") + self._stack(f"bias_hh_l{layer}")
         else:
             bias = torch.zeros(weight.shape[:2], dtype=weight.dtype, device=weight.device)
-        sequences = torch.stack([inputs, inputs.flip(0)]) if self.bidirectional else inputs[None]
+        sequences = torch.stack([inputs, inputs.flip(0)]) if self.bidirectional else inputs.unsqueeze(0)
         gates = (sequences.flatten(1, 2) @ weight.mT).unflatten(1, inputs.shape[:2])
-        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, gates, *start)
+        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, gates, *start)  # type: ignore[no-untyped-call]
         outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
         return outputs, (hidden[:, -1], cell)
 
-    def _parameters_of(self, name: str) -> Tensor:
-        """Stack the directions, ``[directions, 4h, ...]``, and bring torch's order of gates, i f g o, into ours."""
+    def _stack(self, name: str) -> Tensor:
+        """Stack a parameter's directions, ``[directions, 4h, ...]``, with torch's order of gates brought into ours."""
         names = (name, f"{name}_reverse")[: self._directions]
         return torch.stack([getattr(self, name) for name in names]).roll(self.hidden_size, dims=1)
 
@@ -89,14 +97,16 @@ def _dropout(inputs: Tensor, rate: float) -> Tensor:
     # Late: that file imports this one.
     from fedem.models.layers import keyed_dropout
 
-    return keyed_dropout(inputs.transpose(0, 1), rate).transpose(0, 1)  # it wants the samples first
+    # It draws by rows, which are samples.
+    return keyed_dropout(inputs.transpose(0, 1), rate).transpose(0, 1)
 
 
 class _Recurrence(torch.autograd.Function):
-    """``(bias [S, 4h], weight [S, 4h, h], gates [S, T, n, 4h], hidden [S, n, h], cell [S, n, h])``, gates still to come.
+    """The loop over time of one layer.
 
-    Returns all hidden states ``[S, T, n, h]`` and the last cell ``[S, n, h]``; then, for the gradient alone, the gates
-    and the cells.
+    Takes the bias ``[S, 4h]``, the recurrent weight ``[S, 4h, h]``, the inputs' share in the gates ``[S, T, n, 4h]``,
+    and the first hidden state and cell ``[S, n, h]``. Returns all hidden states ``[S, T, n, h]`` and the last cell; and
+    for the gradient alone the activated gates and all cells ``[S, T + 1, n, h]``.
     """
 
     @staticmethod
@@ -107,6 +117,7 @@ class _Recurrence(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         _, weight, _, start, _ = inputs
         hidden, _, gates, cells = output
+        # Without zeros for what has no gradient: gates and cells never have one.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight, start, hidden, gates, cells)
 
@@ -115,7 +126,7 @@ class _Recurrence(torch.autograd.Function):
         weight, start, hidden, gates, cells = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
         grad_cell = torch.zeros_like(start) if grad_cell is None else grad_cell
-        grad_gates, grad_start, grad_cell = _RecurrenceGradient.apply(
+        grad_gates, grad_start, grad_cell = _RecurrenceGradient.apply(  # type: ignore[no-untyped-call]
             weight, hidden, gates, cells, grad_hidden, grad_cell
         )
         before = torch.cat([start.unsqueeze(1), hidden[:, :-1]], dim=1)
@@ -123,14 +134,15 @@ class _Recurrence(torch.autograd.Function):
         return grad_gates.sum((1, 2)), grad_weight, grad_gates, grad_start, grad_cell
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
         return _fold(_Recurrence, 2, info.batch_size, in_dims, tensors)
 
 
 class _RecurrenceGradient(torch.autograd.Function):
-    """``(weight, hidden, gates, cells, gradient of all hidden states, gradient of the last cell)``, as above.
+    """The same loop backwards.
 
-    Returns the gradients of the gates before their activation, of the first hidden state and of the first cell.
+    Takes the recurrent weight, what the loop returned but the last cell, and the gradients of all hidden states and of
+    the last cell. Returns those of the gates before their activation, of the first hidden state and of the first cell.
     """
 
     @staticmethod
@@ -143,10 +155,10 @@ class _RecurrenceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise UserError("An LSTM's gradient can't be differentiated again; choose a method without second derivatives.")
+        raise UserError("The gradient of an LSTM was differentiated again; allowed: methods of first derivatives.")
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
         return _fold(_RecurrenceGradient, 1, info.batch_size, in_dims, tensors)
 
 
@@ -157,29 +169,29 @@ def _fold(
     in_dims: tuple[int | None, ...],
     tensors: tuple[Tensor, ...],
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Call ``function`` once for ``size`` models: as so many more models, or, when they are equal, as more samples.
+    """Call ``function`` once for all of a mapped dimension: as more models, or as more samples of the same models.
 
-    The first ``num_parameters`` tensors are parameters ``[S, ...]``; the others are ``[S, ..., n, h or 4h]``.
+    The first ``num_parameters`` tensors are parameters ``[S, ...]``; the others and the outputs are ``[S, ..., n, _]``.
     """
-    same = all(dim is None for dim in in_dims[:num_parameters])
-    folded = []
-    for position, (tensor, dim) in enumerate(zip(tensors, in_dims, strict=True)):
-        if same and position < num_parameters:
-            folded.append(tensor)
-            continue
-        front = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        folded.append(front.movedim(0, -3).flatten(-3, -2) if same else front.flatten(0, 1))
-    outputs = function.apply(*folded)
-    if same:
-        outputs = tuple(output.unflatten(-2, (size, output.shape[-2] // size)) for output in outputs)
-        return outputs, tuple(output.ndim - 3 for output in outputs)
-    return tuple(output.unflatten(0, (size, len(output) // size)) for output in outputs), (0,) * len(outputs)
+
+    def mapped(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    if any(dim is not None for dim in in_dims[:num_parameters]):
+        outputs = function.apply(*(mapped(*pair).flatten(0, 1) for pair in zip(tensors, in_dims, strict=True)))
+        return tuple(output.unflatten(0, (size, len(output) // size)) for output in outputs), (0,) * len(outputs)
+    # The parameters, perhaps larger than all else, are not copied then.
+    rows = zip(tensors[num_parameters:], in_dims[num_parameters:], strict=True)
+    samples = (mapped(*pair).movedim(0, -3).flatten(-3, -2) for pair in rows)
+    outputs = function.apply(*tensors[:num_parameters], *samples)
+    outputs = tuple(output.unflatten(-2, (size, output.shape[-2] // size)) for output in outputs)
+    return outputs, tuple(output.ndim - 3 for output in outputs)
 
 
 def _recur(
     bias: Tensor, weight: Tensor, gates: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run forwards in seven operations a step, in place within what is returned."""
+    """Run forwards, seven operations a step, in place within what is returned."""
     num_models, num_times, num_samples, _ = gates.shape
     size = hidden.shape[-1]
     gates = torch.add(gates, bias[:, None, None], out=gates.new_empty(gates.shape))
@@ -188,6 +200,7 @@ def _recur(
     cells[:, 0] = cell
     weight = weight.mT.contiguous()  # once, where the product would do it at each step
     parts = (gates, gates[..., : 3 * size], *gates.chunk(4, dim=-1), all_hidden, cells[:, :-1], cells[:, 1:])
+    # All views beforehand: to slice costs as much as to launch.
     steps = zip(*(part.unbind(1) for part in parts), strict=True)
     for gate, sigmoids, output, write, keep, candidate, next_hidden, cell, next_cell in steps:
         gate.baddbmm_(hidden, weight)
@@ -202,39 +215,40 @@ def _recur(
 def _recur_back(
     weight: Tensor, hidden: Tensor, gates: Tensor, cells: Tensor, grad_hidden: Tensor, grad_cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run backwards in five operations a step; the derivatives of all activations are made beforehand, at once."""
+    """Run backwards, five operations a step; the slopes of all activations are found beforehand, at once."""
+    size = hidden.shape[-1]
     output, write, keep, candidate = gates.chunk(4, dim=-1)
     tanh = cells[:, 1:].tanh()
-    # What each gate's gradient is multiplied by: s - s^2 of a sigmoid s, 1 - t^2 of a tanh t, and the gate's partner.
+    # Each gate's slope, s - s^2 of a sigmoid and 1 - t^2 of a tanh, times what the gate was multiplied by.
     grads = gates.new_empty(gates.shape)
-    sigmoids = gates[..., : -candidate.shape[-1]]
-    torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1, out=grads[..., : -candidate.shape[-1]])
+    sigmoids = gates[..., : 3 * size]
+    torch.addcmul(sigmoids, sigmoids, sigmoids, value=-1, out=grads[..., : 3 * size])
     by_output, by_write, by_keep, by_candidate = grads.chunk(4, dim=-1)
     by_output.mul_(tanh)
     by_write.mul_(candidate)
     by_keep.mul_(cells[:, :-1])
     torch.mul(candidate, candidate, out=by_candidate)
     torch.addcmul(write, write, by_candidate, value=-1, out=by_candidate)
-    # The way from a hidden state, output * tanh, to its cell.
+    # A hidden state is output * tanh; this is its slope towards the cell.
     slope = torch.addcmul(output, hidden, tanh, value=-1, out=tanh)
-    # Copies, which the loop may change.
+    # Copies, which the loop changes.
     grad_hidden, grad_cell = (grad.clone(memory_format=torch.contiguous_format) for grad in (grad_hidden, grad_cell))
-    others = grads.unflatten(-1, (4, -1))[..., 1:, :]  # input, forget and candidate are reached through the cell
-    parts = (grad_hidden, slope, keep, grads, by_output, others)
+    through_cell = grads.unflatten(-1, (4, size))[..., 1:, :]
+    parts = (grad_hidden, slope, keep, grads, by_output, through_cell)
     steps = zip(*(reversed(part.unbind(1)) for part in parts), strict=True)
     later = None
-    for grad, slope, keep, gate, by_output, others in steps:
+    for grad, slope, keep, gate, by_output, through_cell in steps:
         if later is not None:
             grad.baddbmm_(later, weight)
         grad_cell.addcmul_(grad, slope)
         by_output.mul_(grad)
-        others.mul_(grad_cell.unsqueeze(-2))
+        through_cell.mul_(grad_cell.unsqueeze(-2))
         grad_cell.mul_(keep)
         later = gate
     return grads, grads[:, 0] @ weight, grad_cell
 
 
-# As operations of torch, so that a recording of a stacked function holds one entry for each and not for every time step.
+# As operations of torch's own kind: a recording then holds one entry for a whole loop.
 _LIBRARY = torch.library.Library("fedem", "DEF")
 _LIBRARY.define(
     "lstm(Tensor bias, Tensor weight, Tensor gates, Tensor hidden, Tensor cell) -> (Tensor, Tensor, Tensor, Tensor)"

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedem.federation import PARTS
 from fedem.report.described import Counts, Description, by_dominant_label, shares
-from fedem.report.figures import _COLOURS, _SETTINGS, _saved
+from fedem.report.figures import COLOURS, SETTINGS, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ def draw_clients(description: Description, ending: str) -> bytes:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    with style.context(["default", _SETTINGS]):
+    with style.context(["default", SETTINGS]):
         figure = Figure(figsize=(9, 5.4), facecolor="white")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1), gridspec_kw={"hspace": 0.08})
         if description.counts is not None:
@@ -41,7 +41,7 @@ def draw_clients(description: Description, ending: str) -> bytes:
         _draw_sizes(below, description, order)
         _frame(above, below, description, order)
         how: dict[str, Any] = {"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}
-        return _saved(figure, ending, **how)
+        return saved(figure, ending, **how)
 
 
 def _draw_labels(figure: Figure, axes: Axes, description: Description, order: Counts) -> None:
@@ -52,9 +52,9 @@ def _draw_labels(figure: Figure, axes: Axes, description: Description, order: Co
     counts = description.counts
     assert counts is not None
     num_labels = len(description.labels)
-    few = num_labels <= len(_COLOURS)
+    few = num_labels <= len(COLOURS)
     gradient = colormaps["turbo"].resampled(num_labels)
-    colours = _COLOURS if few else [gradient(label) for label in range(num_labels)]
+    colours = COLOURS if few else [gradient(label) for label in range(num_labels)]
     heights = np.vstack([np.zeros(len(order)), shares(counts)[order].T.cumsum(0)])
     edges = np.arange(len(order) + 1) - 0.5
     # A step a client and an area a label: thousands of clients draw as fast as five.
@@ -76,6 +76,7 @@ def _draw_labels(figure: Figure, axes: Axes, description: Description, order: Co
     place = axes.inset_axes((1.015, 0, 0.02, 1))
     bar = figure.colorbar(scale, cax=place, ticks=np.linspace(0, num_labels - 1, 11).round())
     bar.ax.set_yticklabels([description.labels[int(tick)] for tick in bar.get_ticks()])
+    bar.minorticks_off()
     bar.set_label(f"label, of {num_labels}")
 
 
@@ -85,8 +86,8 @@ def _draw_targets(axes: Axes, description: Description, order: Counts) -> None:
     low, median, high = quartiles[order].T
     places = np.arange(len(order))
     width = max(0.8, min(8.0, 300 / len(order)))
-    axes.vlines(places, low, high, color=_COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
-    axes.plot(places, median, "o", color=_COLOURS[0], markersize=min(5.0, width), label="median")
+    axes.vlines(places, low, high, color=COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
+    axes.plot(places, median, "o", color=COLOURS[0], markersize=min(5.0, width), label="median")
     axes.set_ylabel("targets of the client")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fedem.data.base import Dataset
@@ -112,9 +113,11 @@ def describe(dataset: Dataset, title: str) -> Description:
         labels = known or tuple(map(str, range(counts.shape[1])))
         return Description(title, federation.names, sizes, inputs, counts, labels, columns=columns)
     owners = np.concatenate([_owners(federation, part) for part in PARTS])
+    targets = torch.cat([federation.part(part).targets for part in PARTS]).double()
+    if encoding is not None:
+        targets = encoding.decode(targets)
     # Several targets a sample count as one: their mean.
-    flat = [federation.part(part).targets.double().reshape(len(federation.part(part)), -1).mean(1) for part in PARTS]
-    values = np.concatenate([column.numpy() for column in flat])
+    values = targets.reshape(len(targets), -1).mean(1).numpy()
     ends = np.bincount(owners, minlength=federation.num_clients).cumsum()[:-1]
     own = np.split(values[np.argsort(owners, kind="stable")], ends)
     quartiles = np.array([np.quantile(column, (0.25, 0.5, 0.75)) for column in own])

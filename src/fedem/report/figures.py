@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
-_COLOURS = (
+COLOURS = (
     "#0b5fa5",
     "#d95f02",
     "#1b8a5a",
@@ -27,7 +27,7 @@ _COLOURS = (
 )
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
-_SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
+SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
@@ -41,13 +41,13 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    with style.context(["default", _SETTINGS]):
+    with style.context(["default", SETTINGS]):
         # A figure that no window knows of: nothing is shown, and nothing global is changed.
         figure = Figure(figsize=(8, max(4.5, 0.3 * len(comparison.rows))), facecolor="white")
         axes = figure.add_subplot()
         _lines(axes, comparison)
         _frame(axes, comparison)
-        return {"png": _saved(figure, "png", dpi=160), "svg": _saved(figure, "svg", metadata={"Date": None})}
+        return {"png": saved(figure, "png", dpi=160), "svg": saved(figure, "svg", metadata={"Date": None})}
 
 
 def _lines(axes: Axes, comparison: Comparison) -> None:
@@ -76,8 +76,8 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
 def _look(method: str) -> dict[str, Any]:
     position = list(METHODS).index(method)
     return {
-        "color": _COLOURS[position % len(_COLOURS)],
-        "linestyle": _STROKES[position // len(_COLOURS) % len(_STROKES)],
+        "color": COLOURS[position % len(COLOURS)],
+        "linestyle": _STROKES[position // len(COLOURS) % len(_STROKES)],
         "marker": _MARKERS[position % len(_MARKERS)],
         "linewidth": 1.6,
     }
@@ -121,7 +121,8 @@ def _frame(axes: Axes, comparison: Comparison) -> None:
     )
 
 
-def _saved(figure: Figure, ending: str, **how: Any) -> bytes:
+def saved(figure: Figure, ending: str, **how: Any) -> bytes:
+    """Return the picture's bytes."""
     content = io.BytesIO()
     figure.savefig(content, format=ending, bbox_inches="tight", **how)
     return content.getvalue()

@@ -182,7 +182,7 @@ def joined(tables: Sequence[Table]) -> Table:
     """Lay tables of the same columns under each other, in the first one's order of columns."""
     first = tables[0]
     for table in tables[1:]:
-        for name in set(first.columns) ^ set(table.columns):
+        for name in sorted(set(first.columns) ^ set(table.columns)):
             having, lacking = (first, table) if name in first.columns else (table, first)
             raise UserError(
                 f"{having.pieces[0].source} has the column {name!r} and {lacking.pieces[0].source} has not; "

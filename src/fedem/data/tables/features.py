@@ -60,7 +60,8 @@ class Feature:
         elif self.kind == BOOLEAN:
             out[:, 0] = table.booleans(self.name)
         else:
-            scaled = (table.numbers(self.name) - self.mean) / self.deviation
+            with np.errstate(over="ignore"):
+                scaled = (table.numbers(self.name) - self.mean) / self.deviation
             if (large := np.abs(scaled) > LARGEST).any():
                 raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
             out[:, 0] = scaled
@@ -70,7 +71,7 @@ def scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
     """Return mean and deviation of ``values`` ``[n]``; equal values have deviation 1."""
     if values.min() == values.max():  # rounding may give them one of 1e-17
         return float(values[0]), 1.0
-    return float(values.mean()), float(values.std())
+    return float(values.mean()), float(values.std()) or 1.0  # it is 0 where squares are too small for a float
 
 
 def too_many(table: Table, name: str, count: int, allowed: int) -> UserError:

@@ -1,0 +1,311 @@
+"""Columns become inputs and targets as scikit-learn would make them, by the training rows alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from shops import COLUMNS, make_shops, write_shops
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from fedem.data import FromFile
+from fedem.data.tables import Encoding, Table, read_table
+from fedem.data.tables.columns import Column, Piece
+from fedem.data.tables.targets import Target
+from fedem.errors import UserError
+from fedem.federation import PARTS
+
+ROWS = make_shops(10)
+
+
+def table_of(target: str = "y", **columns: Any) -> Table:
+    """A table of texts, as a CSV file has them."""
+    made = {
+        name: Column(np.array(list(map(str, values)), dtype=object), np.zeros(len(values), dtype=bool), written=True)
+        for name, values in columns.items()
+    }
+    rows = len(next(iter(columns.values())))
+    return Table(made, target, "client", (Piece("t.csv", rows, range(2, rows + 2)),))
+
+
+def all_rows(table: Table) -> NDArray[np.int64]:
+    return np.arange(len(table))
+
+
+def column(name: str, rows: list[dict[str, object]] = ROWS) -> list[object]:
+    return [row[name] for row in rows]
+
+
+class TestReferences:
+    rows = np.random.default_rng(0).permutation(len(ROWS))[:50]
+    table = table_of("sold", **{name: column(name) for name in COLUMNS[1:]})
+    encoding = Encoding.fit(table, rows)
+    inputs = encoding.inputs(table)
+
+    def test_numbers_are_standardised(self) -> None:
+        numbers = np.array([column("price"), column("temperature")], dtype=float).T
+        expected = StandardScaler().fit(numbers[self.rows]).transform(numbers)
+        names = self.encoding.input_names
+        assert names is not None
+        found = self.inputs[:, [names.index("price"), names.index("temperature")]]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+    def test_text_is_one_hot(self) -> None:
+        texts = np.array(column("weekday"), dtype=object)[:, None]
+        few = self.rows[texts[self.rows, 0] != "Monday"]  # a category that training has not
+        encoding = Encoding.fit(self.table, few)
+        reference = OneHotEncoder(handle_unknown="ignore", sparse_output=False).fit(texts[few])
+        assert encoding.input_names[:2] == ("weekday=Friday", "weekday=Saturday")
+        assert np.array_equal(encoding.inputs(self.table)[:, :2], reference.transform(texts))
+        assert encoding.unseen(self.table) == {"weekday": ["Monday"]}
+
+    def test_booleans_are_one_and_nought(self) -> None:
+        found = self.inputs[:, self.encoding.input_names.index("promotion")]
+        assert found.tolist() == [float(word == "true") for word in column("promotion")]
+
+    def test_inputs_are_single_precision_in_the_order_of_their_names(self) -> None:
+        assert self.inputs.dtype == np.float32
+        assert self.encoding.input_names == (
+            *(f"weekday={day}" for day in ("Friday", "Monday", "Saturday")),
+            "price",
+            "temperature",
+            "promotion",
+        )
+        assert self.inputs.shape == (len(ROWS), 6)
+
+
+class TestTrainingRowsAlone:
+    def test_other_rows_change_nothing(self, tmp_path: Path) -> None:
+        source = FromFile(path=str(write_shops(tmp_path / "a.csv", ROWS)), target_column="sold", client_column="shop")
+        made = source.make(0)
+        rows = {part: made.federation.part(part).rows for part in PARTS}
+        changed = [dict(row) for row in ROWS]
+        for row in torch.cat([rows["validation"], rows["test"]]).tolist():
+            changed[row] |= {"price": 1e6, "weekday": "never"}
+        table = read_table(write_shops(tmp_path / "b.csv", changed), "sold", "shop")
+        again = Encoding.fit(table, rows["train"].numpy())
+        assert again == made.encoding
+        changed[int(rows["train"][0])]["price"] = 1e6
+        table = read_table(write_shops(tmp_path / "c.csv", changed), "sold", "shop")
+        assert Encoding.fit(table, rows["train"].numpy()) != made.encoding
+
+    def test_training_rows_have_mean_nought_and_deviation_one(self, tmp_path: Path) -> None:
+        path = write_shops(tmp_path / "a.csv", ROWS, (*COLUMNS[:-1], "units"))
+        made = FromFile(path=str(path), target_column="units", client_column="shop").make(0)
+        place = made.feature_names.index("price")
+        for values in (made.federation.train.inputs[:, place], made.federation.train.targets):
+            assert float(values.double().mean()) == pytest.approx(0, abs=1e-6)
+            assert float(values.double().std(correction=0)) == pytest.approx(1, abs=1e-6)
+
+    def test_clients_that_will_be_held_out_are_not_known(self, tmp_path: Path) -> None:
+        path = write_shops(tmp_path / "a.csv", ROWS)
+        source = FromFile(path=str(path), target_column="sold", client_column="shop")
+        made = source.make(0, unseen=0.25)
+        assert made.federation.num_clients == 12
+        held = made.federation.hold_out(0.25, seed=0)
+        place = made.feature_names.index("price")
+        assert float(held.train.inputs[:, place].double().mean()) == pytest.approx(0, abs=1e-6)
+        changed = [row | {"price": 99.0} if row["shop"] in held.unseen.names else row for row in ROWS]
+        other = replace(source, path=str(write_shops(tmp_path / "b.csv", changed))).make(0, unseen=0.25)
+        assert other.encoding == made.encoding
+
+    def test_constant_columns_have_deviation_one(self) -> None:
+        table = table_of(a=[0.1] * 7 + [1.1], y=[0, 1] * 4)
+        found = Encoding.fit(table, np.arange(7)).inputs(table)
+        np.testing.assert_allclose(found[:, 0], [0] * 7 + [1], atol=1e-7)
+
+    def test_standardising_can_be_left(self) -> None:
+        table = table_of(a=[1, 2, 4], y=[0.5, 1.5, 7.0])
+        encoding = Encoding.fit(table, all_rows(table), standardize=False)
+        assert encoding.inputs(table)[:, 0].tolist() == [1, 2, 4]
+        assert encoding.targets(table).tolist() == [0.5, 1.5, 7.0]
+
+
+class TestTargets:
+    @pytest.mark.parametrize(
+        ("values", "classes", "codes"),
+        [
+            (["no", "yes", "no"], ("no", "yes"), [0, 1, 0]),
+            (["10", "9", "+9"], ("9", "10"), [1, 0, 0]),
+            (["-1", "5", "2"], ("-1", "2", "5"), [0, 2, 1]),
+            (["TRUE", "false", "True"], ("false", "true"), [1, 0, 1]),
+            (["1", "two", "1"], ("1", "two"), [0, 1, 0]),
+            (["1.5", "2", "x"], ("1.5", "2", "x"), [0, 1, 2]),
+        ],
+    )
+    def test_classes_keep_their_names(self, values: list[str], classes: tuple[str, ...], codes: list[int]) -> None:
+        table = table_of(a=[1, 2, 3], y=values)
+        encoding = Encoding.fit(table, all_rows(table))
+        assert encoding.classes == classes
+        assert encoding.targets(table).tolist() == codes
+        assert encoding.targets(table).dtype == np.int64
+
+    def test_floats_are_regression_and_come_back(self) -> None:
+        values = [1.0, 2.0, 40.5, -3.25]
+        table = table_of(a=[1, 2, 3, 4], y=values)
+        encoding = Encoding.fit(table, np.arange(3))
+        targets = encoding.targets(table)
+        assert encoding.classes is None
+        assert targets.dtype == np.float32
+        expected = StandardScaler().fit(np.array(values[:3])[:, None]).transform(np.array(values)[:, None])[:, 0]
+        np.testing.assert_allclose(targets, expected, rtol=1e-6)
+        decoded = encoding.decode(torch.from_numpy(targets.astype(np.float64))[:, None])
+        np.testing.assert_allclose(decoded[:, 0], values, rtol=1e-6)
+
+    def test_probabilities_are_left_alone(self) -> None:
+        table = table_of(a=[1, 2], y=["no", "yes"])
+        shares = torch.tensor([[0.25, 0.75]])
+        assert torch.equal(Encoding.fit(table, all_rows(table)).decode(shares), shares)
+
+    @pytest.mark.parametrize(("count", "classes"), [(100, 100), (101, None)])
+    def test_many_whole_numbers_are_regression(self, count: int, classes: int | None) -> None:
+        table = table_of(a=[1] * count, y=list(range(count)))
+        target = Target.fit(table)
+        assert (None if target.classes is None else len(target.classes)) == classes
+        if classes is None:
+            assert "regression (101 distinct whole numbers; data.task=classification" in target.describe()
+
+    def test_the_task_can_be_told(self) -> None:
+        table = table_of(a=[1, 2, 3], y=["1.0", "2.5", "1"])
+        assert Target.fit(table, task="classification").classes == ("1", "2.5")
+        assert Target.fit(table_of(a=[1, 2], y=["3", "4"]), task="regression").classes is None
+        assert len(Target.fit(table_of(a=[1] * 101, y=list(range(101))), task="classification").classes or ()) == 101
+        with pytest.raises(UserError, match=r"t\.csv, line 3, column 'y': 'x' is no number"):
+            Target.fit(table_of(a=[1, 2], y=["3", "x"]), task="regression")
+        with pytest.raises(UserError, match=r"Unknown FromFile\.task 'clasification'"):
+            FromFile(task="clasification")
+
+    def test_one_class_is_none(self) -> None:
+        with pytest.raises(UserError, match=r"'y' has one value only \('3'\)"):
+            Target.fit(table_of(a=[1, 2], y=["3", "3"]))
+
+    def test_new_targets_are_matched_by_value(self) -> None:
+        table = table_of(a=[1, 2], y=["7", "8"])
+        encoding = Encoding.fit(table, all_rows(table))
+        assert encoding.targets(table_of(a=[1, 2, 3], y=["8.0", "+7", "8"])).tolist() == [1, 0, 1]
+        for values in ([8, 7], [8.0, 7.0], np.array([8, 7], dtype=np.uint8)):
+            assert encoding.accept_targets(values).tolist() == [1, 0]
+        with pytest.raises(UserError, match=r"t\.csv, line 3, column 'y': '9' is none of the 2 classes .*\(7, 8\)"):
+            encoding.targets(table_of(a=[1, 2], y=["8", "9"]))
+        with pytest.raises(UserError, match="the targets, row 1, column 'y': 9 is none of the 2 classes"):
+            encoding.accept_targets([7, 9])
+        with pytest.raises(UserError, match="no column 'y' of targets"):
+            encoding.targets(table_of(a=[1]))
+
+    def test_text_is_compared_as_it_stands(self) -> None:
+        table = table_of(a=["01", "1", "x"], y=["01", "1", "x"])
+        encoding = Encoding.fit(table, all_rows(table))
+        new = table_of(a=["1", "01"], y=["1", "01"])  # numbers all, but not in training
+        assert encoding.inputs(new).tolist() == [[0, 1, 0], [1, 0, 0]]
+        assert encoding.targets(new).tolist() == [1, 0]
+
+
+class TestNewTables:
+    table = table_of(a=[1, 2, 3], b=["u", "v", "u"], y=["no", "yes", "no"])
+    encoding = Encoding.fit(table, np.arange(3))
+
+    def test_columns_are_found_by_name(self) -> None:
+        swapped = table_of(b=["u", "v", "u"], y=["?"] * 3, a=[1, 2, 3])
+        assert np.array_equal(self.encoding.inputs(swapped), self.encoding.inputs(self.table))
+        assert np.array_equal(self.encoding.inputs(table_of(b=["v"], a=[2])), self.encoding.inputs(self.table)[1:2])
+
+    @pytest.mark.parametrize(
+        ("columns", "message"),
+        [
+            ({"a": [1]}, "The columns are a; allowed: a, b, as in training"),
+            ({"a": [1], "c": ["u"]}, "The columns are a, c; allowed: a, b, as in training"),
+            ({"a": ["much"], "b": ["u"]}, r"t\.csv, line 2, column 'a': 'much' is no number"),
+        ],
+    )
+    def test_other_columns_are_refused(self, columns: dict[str, Any], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            self.encoding.inputs(table_of(**columns))
+
+    def test_booleans_are_wanted_where_training_had_them(self) -> None:
+        encoding = Encoding.fit(table_of(a=["true", "false"], y=[0, 1]), np.arange(2))
+        assert encoding.inputs(table_of(a=["1", "FALSE", "true"]))[:, 0].tolist() == [1, 0, 1]
+        with pytest.raises(UserError, match="line 2, column 'a': 'maybe' is neither true nor false"):
+            encoding.inputs(table_of(a=["maybe"]))
+
+    def test_ignored_columns_may_be_there_or_not(self) -> None:
+        table = table_of(a=[1, 2], when=["2024-01-05", "2024-01-06"], y=[0, 1])
+        encoding = Encoding.fit(table, all_rows(table), ignored=("when",))
+        assert encoding.input_names == ("a",)
+        assert np.array_equal(encoding.inputs(table), encoding.inputs(table.without(["when"])))
+
+    def test_arrays_have_no_names(self) -> None:
+        array = Table({}, "y", "client", (Piece("t.npz", 2),), np.ones((2, 3)))
+        with pytest.raises(UserError, match="array without names; allowed: the columns a, b"):
+            self.encoding.inputs(array)
+
+    def test_numbers_far_beyond_training_are_named(self) -> None:
+        encoding = Encoding.fit(table_of(a=[1e-30, 2e-30], y=[0, 1]), np.arange(2))
+        with pytest.raises(UserError, match="line 2, column 'a': '1e30' is too large"):
+            encoding.inputs(table_of(a=["1e30"]))
+
+
+class TestTooManyCategories:
+    def test_the_count_and_dates_are_named(self) -> None:
+        days = [f"2024-{month:02}-{day:02}" for month in range(1, 7) for day in range(1, 21)]
+        table = table_of(when=days, y=[0, 1] * 60)
+        message = r"Column 'when' is text with 120 categories \(such as '2024-01-01'; dates .*at most 100"
+        with pytest.raises(UserError, match=message):
+            Encoding.fit(table, all_rows(table))
+        assert len(Encoding.fit(table, all_rows(table), max_categories=120).input_names or ()) == 120
+        assert Encoding.fit(table, np.arange(100)).describe().endswith("100 inputs in all")
+
+    def test_what_spoils_a_column_of_numbers_is_named(self) -> None:
+        table = table_of(a=[*range(150), "n/a", *range(49)], y=[0, 1] * 100)
+        with pytest.raises(UserError, match=r"199 of its values are numbers; the first that is none: t\.csv, line 152"):
+            Encoding.fit(table, all_rows(table))
+
+    def test_targets_of_text_too(self) -> None:
+        table = table_of(a=[1] * 101, y=[f"name {row}" for row in range(101)])
+        with pytest.raises(UserError, match=r"Column 'y' is text with 101 categories"):
+            Target.fit(table)
+
+
+class TestStatement:
+    def test_a_table_in_one_line(self) -> None:
+        table = table_of(
+            a=[1, 2, 3], b=[1.5, 2, 3], c=["u", "v", "w"], d=["true", "false", "true"], y=["no", "yes", "no"]
+        )
+        assert Encoding.fit(table, np.arange(2)).describe() == (
+            "target 'y': 2 classes (no, yes); 2 numeric features, 1 true/false feature, "
+            "1 categorical ('c' with 2 categories); 5 inputs in all"
+        )
+
+    def test_a_regression_tells_its_scale(self) -> None:
+        table = table_of(a=[1, 2], y=[10.0, 30.0])
+        said = Encoding.fit(table, all_rows(table)).describe()
+        assert said.startswith("target 'y': regression (2 distinct numbers), standardised by mean 20 and deviation 10")
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-1e6, 1e6), st.text(max_size=3), st.booleans(), st.sampled_from(["p", "q", "r"])),
+        min_size=2,
+        max_size=12,
+    ).filter(lambda rows: len({row[3] for row in rows}) > 1)
+)
+def test_plain_json_gives_the_same_encoding_back(rows: list[tuple[float, str, bool, str]]) -> None:
+    a, b, c, y = zip(*rows, strict=True)
+    table = table_of(a=a, b=[f"{text}!" for text in b], c=c, y=y)
+    for own, ignored in (
+        (table, ("b",)),
+        (replace(table, target="a"), ()),
+        (replace(table, array=np.ones((len(rows), 2))), ()),
+    ):
+        encoding = Encoding.fit(own, all_rows(own), ignored=ignored)
+        again = Encoding.from_json(json.loads(json.dumps(encoding.to_json(), allow_nan=False)))
+        assert again == encoding
+        assert np.array_equal(again.inputs(own), encoding.inputs(own))
+        assert np.array_equal(again.targets(own), encoding.targets(own))
