@@ -14,7 +14,7 @@ import fedem
 SOURCE = Path(fedem.__file__).parent
 # A room may import from its own line and from those above.
 STOREYS = [
-    {"errors", "tree", "settings"},
+    {"errors", "tree", "settings", "precision"},
     {"randomness", "arrays", "samples", "splits"},
     {"federation", "schedules", "solvers", "mixture"},
     {"data", "models"},

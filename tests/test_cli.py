@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import fedem
-from fedem.report.methods import settings_of
+from fedem.data import DATA
+from fedem.report.methods import settings_of, shipped
 from fedem.settings import names_of
 
 SMALL = ["--set", "data.num_clients=10", "--set", "data.dimension=6", "--set", "data.num_test=30", "--rounds", "4"]
@@ -302,10 +303,16 @@ def test_a_method_is_told_in_full(run, name: str) -> None:
         assert fact in words
     for key in names_of(row.algorithm, row.mixer):
         assert f" {key} " in words
-    rate = fedem.Config.build({"method": {"name": name}}).schedule.learning_rate
+    told = shipped(name)
+    for data in DATA:
+        config = fedem.Config.build({"method": {"name": name}, "data": {"name": data}})
+        values = told.get(data, told["any data"])
+        assert values["schedule.learning_rate"] == config.schedule.learning_rate
+        assert values["solver.name"] == config.name("solver")
     shown = next(line.split() for line in out.splitlines() if "schedule.learning_rate" in line)
     assert shown[0] == "schedule.learning_rate"
-    assert shown[-1] == str(rate)
+    assert set(shown[1:]) == {str(values["schedule.learning_rate"]) for values in told.values()}
+    assert all(data in words for data in told)
 
 
 def test_settings_are_told_with_defaults_ranges_and_meanings(run) -> None:

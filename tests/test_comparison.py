@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -176,9 +177,9 @@ def test_the_data_are_made_once_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path
     made = []
     original = fedem.Synthetic.make
 
-    def make(self: fedem.Synthetic, seed: int) -> fedem.Dataset:
+    def make(self: fedem.Synthetic, seed: int, *more: Any) -> fedem.Dataset:
         made.append(seed)
-        return original(self, seed)
+        return original(self, seed, *more)
 
     monkeypatch.setattr(fedem.Synthetic, "make", make)
     shared = {"data": {"num_clients": 6, "dimension": 4, "num_test": 20}}

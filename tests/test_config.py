@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fedem.config import Config, parse_assignment, read_toml, route
 from fedem.data import DATA, FromFile, Synthetic
+from fedem.data.partitions import PARTITIONS, Dirichlet, Natural
 from fedem.engines import Batching
 from fedem.errors import UserError
 from fedem.methods import METHODS
@@ -28,6 +29,7 @@ from fedem.solvers import SGD, SOLVERS, Adam, Newton
 
 ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "data": DATA,
+    "partition": PARTITIONS,
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,
@@ -145,6 +147,7 @@ class TestDefaults:
         assert config.run == RunSettings()
         assert config.batching == Batching()
         assert config.data == Synthetic()
+        assert config.partition == Natural()
         assert config.model == Linear()
         assert isinstance(config.solver, SGD)
         assert config.schedule == Step()
@@ -158,6 +161,7 @@ class TestDefaults:
                 "run": {"rounds": 7, "dtype": "float64"},
                 "batching": {"local_steps": 3},
                 "data": {"name": "file", "path": "here.csv"},
+                "partition": {"name": "dirichlet", "alpha": 0.7},
                 "model": {"bias": False},
                 "loss": {"name": "squared_error", "variance": 2.0},
                 "solver": {"name": "adam", "beta1": 0.5},
@@ -167,6 +171,7 @@ class TestDefaults:
         assert config.run == RunSettings(rounds=7, dtype="float64")
         assert config.batching == Batching(local_steps=3)
         assert config.data == FromFile(path="here.csv")
+        assert config.partition == Dirichlet(alpha=0.7)
         assert config.model == Linear(bias=False)
         assert config.loss == SquaredError(variance=2.0)
         assert config.solver == Adam(beta1=0.5)
@@ -199,6 +204,9 @@ layers = st.fixed_dictionaries(
                 optional={"target_column": st.text(), "test": st.floats(0, 1, exclude_max=True)},
             ),
             st.fixed_dictionaries({"name": st.just("synthetic"), "clustered": st.booleans(), "size_mean": finite}),
+        ),
+        "partition": st.fixed_dictionaries(
+            {"name": st.sampled_from(sorted(PARTITIONS)), "share": st.floats(0, 1, exclude_min=True)}
         ),
         "method": st.fixed_dictionaries({"name": st.sampled_from(sorted(METHODS))}),
         "loss": st.fixed_dictionaries({"name": st.sampled_from(["auto", *LOSSES])}),
@@ -487,12 +495,12 @@ class TestRefusals:
         with pytest.raises(UserError, match=r"\[loss\] has 'variance', but 'auto' takes no settings"):
             Config.build({"loss": {"variance": 2.0}})
 
-    @pytest.mark.parametrize("section", ["data", "model"])
+    @pytest.mark.parametrize("section", ["data", "partition", "model"])
     def test_what_was_given_from_python_takes_no_settings(self, section: str) -> None:
         with pytest.raises(UserError, match=rf"\[{section}\] has 'path', but 'given' takes no settings"):
             Config.build({section: {"name": "given", "path": "here"}})
 
-    @pytest.mark.parametrize("section", ["data", "model"])
+    @pytest.mark.parametrize("section", ["data", "partition", "model"])
     def test_what_was_given_from_python_cannot_be_made_again(self, section: str) -> None:
         config = Config.build({section: {"name": "given"}})
         with pytest.raises(UserError, match=f"The {section} of this run w.* passed from Python"):

@@ -31,10 +31,13 @@ def test_the_gpu_agrees_with_the_cpu(method: str) -> None:
 
 
 @every_method
-def test_samples_that_do_not_fit_are_sent_cohort_by_cohort(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = advance(make_training(method, device="cuda", cohort_size=2))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1, 1))
-    sent = advance(make_training(method, device="cuda", cohort_size=2))
+def test_samples_that_stay_on_the_host_are_sent_chunk_by_chunk(method: str) -> None:
+    federation = make_federation()
+    moved = federation.to(torch.device("cuda"))
+    assert (federation.train.pool.device.type, moved.train.pool.device.type) == ("cpu", "cuda")
+    sent, resident = (
+        advance(make_training(method, data, device="cuda", cohort_size=2)) for data in (federation, moved)
+    )
     assert distance(resident, sent) == 0
 
 

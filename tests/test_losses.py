@@ -74,7 +74,7 @@ def test_gradients_agree_with_finite_differences(loss: str) -> None:
     weights = torch.rand(len(targets), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def objective(tree: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (weights * model.training_losses(tree, inputs, targets)[0]).sum()
+        return (weights * model.training_losses(tree, inputs, targets, None, torch.tensor(0))[0]).sum()
 
     gradient = grad(objective)(parameters)
     for name, leaf in parameters.items():

@@ -22,6 +22,8 @@ from fedem.schedules import Constant
 from fedem.solvers import SGD
 from fedem.tree import Tree, tree_flat, tree_map, tree_stack
 
+KEY = torch.tensor(0)  # no layer draws
+
 # Per-FedAvg.
 
 
@@ -29,7 +31,7 @@ def _step(algorithm: PerFedAvg | APFL | FedFOMO, shared: Tree, personal: Tree, d
     """One step over the whole of ``data`` with a learning rate of 1; returns the trained copy of u."""
     mask = torch.ones(len(data[1]), dtype=torch.bool)
     local, samples = algorithm.begin(shared, personal, algorithm.score(shared, *data), mask)
-    batch = Batch(*data, mask / mask.double().sum(), samples)
+    batch = Batch(*data, mask / mask.double().sum(), samples, KEY)
     return algorithm.step(local, batch, torch.ones((), dtype=torch.float64)).shared
 
 
@@ -92,7 +94,7 @@ def test_apfls_share_follows_its_derivative(alpha: float) -> None:
     algorithm = APFL(model, SGD(), alpha=alpha)
     personal = {f"own/{name}": leaf for name, leaf in own.items()} | {"alpha": torch.tensor(alpha, dtype=torch.float64)}
     mask = torch.ones(14, dtype=torch.bool)
-    batch = Batch(x, y, mask.double() / 14, {})
+    batch = Batch(x, y, mask.double() / 14, {}, KEY)
     rate = torch.tensor(0.1, dtype=torch.float64)
     local, _ = algorithm.begin(shared, personal, {}, mask)
     once = algorithm.step(local, batch, rate)
@@ -119,7 +121,7 @@ def test_apfls_own_model_descends_the_blends_loss() -> None:
     personal = {f"own/{name}": leaf for name, leaf in own.items()} | {"alpha": torch.tensor(alpha, dtype=torch.float64)}
     mask = torch.ones(14, dtype=torch.bool)
     local, _ = algorithm.begin(shared, personal, {}, mask)
-    after = algorithm.step(local, Batch(x, y, mask.double() / 14, {}), torch.tensor(0.1, dtype=torch.float64))
+    after = algorithm.step(local, Batch(x, y, mask.double() / 14, {}, KEY), torch.tensor(0.1, dtype=torch.float64))
 
     def value(leaves: Tree) -> Tensor:
         return model.losses(tree_map(lambda v, w: alpha * v + (1 - alpha) * w, leaves, shared), x, y).mean()

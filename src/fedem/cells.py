@@ -148,10 +148,10 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def prepare(cells: Iterable[Cell]) -> list[Pending]:
     """Make the data, once a seed, and check every cell on it; returns those that are not complete, seed by seed."""
-    made: dict[tuple[DataSource, Partition, int], Dataset] = {}
+    made: dict[tuple[DataSource, Partition, int, float], Dataset] = {}
     pending = []
     for cell in cells:
-        recipe = (cell.config.data, cell.config.partition, cell.seed)
+        recipe = (cell.config.data, cell.config.partition, cell.seed, cell.config.run.unseen)
         if recipe not in made:
             made[recipe] = cell.config.make_data()
         # Jobs are made again when their turn comes: with clients held out, each has a copy of the data.

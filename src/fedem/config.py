@@ -79,6 +79,11 @@ class Config:
     @property
     def partition(self) -> Partition:
         """How the data's samples become clients'."""
+        if self.name("partition") == GIVEN:
+            raise UserError(
+                "The partition of this run was passed from Python, as part of its data; allowed in a file: "
+                f"{', '.join(PARTITIONS)}."
+            )
         return PARTITIONS[self.name("partition")](**self.values("partition"))
 
     def make_data(self) -> Dataset:

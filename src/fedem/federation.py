@@ -149,8 +149,9 @@ class Federation:
 
         """
         labels = _check_names(names, len(offsets) - 1)
-        parts = split_rows(labels, rows, offsets, ids, validation, test, seed)
-        return cls(labels, *(Samples(pool, starts, own) for own, starts in parts), origin=origin).check()
+        cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
+        training, validating, testing = (Samples(pool, starts, own) for own, starts in cuts)
+        return cls(labels, training, validating, testing, origin=origin).check()
 
     def check(self) -> Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
@@ -214,13 +215,13 @@ class Federation:
     def take(self, clients: Tensor) -> Federation:
         """Return the federation of ``clients`` (positions) in that order."""
         names = tuple(self.names[position] for position in clients.tolist())
-        parts = (self.part(part).take(clients) for part in PARTS)
-        return Federation(names, *parts, origin=self.origin)
+        train, validation, test = (self.part(part).take(clients) for part in PARTS)
+        return Federation(names, train, validation, test, origin=self.origin)
 
     def to(self, device: torch.device) -> Federation:
         """Move all samples to ``device``."""
-        parts = (self.part(part).to(device) for part in PARTS)
-        return Federation(self.names, *parts, self.unseen and self.unseen.to(device), self.origin)
+        train, validation, test = (self.part(part).to(device) for part in PARTS)
+        return Federation(self.names, train, validation, test, self.unseen and self.unseen.to(device), self.origin)
 
     @property
     def num_bytes(self) -> int:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from fedem.algorithms.base import Algorithm
 from fedem.algorithms.fedavg import FedAvg
@@ -77,8 +79,22 @@ def check_measurable(algorithm: Algorithm) -> None:
             f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: at most "
             f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
         )
+    with torch.random.fork_rng(devices=[]):
+        unsteady = next((type(part).__name__ for part in model.build().modules() if _is_unsteady(part)), None)
+    if unsteady is not None:
+        raise UserError(
+            f"Alpha can't be measured for a model with {unsteady}, whose clients train another function than they are "
+            "judged by; allowed: layers that do the same in training and in evaluation."
+        )
     if model.not_stackable is not None:
         raise UserError(f"Alpha can't be measured for this model ({model.not_stackable}).")
+
+
+def _is_unsteady(part: nn.Module) -> bool:
+    """Whether a layer's outputs in training depend on chance or on the other samples of a batch."""
+    if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+        return part.dropout > 0
+    return isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)
 
 
 def choose_clients(training: Training, round_index: int) -> Tensor:

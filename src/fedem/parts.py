@@ -18,6 +18,7 @@ from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
+from fedem.mixing.local_layers import LocalLayers
 from fedem.models.base import Model
 from fedem.personal import Personalizer, Predictors
 from fedem.records import Record
@@ -67,8 +68,15 @@ class Parts:
         if source is None:
             spec = config.model
             source = partial(spec.build, shapes.inputs, shapes.outputs)
-        model = Model(source, loss, dtype)
+        autocast = torch.bfloat16 if config.run.precision == "bfloat16" else None
+        if autocast and dtype == torch.float64:
+            raise UserError(
+                "run.precision is 'bfloat16' but run.dtype is 'float64'; allowed with it: run.dtype float32."
+            )
+        model = Model(source, loss, dtype, autocast)
         algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
+        if config.run.local_layers == "batch_norm":
+            mixer = _with_local_layers(config.name("method"), algorithm, mixer)
         return cls(model, algorithm, mixer, find_device(config.run.device))
 
     def describe(self, config: Config, state: State) -> Record:
@@ -101,6 +109,20 @@ class Parts:
             run.unseen_epochs,
             run.seed,
         )
+
+
+def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer:
+    """Keep batch normalisations with their clients (FedBN)."""
+    leaves = algorithm.model.normalising
+    if not leaves:
+        raise UserError("run.local_layers is 'batch_norm', but the model normalises no batches; allowed: none.")
+    kind = type(algorithm)
+    if kind.finish is not Algorithm.finish or kind.summand is not Algorithm.summand:
+        raise UserError(
+            f"run.local_layers is 'batch_norm', but clients of method {method} upload more or less than their model; "
+            "allowed with methods that upload it as it is, such as fedavg, fedprox, ditto and fedem."
+        )
+    return LocalLayers(mixer, leaves)
 
 
 def find_device(name: str) -> torch.device:

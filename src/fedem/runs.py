@@ -76,11 +76,15 @@ class RunFolder:
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
         changed = set(self.config().differences(config)) - _FREE
-        if changed:
+        # Nobody sets the hash: it is found, and tells who owns which samples.
+        settings = changed - {"run.partition_hash"}
+        if settings:
             raise UserError(
-                f"The run in {self.path} was started with other settings ({', '.join(sorted(changed))}); "
+                f"The run in {self.path} was started with other settings ({', '.join(sorted(settings))}); "
                 "resume it as it was, or start a new one."
             )
+        if changed:
+            raise UserError(f"The data are not those that the run in {self.path} was trained on.")
         remove_leftovers(self.path)
         return (self.checkpoints / MANIFEST).exists()
 

@@ -13,6 +13,7 @@ from fedem.errors import UserError, unknown
 from fedem.methods import ALIASES, METHODS
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
+from fedem.precision import PRECISIONS
 from fedem.schedules import SCHEDULES
 from fedem.settings import Settings, complete, names_of
 from fedem.solvers import SOLVERS
@@ -37,6 +38,8 @@ class RunSettings(Settings):
     engine: str = field(default="auto", metadata={"choices": ENGINES})
     chunk_size: int = field(default=0, metadata={"min": 0})
     dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
+    precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
+    local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
     fine_tune_epochs: int = field(default=0, metadata={"min": 0})
     unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})

@@ -58,9 +58,7 @@ def split_rows(
     order = np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy()))
     rank = torch.from_numpy(order).argsort() - offsets[:-1][owner]
     num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
-    num_validation = torch.minimum(
-        (validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0)
-    )
+    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
     first_validation = (sizes - num_validation - num_test)[owner]
     first_test = (sizes - num_test)[owner]
     chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)

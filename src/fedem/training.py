@@ -12,6 +12,7 @@ from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.job import Job, Progress
 from fedem.parts import ModelSource
+from fedem.precision import products
 from fedem.records import Record
 from fedem.result import Result, name_tuned
 from fedem.runs import RunFolder
@@ -72,7 +73,11 @@ def carry_out(
     job: Job, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
 ) -> Result:
     """Carry out a job that is prepared already."""
-    folder = RunFolder(Path(out)) if out is not None else None
+    with products(job.config.run.precision, job.parts.device):
+        return _in_folder(job, RunFolder(Path(out)) if out is not None else None, resume, listener)
+
+
+def _in_folder(job: Job, folder: RunFolder | None, resume: bool, listener: Listener | None) -> Result:
     if resume and folder is None:
         raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
     if folder is None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
 from fedem.errors import UserError
+from fedem.models.building import rebuilder
 from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Loss
 from fedem.settings import Settings
@@ -45,13 +46,20 @@ class Model:
             layers have. Components that all started equal would stay equal.
         loss: the negative log-likelihood of its outputs.
         dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
+        autocast: a smaller type that torch may compute in where that is safe (``torch.autocast``); None for none.
 
     """
 
-    def __init__(self, source: nn.Module | Callable[[], nn.Module], loss: Loss, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        source: nn.Module | Callable[[], nn.Module],
+        loss: Loss,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+    ):
         self.loss = loss
-        self.dtype = dtype
-        self.build = _rebuilder(source) if isinstance(source, nn.Module) else source
+        self.dtype, self._autocast = dtype, autocast
+        self.build = rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
         self.not_stackable: str | None = None
@@ -84,6 +92,16 @@ class Model:
         return any(isinstance(part, _BatchNorm) and not isinstance(part, MaskedBatchNorm) for part in parts)
 
     @cached_property
+    def normalising(self) -> frozenset[str]:
+        """Names of the leaves of batch normalisations: their scales, shifts and statistics."""
+        return frozenset(
+            f"{name}.{leaf}" if name else leaf
+            for name, part in self._training.named_modules()
+            if isinstance(part, _BatchNorm)
+            for leaf in (*dict(part.named_parameters()), *dict(part.named_buffers()))
+        )
+
+    @cached_property
     def num_parameters(self) -> int:
         """Number of trained numbers of one component."""
         return sum(leaf.numel() for name, leaf in self._evaluation.named_parameters() if name in self.trainable)
@@ -95,8 +113,12 @@ class Model:
 
     def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
-        outputs: Tensor = functional_call(self._evaluation, parameters, (self._prepare(inputs),))
-        return outputs
+        return self._call(self._evaluation, parameters, inputs)
+
+    def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, self._autocast, enabled=self._autocast is not None):
+            outputs: Tensor = functional_call(module, state, (self._prepare(inputs),))
+        return outputs.to(self.dtype)
 
     def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each sample in evaluation mode, ``[n]``."""
@@ -118,7 +140,7 @@ class Model:
         # Modules change their buffers in place, so they get copies.
         state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
         with training_pass(mask, key):
-            outputs: Tensor = functional_call(self._training, state, (self._prepare(inputs),))
+            outputs = self._call(self._training, state, inputs)
         return outputs, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
 
     def _targets(self, targets: Tensor) -> Tensor:
@@ -167,13 +189,15 @@ class Model:
                 return (squares if mask is None else squares * mask).sum(), buffers
 
             gradient, buffers = grad(objective, has_aux=True)({name: tree[name] for name in self.trainable})
-            return gradient | buffers
+            pulled: Tree = gradient | buffers
+            return pulled
 
         if not stacked:
             return pull(trees[1], inputs, None)
         padded = torch.cat([inputs, inputs[-1:].expand(3, *inputs.shape[1:])])
         mask = torch.arange(len(padded), device=device) < len(inputs)
-        return tree_index(vmap(pull)(tree_stack(trees), *(torch.stack([x, x]) for x in (padded, mask))), 1)
+        both: Tree = vmap(pull)(tree_stack(trees), *(torch.stack([x, x]) for x in (padded, mask)))
+        return tree_index(both, 1)
 
     def _measure(self, tree: Tree, inputs: Tensor) -> int:
         """Count the bytes that the layers put out for these inputs."""
@@ -261,24 +285,3 @@ def _agree(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same but for rounding; what isn't finite here may be so in both."""
     first, second = first.double().nan_to_num(), second.double().nan_to_num()
     return bool((first - second).norm() <= 1e-3 * second.norm() + 1e-6)
-
-
-def _rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that copies ``source`` and initialises the copy afresh."""
-    for name, part in source.named_modules():
-        own = any(leaf.requires_grad for leaf in part.parameters(recurse=False))
-        if own and not callable(getattr(part, "reset_parameters", None)):
-            raise UserError(
-                f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters(), so "
-                "components could not start differently; pass a function that builds the module instead."
-            )
-
-    def rebuild() -> nn.Module:
-        module = deepcopy(source)
-        for part in module.modules():
-            # What is frozen was given for its values.
-            if any(leaf.requires_grad for leaf in part.parameters(recurse=False)):
-                part.reset_parameters()  # type: ignore[operator]  # its presence is checked above
-        return module
-
-    return rebuild

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedem.models.base import ModelSpec
 from fedem.models.images import Images, image_shape
+from fedem.models.pooling import max_pool
+
+
+class PooledConv2d(nn.Conv2d):
+    """A convolution, then the largest of every 2 x 2 pixels.
+
+    Bias and ReLU commute with that, so they come after it, where they have a quarter of the numbers to deal with.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, H, W] -> [n, O, h // 2, w // 2]``."""
+        pooled = max_pool(self._conv_forward(inputs, self.weight, None), (2, 2, 0, 1, False))
+        return pooled if self.bias is None else pooled + self.bias[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -27,9 +40,8 @@ class CNN(ModelSpec):
             Images(),
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.MaxPool2d(2),
-            nn.ReLU(),  # it commutes with the pooling, which leaves it a quarter of the numbers
+            PooledConv2d(32, 64, 3),
+            nn.ReLU(),
             nn.Dropout(self.dropout),
             nn.Flatten(),
             nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
@@ -57,11 +69,9 @@ class LeafCNN(ModelSpec):
             height, width = (height - lost) // 2, (width - lost) // 2
         return nn.Sequential(
             Images(),
-            nn.Conv2d(channels, 32, 5, padding=padding),
-            nn.MaxPool2d(2),
+            PooledConv2d(channels, 32, 5, padding=padding),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 5, padding=padding),
-            nn.MaxPool2d(2),
+            PooledConv2d(32, 64, 5, padding=padding),
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(64 * height * width, 2048),

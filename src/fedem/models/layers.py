@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedem.errors import UserError
 from fedem.models.lstm import StackableLSTM, stackable
+from fedem.models.pooling import StackableMaxPool2d, is_plain
 from fedem.randomness import derive
 
 _LEVELS = 1 << 16  # a rate is rounded to 16 bits, so that one word serves four draws
@@ -108,37 +109,45 @@ class MaskedBatchNorm(_BatchNorm):
             return self._by(inputs, own=False)
         mask = _CURRENT.get().mask
         if mask is None and self.momentum is not None and len(inputs) * inputs.shape[2:].numel() > 1:
-            self.num_batches_tracked.add_(1)
+            self._kept()[2].add_(1)
             return self._by(inputs, own=True)
         return self._masked(inputs, torch.ones(len(inputs), device=inputs.device) if mask is None else mask)
 
+    def _kept(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the running mean and variance and the number of batches, which are there (:func:`make_stackable`)."""
+        mean, variance, count = self.running_mean, self.running_var, self.num_batches_tracked
+        assert mean is not None
+        assert variance is not None
+        assert count is not None
+        return mean, variance, count
+
     def _by(self, inputs: Tensor, own: bool) -> Tensor:
         """Normalise by the batch's own statistics, all rows counting, or by the running ones."""
-        momentum = self.momentum or 0.0
-        return batch_norm(
-            inputs, self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps
-        )
+        mean, variance, _ = self._kept()
+        return batch_norm(inputs, mean, variance, self.weight, self.bias, own, self.momentum or 0.0, self.eps)
 
     def _masked(self, inputs: Tensor, mask: Tensor) -> Tensor:
         """Normalise by the statistics of the rows in ``mask`` ``[n]``."""
+        running_mean, running_variance, tracked = self._kept()
+        inputs = inputs.to(running_mean.dtype)
         channels, rows = (1, -1, *(1,) * (inputs.ndim - 2)), (-1, *(1,) * (inputs.ndim - 1))
         dims = [0, *range(2, inputs.ndim)]
         weights = mask.to(inputs.dtype).view(rows)
         count = weights.sum() * inputs.shape[2:].numel()
         lonely = count <= 1
-        mean = (weights * inputs).sum(dims) / count
-        mean = torch.where(lonely, self.running_mean, mean)
+        mean = torch.where(lonely, running_mean, (weights * inputs).sum(dims) / count)
         centred = inputs - mean.view(channels)
         spread = (weights * centred.square()).sum(dims)
-        variance = torch.where(lonely, self.running_var, spread / count)
-        self.num_batches_tracked.add_((~lonely).long())
-        steady = torch.full_like(count, self.momentum or 0.0)
-        pace = 1 / self.num_batches_tracked.clamp(min=1).to(count.dtype) if self.momentum is None else steady
+        variance = torch.where(lonely, running_variance, spread / count)
+        tracked.add_((~lonely).long())
+        pace = (
+            1 / tracked.clamp(min=1).to(count.dtype) if self.momentum is None else count.new_zeros(()) + self.momentum
+        )
         pace = torch.where(lonely, 0.0, pace)
         # As torch has it: the running variance is the unbiased one.
-        unbiased = spread.detach() / (count - 1).clamp(min=1)
-        self.running_mean.add_(pace * (mean.detach() - self.running_mean))
-        self.running_var.add_(pace * (torch.where(lonely, self.running_var, unbiased) - self.running_var))
+        unbiased = torch.where(lonely, running_variance, spread.detach() / (count - 1).clamp(min=1))
+        running_mean.add_(pace * (mean.detach() - running_mean))
+        running_variance.add_(pace * (unbiased - running_variance))
         outputs = centred * torch.rsqrt(variance + self.eps).view(channels)
         return outputs if self.weight is None else outputs * self.weight.view(channels) + self.bias.view(channels)
 
@@ -165,17 +174,35 @@ class FoldedLinear(nn.Linear):
 
 
 class WidenedConv2d(nn.Conv2d):
-    """``nn.Conv2d`` of one input channel, with another of zeros beside it in training.
+    """``nn.Conv2d`` of one input channel, in training with a second one: ones, which carry the bias.
 
-    Stacked, a convolution of one channel is a depthwise one to torch, whose kernels for that are several times slower.
+    Stacked, a convolution of one channel is a depthwise one to torch, whose kernels for that are several times slower;
+    and the bias would be added apart.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, 1, H, W] -> [n, O, h, w]``."""
-        if not self.training:
+        if not self.training or self.bias is None:
             return super().forward(inputs)
-        inputs, weight = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (inputs, self.weight))
-        return self._conv_forward(inputs, weight, self.bias)
+        # The one place in a window that lies in the image wherever the window is.
+        below, right = (size - 1 - side for size, side in zip(self.kernel_size, self._sides, strict=True))
+        carried = pad(self.bias[:, None, None, None], (self._sides[1], right, self._sides[0], below))
+        weight = torch.cat([self.weight, carried], dim=1)
+        outputs: Tensor = self._conv_forward(pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight, None)
+        return outputs
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        """Pixels of padding above and to the left."""
+        assert not isinstance(self.padding, str), "is_widened() has seen to it"
+        return self.padding[0], self.padding[1]
+
+
+def is_widened(layer: nn.Conv2d) -> bool:
+    """Say whether a convolution has one input channel and no peculiarities."""
+    plain = layer.in_channels == 1 and layer.padding_mode == "zeros" and layer.dilation == (1, 1)
+    sides = layer.padding
+    return plain and not isinstance(sides, str) and all(a < b for a, b in zip(sides, layer.kernel_size, strict=True))
 
 
 _FORMS: dict[type[nn.Module], type[nn.Module]] = {
@@ -189,10 +216,12 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm3d: MaskedBatchNorm,
     nn.SyncBatchNorm: MaskedBatchNorm,
     nn.Conv2d: WidenedConv2d,
+    nn.MaxPool2d: StackableMaxPool2d,
     nn.LSTM: StackableLSTM,
 }
 _ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
-    nn.Conv2d: lambda layer: layer.in_channels == 1 and layer.padding_mode == "zeros",
+    nn.Conv2d: is_widened,
+    nn.MaxPool2d: is_plain,
     nn.LSTM: stackable,
 }
 

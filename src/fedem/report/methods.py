@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 _ANY = "any data"
+_OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", flags=re.MULTILINE)
 
@@ -95,7 +96,8 @@ def allowed(entry: Field[Any]) -> str:
 def shipped(name: str) -> dict[str, dict[str, Any]]:
     """Return the method's shipped settings, ``{data: {section.key: value}}``; only data with settings of their own.
 
-    They are those that a preset changes for some data, and always the solver and the learning rate.
+    They are those that a preset changes for some data, and always the solver and the learning rate. Clients and models
+    are the data's affair, whatever the method.
     """
     layers = {data: {"method": {"name": name}, "data": {"name": data}} for data in (GIVEN, *DATA)}
     built = {data: Config.build(layer) for data, layer in layers.items()}
@@ -104,8 +106,12 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
         changed |= set(config.differences(Config.build(layers[data], preset=False)))
     told: dict[str, dict[str, Any]] = {}
     for data, config in built.items():
-        flat = {f"{place}.{key}": value for place, values in config.sections.items() for key, value in values.items()}
-        values = {key: value for key, value in flat.items() if key in changed}
+        values = {
+            f"{place}.{key}": value
+            for place, entries in config.sections.items()
+            for key, value in entries.items()
+            if place not in _OF_THE_DATA and f"{place}.{key}" in changed
+        }
         if data == GIVEN or values != told[_ANY]:
             told[_ANY if data == GIVEN else data] = values
     return told
@@ -160,11 +166,16 @@ def _settings(found: list[Setting]) -> Table:
 def _shipped(name: str) -> Table:
     table = _plain_table("Settings shipped for it, by data")
     told = shipped(name)
-    table.add_column("setting")
-    for data in told:
-        table.add_column(data, justify="right")
-    for key in told[_ANY]:
-        table.add_row(key, *(_literal(values[key]) for values in told.values()))
+    # Data with the same settings share a column.
+    keys = list(dict.fromkeys(key for values in told.values() for key in values))
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for data, values in told.items():
+        columns.setdefault(tuple(_literal(values.get(key, "-")) for key in keys), []).append(data)
+    table.add_column("setting", no_wrap=True)
+    for names in columns.values():
+        table.add_column("\n".join(names), justify="right", no_wrap=True)
+    for key, *cells in zip(keys, *columns, strict=True):
+        table.add_row(key, *cells)
     return table
 
 
