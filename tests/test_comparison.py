@@ -187,6 +187,9 @@ def test_the_data_are_made_once_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert made == [0, 4]
     assert [(entry.cell.method, entry.cell.seed) for entry in pending][2:4] == [("fedem", 0), ("local", 4)]
     assert pending[0].dataset is pending[2].dataset
+    # Nothing may be fitted on the clients that a method holds out, so these are other data.
+    prepare(plan(tmp_path / "c", ["local", "fedavg"], [0], [shared], {"fedavg": [{"run": {"unseen": 0.5}}]}))
+    assert made == [0, 4, 0, 0]
     assert not (tmp_path / "c").exists()
 
 

@@ -75,11 +75,12 @@ def test_alpha_is_what_scipy_says_it_is(solver: Solver) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("method", ["fedem", "fedavg"])
 def test_alpha_is_zero_for_an_exact_solver_and_between_for_others(method: str, loss: str) -> None:
-    exact = _measured(Newton(DECAY, iterations=30), method, loss=loss)
+    federation = make_federation(loss, sizes=(7, 12))
+    exact = _measured(Newton(DECAY, iterations=20), method, federation=federation, loss=loss)
     assert exact.max is not None
     assert 0 <= exact.max <= 1e-6
     for solver in (LBFGS(DECAY, iterations=2), SGD(DECAY)):
-        some = _measured(solver, method, loss=loss)
+        some = _measured(solver, method, federation=federation, loss=loss)
         assert bool(((some.alphas > 0) & (some.alphas < 1)).all())
 
 
@@ -91,7 +92,7 @@ def test_alpha_falls_with_more_iterations() -> None:
         assert means[-1] < 1e-3 < means[0] < 1
     passes = [
         measure(make_training(solver=SGD(DECAY), batching=Batching(0, local_epochs=count)), state).mean
-        for count in (1, 4, 16, 64)
+        for count in (1, 4, 16)
     ]
     assert passes == sorted(passes, reverse=True)
 
@@ -150,14 +151,16 @@ MEASURABLE = [name for name, row in METHODS.items() if row.algorithm in (FedEM, 
 
 @pytest.mark.parametrize("method", MEASURABLE)
 def test_every_method_that_trains_so_can_be_measured(method: str) -> None:
-    found = _measured(LBFGS(DECAY, iterations=3), method)
+    # Dropout that drops nothing is no hindrance.
+    model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), LOSSES["logistic"], torch.float64)
+    found = _measured(LBFGS(DECAY, iterations=3), method, model=model)
     assert found.alphas.shape == (len(SIZES), 3 if method == "fedem" else 1)
     assert found.max is not None
     assert 0 <= found.max < 1
 
 
 def test_fedem_reaches_about_the_same_loss_with_every_solver() -> None:
-    data = fedem.Synthetic(num_clients=8, dimension=4, num_test=10, max_samples=100).make(0)
+    data = fedem.Synthetic(num_clients=5, dimension=4, num_test=10, max_samples=100).make(0)
     model = Model(lambda: nn.Linear(4, 1), LOSSES["logistic"], torch.float64)
     settings = {"model": model, "batching": Batching(16), "num_rounds": 12, "num_components": 2}
     losses = {}
@@ -183,7 +186,7 @@ def test_solved_to_the_end_one_client_is_centralised_em(solver: Solver) -> None:
 
 
 def test_a_run_records_alpha_when_it_is_due(tmp_path: Path) -> None:
-    federation = make_federation()
+    federation = make_federation(sizes=(7, 5))
     settings = {"rounds": 5, "measure_alpha_every": 2, "dtype": "float64", "batch_size": 4}
     result = fedem.train(federation, solver="lbfgs", iterations=2, out=tmp_path / "run", **settings)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -202,6 +205,7 @@ def test_a_run_records_alpha_when_it_is_due(tmp_path: Path) -> None:
         ({"method": "fedprox"}, "can't be measured for FedProx; allowed"),
         ({"model": lambda: nn.Sequential(nn.Linear(DIMENSION, 400), nn.Linear(400, 1))}, "of 2401 trained numbers"),
         ({"model": lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout())}, "Dropout"),
+        ({"model": lambda: nn.Sequential(nn.BatchNorm1d(DIMENSION), nn.Linear(DIMENSION, 1))}, "BatchNorm1d"),
     ],
 )
 def test_what_cant_be_measured_is_refused_before_work_starts(settings: dict[str, object], message: str) -> None:

@@ -16,7 +16,7 @@ from fedem.checkpoint import same_states
 from fedem.runs import RunFolder
 
 ARGUMENTS = [
-    "--rounds", "60", "--clients-per-round", "0.5", "--unseen", "0.2", "--quiet",
+    "--rounds", "40", "--clients-per-round", "0.5", "--unseen", "0.2", "--quiet",
     "--set", "data.num_clients=30", "--set", "data.dimension=10", "--set", "data.num_test=20",
     "--set", "run.checkpoint_every=3", "--set", "run.evaluate_every=2",
 ]  # fmt: skip
@@ -33,7 +33,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     cut, folder = tmp_path / "cut", RunFolder(tmp_path / "cut")
     chance = random.Random(0)
     kills = 0
-    for _ in range(8):
+    for _ in range(4):
         more = ("--resume",) if (cut / "config.toml").exists() else ()
         process = subprocess.Popen(_command(cut, *more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         # Wait until it trains, then a little longer: the kill falls between, or amid, writes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,16 +16,21 @@ from fedem.errors import UserError
 from fedem.evaluate import evaluate
 from fedem.mixing.settled import Settled
 from fedem.randomness import client_keys
+from fedem.rounds import State, Training
 from fedem.samples import Samples
 
-# Every method.
+
+@cache
+def trained(method: str) -> tuple[Training, State]:
+    """A federation after two rounds; personalising leaves it as it is."""
+    training = make_training(method)
+    return training, advance(training, 2)
 
 
 @both_engines
 @every_sharing_method
 def test_a_new_client_is_given_a_predictor(method: str, engine: OneByOne | Stacked) -> None:
-    training = make_training(method)
-    state = advance(training)
+    training, state = trained(method)
     found = make_personalizer(training, engine).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     predictions = predict_all(training, found)
     assert predictions.shape == (3, 24, 2)
@@ -45,8 +51,7 @@ def test_clients_that_train_alone_leave_nothing_to_a_new_one() -> None:
 def test_a_new_client_without_samples_is_given_a_predictor_too(
     method: str, fine_tune_epochs: int, engine: OneByOne | Stacked
 ) -> None:
-    training = make_training(method)
-    state = advance(training)
+    training, state = trained(method)
     personalizer = make_personalizer(training, engine, fine_tune_epochs=fine_tune_epochs)
     x, y = NEWCOMERS.train.client(0)
     nobody = Samples.of(x[:0], y[:0], torch.tensor([0, 0]))
@@ -64,8 +69,7 @@ def test_a_new_client_without_samples_is_given_a_predictor_too(
 @pytest.mark.parametrize("fine_tune_epochs", [0, 1])
 @every_sharing_method
 def test_several_new_clients_at_once_are_as_one_at_a_time(method: str, fine_tune_epochs: int) -> None:
-    training = make_training(method)
-    state = advance(training)
+    training, state = trained(method)
     personalizer = make_personalizer(training, fine_tune_epochs=fine_tune_epochs)
     together = predict_all(training, personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys))
     for position in range(3):
@@ -76,8 +80,8 @@ def test_several_new_clients_at_once_are_as_one_at_a_time(method: str, fine_tune
 
 @every_sharing_method
 def test_a_new_client_leaves_the_federation_as_it_is(method: str) -> None:
-    training = make_training(method)
-    state, twin = advance(training), advance(training)
+    training, state = trained(method)
+    twin = advance(training, 2)
     for fine_tune_epochs in (0, 1):
         personalizer = make_personalizer(training, fine_tune_epochs=fine_tune_epochs)
         personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
@@ -87,8 +91,7 @@ def test_a_new_client_leaves_the_federation_as_it_is(method: str) -> None:
 
 @every_sharing_method
 def test_engines_agree_on_new_clients(method: str) -> None:
-    training = make_training(method)
-    state = advance(training)
+    training, state = trained(method)
     for fine_tune_epochs in (0, 1):
         first, second, third = (
             predict_all(
@@ -105,8 +108,7 @@ def test_engines_agree_on_new_clients(method: str) -> None:
 
 @every_method
 def test_engines_agree_on_fine_tuned_clients(method: str) -> None:
-    training = make_training(method)
-    state = advance(training)
+    training, state = trained(method)
     scores = []
     for engine in (OneByOne(), Stacked(), Stacked(2)):
         found = make_personalizer(training, engine, fine_tune_epochs=1).predictors(state, training.federation)
@@ -119,8 +121,8 @@ def test_engines_agree_on_fine_tuned_clients(method: str) -> None:
 
 @every_sharing_method
 def test_a_new_clients_predictor_can_be_settled(method: str) -> None:
-    training = make_training(method)
+    training, state = trained(method)
     personalizer = make_personalizer(training)
-    found = personalizer.personalize(advance(training), NEWCOMERS.train, NEWCOMERS.keys)
-    again = replace(personalizer, mixer=Settled()).predictors(found.settled(3), NEWCOMERS)
+    found = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
+    again = replace(personalizer, mixer=Settled()).predictors(found.settled(2), NEWCOMERS)
     assert torch.equal(predict_all(training, again), predict_all(training, found))

@@ -154,7 +154,7 @@ def prepare(cells: Iterable[Cell]) -> list[Pending]:
         recipe = (cell.config.data, cell.config.partition, cell.seed, cell.config.run.unseen)
         if recipe not in made:
             made[recipe] = cell.config.make_data()
-        # Jobs are made again when their turn comes: with clients held out, each has a copy of the data.
+        # Jobs are made again when their turn comes: on a GPU, each has a copy of the data.
         job = Job.prepare(cell.config, made[recipe], None)
         if cell.folder.exists():
             _check_cell(cell.folder, job)

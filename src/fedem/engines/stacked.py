@@ -30,6 +30,7 @@ from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
+_MOST_RECORDED = 64  # leaves of a model: recording a deep one takes longer than it ever saves
 
 
 @final
@@ -103,18 +104,21 @@ class Stacked(Engine):
             torch.cuda.empty_cache()
         return None
 
-    def _stacked(self, function: Callable[..., Any], shared_dim: int | None, *rest: int | None) -> Callable[..., Any]:
-        """Return a method's function for many clients, recorded where the same shapes come back."""
-        key = function, shared_dim
+    def _stacked(self, function: Callable[..., Any], deep: bool, *dims: int | None) -> Callable[..., Any]:
+        """Return a method's function for many clients; unless ``deep``, recorded where the same shapes come back."""
+        if deep:
+            return vmap(function, in_dims=dims)
+        key = function, dims
         if key not in self._replays:
-            self._replays[key] = Replay(vmap(function, in_dims=(shared_dim, *rest)), self.record_after)
+            self._replays[key] = Replay(vmap(function, in_dims=dims), self.record_after)
         return self._replays[key]
 
     def _train_chunk(
         self, algorithm: Algorithm, chunk: Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
     ) -> Finished:
-        step = self._stacked(algorithm.step, 0, 0, None)
-        begin = self._stacked(algorithm.begin, chunk.shared_dim, 0, 0, 0)
+        deep = len(algorithm.model.trainable) > _MOST_RECORDED
+        step = self._stacked(algorithm.step, deep, 0, 0, None)
+        begin = self._stacked(algorithm.begin, deep, chunk.shared_dim, 0, 0, 0)
         local, samples, starts = _begin(begin, algorithm, chunk, flat, rows)
         layer_keys = derive(plan.keys, STOCHASTIC_LAYERS)
         steps = plan.steps

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fedem.models.base import ModelSpec
-from fedem.models.images import Images, image_shape
+from fedem.models.images import ScaledImages, image_shape
 from fedem.models.pooling import max_pool
 
 
@@ -24,7 +24,15 @@ class PooledConv2d(nn.Conv2d):
 
 
 @dataclass(frozen=True)
-class CNN(ModelSpec):
+class CharacterModel(ModelSpec):
+    """What both have in common: pixels, from 0 to 1, are standardised by the mean and deviation of a data set's."""
+
+    pixel_mean: float = 0.0
+    pixel_deviation: float = field(default=1.0, metadata={"above": 0})
+
+
+@dataclass(frozen=True)
+class CNN(CharacterModel):
     """The paper's network for EMNIST and FEMNIST: that of Reddi et al. (2021), two 3x3 convolutions without padding.
 
     ``dropout`` is the rate after pooling, ``dense_dropout`` that after the dense layer.
@@ -37,7 +45,7 @@ class CNN(ModelSpec):
         """Convolve twice, pool once, then two dense layers."""
         channels, height, width = image_shape("CNN", input_shape, smallest=6)
         return nn.Sequential(
-            Images(),
+            ScaledImages(self.pixel_mean, self.pixel_deviation),
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
             PooledConv2d(32, 64, 3),
@@ -52,7 +60,7 @@ class CNN(ModelSpec):
 
 
 @dataclass(frozen=True)
-class LeafCNN(ModelSpec):
+class LeafCNN(CharacterModel):
     """The network of LEAF for FEMNIST (Caldas et al. 2018): 5x5 convolutions and a dense layer of 2048 units.
 
     LEAF pads so that convolutions keep the image's size; the authors' code of FedEM has the same layers without padding
@@ -68,7 +76,7 @@ class LeafCNN(ModelSpec):
         for _ in range(2):
             height, width = (height - lost) // 2, (width - lost) // 2
         return nn.Sequential(
-            Images(),
+            ScaledImages(self.pixel_mean, self.pixel_deviation),
             PooledConv2d(channels, 32, 5, padding=padding),
             nn.ReLU(),
             PooledConv2d(32, 64, 5, padding=padding),

@@ -54,6 +54,18 @@ class Images(nn.Module):
         return stack(standardised, 1)
 
 
+class ScaledImages(Images):
+    """Gives grey images their channel, and brings all pixels to ``(pixel - mean) / deviation``."""
+
+    def __init__(self, mean: float, deviation: float):
+        super().__init__()
+        self.mean, self.deviation = mean, deviation
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, H, W]`` or ``[n, C, H, W]`` -> ``[n, C, H, W]``."""
+        return (super().forward(inputs) - self.mean) / self.deviation
+
+
 class ImageNetImages(Images):
     """Standardises by the means and deviations of ImageNet's colours, as torchvision's weights expect."""
 

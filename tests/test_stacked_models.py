@@ -1,0 +1,78 @@
+"""Stacked equals one by one, for every model: a round of FedEM, padding and all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import advance, distance, make_training
+
+from fedem.engines import Batching, OneByOne, Stacked
+from fedem.federation import Federation
+from fedem.models import MODELS, Model
+from fedem.models.losses import CrossEntropy
+from fedem.precision import products
+from fedem.schedules import Constant
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "linear": (6,),
+    "mlp": (6,),
+    "cnn": (1, 8, 8),
+    "leaf_cnn": (1, 8, 8),
+    "mobilenet_v2": (3, 16, 16),
+    "resnet18": (3, 16, 16),
+    "resnet34": (3, 16, 16),
+    "efficientnet_lite0": (3, 16, 16),
+    "lstm": (7,),
+}
+SMALL = {"lstm": {"hidden": 16, "vocabulary": 12}, "mlp": {"dropout": 0.3}}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+
+
+def _federation(name: str) -> Federation:
+    rng = np.random.default_rng(0)
+    pairs = []
+    for size in (6, 3):
+        inputs = rng.integers(0, 12 if name == "lstm" else 256, (size, *SHAPES[name]))
+        pairs.append((inputs.astype(np.int64 if name == "lstm" else np.uint8), rng.integers(0, 3, size)))
+    return Federation.from_parts(pairs, names=("ann", "bob"))
+
+
+def test_every_model_is_here() -> None:
+    assert SHAPES.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_loop_equals_stacked(name: str, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    spec = MODELS[name](**SMALL.get(name, {}))
+    model = Model(partial(spec.build, SHAPES[name], 3), CrossEntropy(), dtype)
+    federation = _federation(name)
+    model.probe(federation.train.inputs[:5].to(device))
+    assert model.not_stackable is None
+    with products("float32", torch.device(device)):
+        states = [
+            advance(
+                make_training(
+                    "fedem",
+                    federation.to(torch.device(device)),
+                    model=model,
+                    engine=engine,
+                    batching=Batching(batch_size=4),
+                    schedule=Constant(0.01),
+                    num_components=2,
+                    device=device,
+                ),
+                1,
+            )
+            for engine in (OneByOne(), Stacked())
+        ]
+    for name, leaf in states[0].shared.items():
+        # Running variances of deep layers are large numbers.
+        apart = (leaf - states[1].shared[name]).abs() / leaf.abs().clamp(min=1)
+        assert float(apart.max()) < tolerance
+    assert distance(replace(states[0], shared={}), replace(states[1], shared={})) < tolerance
