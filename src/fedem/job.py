@@ -13,7 +13,7 @@ from torch import Tensor
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
 from fedem.engines import Batching, Engine
-from fedem.engines.memory import free_bytes
+from fedem.engines.memory import free_bytes, peak_bytes
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
 from fedem.federation import PARTS, Federation
@@ -161,7 +161,7 @@ class Job:
             theirs = evaluate(self.parts.algorithm, self.engine, fitted, unseen)
             summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
             clients += client_rows("unseen", unseen.names, theirs, fitted.log_weights(self.parts.algorithm))
-        summary["seconds_total"] = progress.seconds
+        summary |= {"seconds_total": progress.seconds, **peak_bytes(self.parts.device)}
         tuned = {}
         if self.config.run.fine_tune_epochs:
             tuned = {role: found[role].settled(state.round) for role, state in progress.states.items()}
@@ -186,6 +186,7 @@ class Job:
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
             "engine": type(self.engine).__name__,
+            "clients_together": self.engine.most_together,
             **name_scores(scores["last"]),
             # The test part took no part in choosing it.
             "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,

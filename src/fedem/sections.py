@@ -116,5 +116,3 @@ def overlay(*layers: Layer) -> Sections:
                 old = {key: value for key, value in old.items() if key in known}
             merged[section] = old | values
     return merged
-
-

@@ -64,6 +64,11 @@ class Finished(NamedTuple):
 class Engine(Settings, ABC):
     """Runs a method for many clients. All engines agree up to rounding."""
 
+    @property
+    def most_together(self) -> int:
+        """How many clients were trained at once at most, so far."""
+        return 1
+
     @abstractmethod
     def train(
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -21,6 +22,16 @@ def free_bytes(device: torch.device) -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # no Linux: what was never touched is a lower bound
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """Return the most memory that this process has held: of the machine's and, if there is one, of the GPU's."""
+    import resource
+
+    # Linux counts in KiB, macOS in bytes.
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    return {"peak_host_bytes": host} | gpu
 
 
 def budget(device: torch.device) -> int:

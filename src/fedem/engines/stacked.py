@@ -53,9 +53,9 @@ class Stacked(Engine):
     _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def most_stacked(self) -> int:
-        """Return how many clients were stacked together at most; 0 before training."""
-        return self._found.get("most_stacked", 0)
+    def most_together(self) -> int:
+        """How many clients were stacked at most, so far."""
+        return self._found.get("most_together", 0)
 
     def train(
         self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
@@ -76,7 +76,7 @@ class Stacked(Engine):
                 if finished is None:
                     waiting.append(these)
                     continue
-                self._found["most_stacked"] = max(self.most_stacked, len(these))
+                self._found["most_together"] = max(self.most_together, len(these))
                 yield finished
 
     def _try(

@@ -14,7 +14,6 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.errors import UserError
 from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome
 from fedem.tree import Tree, add_prefix, take_prefix, tree_index, tree_map, tree_repeat
 
@@ -33,11 +32,6 @@ class LocalLayers(Mixer):
 
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Everybody's own leaves start as the shared ones do."""
-        if not self.leaves <= shared.keys():
-            raise UserError(
-                f"run.local_layers is 'batch_norm', but what this method shares has no leaf {min(self.leaves)!r}; "
-                "allowed with methods that share whole models, such as fedavg and fedem."
-            )
         groups, memory = self.base.init(shared, trained, keys, seed)
         own = tree_repeat({name: shared[name] for name in sorted(self.leaves)}, len(keys))
         return groups, add_prefix("base", memory) | add_prefix("local", own)
