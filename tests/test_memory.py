@@ -99,5 +99,5 @@ def test_a_summary_tells_how_many_and_how_much() -> None:
 
 
 def test_bfloat16_and_float64_are_refused_together() -> None:
-    with pytest.raises(UserError, match="'bfloat16' but run.dtype is 'float64'"):
+    with pytest.raises(UserError, match=r"'bfloat16' but run\.dtype is 'float64'"):
         fedem.train(make_federation(), rounds=1, precision="bfloat16", dtype="float64")

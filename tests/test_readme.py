@@ -7,7 +7,9 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
+from shops import make_shops
 from torch import nn
 
 import fedem
@@ -24,9 +26,11 @@ def test_the_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "new_inputs": inputs,
         "new_targets": targets % 2,
         "federation": fedem.Federation.from_clients([(inputs, targets)] * 3),
+        "frame": pandas.DataFrame(make_shops()),
+        "new_frame": pandas.DataFrame(make_shops(2, seed=1)),
     }
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
     assert names["personal"].predict(inputs).shape == (30, 2)
@@ -41,6 +45,8 @@ def test_the_commands_are_understood(monkeypatch: pytest.MonkeyPatch, capsys: py
         words = shlex.split(line, comments=True)[1:]
         cli.typer.main.get_command(cli.app).make_context("fedem", words[:1], resilient_parsing=False)
         command = cli.typer.main.get_command(cli.app).commands[words[0]]
+        if words[0] == "data":
+            words, command = words[1:], command.commands[words[1]]
         command.make_context(words[0], words[1:])
 
 
