@@ -91,7 +91,7 @@ def test_resuming_gives_the_same_bits(tmp_path: Path, stop: int) -> None:
     resumed = _run(tmp_path / "cut", resume=True, clients_per_round=0.5)
     for role in ("last", "best"):
         assert same_states(whole.state(role), resumed.state(role))
-    timings = {"seconds_per_round", "seconds_total"}
+    timings = {"seconds_per_round", "seconds_total", "peak_host_bytes"}
     assert {k: v for k, v in whole.summary.items() if k not in timings} == {
         k: v for k, v in resumed.summary.items() if k not in timings
     }
@@ -269,7 +269,7 @@ def test_scores_can_be_made_again_from_the_folder(tmp_path: Path) -> None:
     result = _run(tmp_path / "run", unseen=0.25)
     again = reassess(tmp_path / "run")
     for key, value in result.summary.items():
-        if not key.startswith("seconds"):
+        if not key.startswith(("seconds", "peak_", "clients_together")):  # what training cost is not made again
             assert again.summary[key] == value, key
 
 

@@ -22,6 +22,7 @@ from fedem.personal import Predictors
 from fedem.tree import Tree
 
 _ORACLE_ROWS = 1 << 17
+_PREDICT_ROWS = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +73,11 @@ class Scores:
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""
-    outputs = model.component_outputs(mixture.components, inputs)
-    return mix(model.loss.probabilities(outputs), mixture.log_weights)
+    pieces = [
+        mix(model.loss.probabilities(model.component_outputs(mixture.components, some)), mixture.log_weights)
+        for some in inputs.split(_PREDICT_ROWS)
+    ]
+    return torch.cat(pieces)
 
 
 def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation) -> dict[str, Scores]:

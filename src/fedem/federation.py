@@ -221,7 +221,11 @@ class Federation:
     def to(self, device: torch.device) -> Federation:
         """Move all samples to ``device``."""
         train, validation, test = (self.part(part).to(device) for part in PARTS)
-        return Federation(self.names, train, validation, test, self.unseen and self.unseen.to(device), self.origin)
+        unseen = None if self.unseen is None else self.unseen.to(device)
+        moved = replace(self, train=train, validation=validation, test=test, unseen=unseen)
+        # They are the same samples, though no longer rows of the pool that the hash goes by.
+        moved.__dict__["fingerprint"] = self.fingerprint
+        return moved
 
     @property
     def num_bytes(self) -> int:

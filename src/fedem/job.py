@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -92,8 +92,6 @@ class Job:
             check_measurable(parts.algorithm)
         _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
-        if parts.device.type == "cuda" and federation.num_bytes < free_bytes(parts.device) // 2:
-            federation = federation.to(parts.device)  # else each chunk's samples are sent there when they are needed
         training = Training(
             parts.algorithm,
             parts.mixer,
@@ -108,6 +106,14 @@ class Job:
         )
         personalizer = parts.personalizer(config, engine)
         return cls(config, parts, shapes, engine, note, federation, dataset.truth, training, personalizer)
+
+    def placed(self) -> Job:
+        """Return the job with its samples on its GPU, if they fit there; else a chunk's are sent when it needs them."""
+        device = self.parts.device
+        if device.type != "cuda" or self.federation.num_bytes > free_bytes(device) // 2:
+            return self
+        federation = self.federation.to(device)
+        return replace(self, federation=federation, training=replace(self.training, federation=federation))
 
     def checkpoint_facts(self, progress: Progress) -> Record:
         """What a checkpoint must say besides its tensors."""
@@ -186,13 +192,14 @@ class Job:
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
             "engine": type(self.engine).__name__,
-            "clients_together": self.engine.most_together,
             **name_scores(scores["last"]),
             # The test part took no part in choosing it.
             "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": _mean(line[way] for line in history) for way in ("bytes_up", "bytes_down")},
         }
+        if self.engine.most_together:
+            summary["clients_together"] = self.engine.most_together
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}

@@ -74,7 +74,7 @@ def carry_out(
 ) -> Result:
     """Carry out a job that is prepared already."""
     with products(job.config.run.precision, job.parts.device):
-        return _in_folder(job, RunFolder(Path(out)) if out is not None else None, resume, listener)
+        return _in_folder(job.placed(), RunFolder(Path(out)) if out is not None else None, resume, listener)
 
 
 def _in_folder(job: Job, folder: RunFolder | None, resume: bool, listener: Listener | None) -> Result:

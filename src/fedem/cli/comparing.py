@@ -13,7 +13,19 @@ import typer
 
 from fedem.cells import Cell, check_folder, plan, prepare, resolve_methods, sort_settings
 from fedem.checkpoint import write_atomically
-from fedem.cli.options import ClientsPerRound, Data, Quiet, Rounds, TrainingDevice, Unseen, data_section, given, listed
+from fedem.cli.options import (
+    ClientsPerRound,
+    Data,
+    OwnClientColumn,
+    OwnTargetColumn,
+    Quiet,
+    Rounds,
+    TrainingDevice,
+    Unseen,
+    data_section,
+    given,
+    listed,
+)
 from fedem.comparison import Comparison, summarize
 from fedem.errors import UserError
 from fedem.methods import METHODS
@@ -26,6 +38,8 @@ from fedem.sections import Layer
 
 def compare(
     data: Data = None,
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
     methods: Annotated[
         str, typer.Option(help=f"Methods, with commas between them, or all. There are: {', '.join(METHODS)}.")
     ] = "local,fedavg,fedem",
@@ -68,7 +82,7 @@ def compare(
     names = resolve_methods(listed(methods))
     asked: Layer = {
         "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, device=device),
-        "data": data_section(data),
+        "data": data_section(data, target_column, client_column),
     }
     shared, own = sort_settings(settings or [], names)
     numbers = _seeds(seeds)
