@@ -34,6 +34,7 @@ format: install
 bench: install
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.methods
+	$(BIN)/python -m benchmarks.images
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

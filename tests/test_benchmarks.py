@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import plain_loop
+from benchmarks import images, plain_loop
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -103,3 +103,32 @@ def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pyte
     assert counted == pytest.approx({"fedavg": 1, "fedem": 4, "pfedme": 5, "ditto": 2, "ifca": 2})
     assert all(math.isfinite(number) and number > 0 for number in numbers(figures))
     assert "gradients" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_images_are_timed_stacked_and_in_a_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    images.main(["--quick", "--device", "cpu", "--out", str(out)])
+    figures = json.loads(out.read_text())
+    assert set(figures["rounds"]) == {"stacked, float32", images.PLAIN}
+    for row in figures["rounds"].values():
+        assert all(math.isfinite(number) and number > 0 for number in numbers(row))
+        assert row["images_per_second"] * row["seconds"] == pytest.approx(figures["data"]["num_images"])
+    assert 0 <= figures["agreement"] <= TOLERANCE
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in figures["rounds"])
+
+
+def test_images_have_the_shape_of_the_papers() -> None:
+    federation = images.make_federation(20, 2_000)
+    assert federation.input_shape == (1, 28, 28)
+    assert federation.train.pool.inputs.dtype == torch.uint8
+    assert len(federation.train) == pytest.approx(1_200, abs=20)  # each client's share is rounded
+    assert len(set(federation.train.sizes.tolist())) > 5
+
+
+@pytest.mark.parametrize(("name", "broken"), [("responsibilities", not_a_number), ("MOMENTUM", 0.0)])
+def test_agreement_on_images_catches_a_broken_loop(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
+    monkeypatch.setattr(images, name, broken)
+    with pytest.raises(DisagreementError, match="plain loop and the stacked engine differ"):
+        images.check_agreement(torch.device("cpu"))

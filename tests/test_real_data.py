@@ -19,8 +19,16 @@ from fedem.training import run
 pytestmark = pytest.mark.slow
 
 TINY: dict[str, dict[str, dict[str, Any]]] = {
-    "emnist": {"partition": {"share": 0.006, "num_clients": 4}, "batching": {"batch_size": 32}},
-    "femnist": {"partition": {"share": 1.0, "max_clients": 4}, "batching": {"batch_size": 32}},
+    "emnist": {
+        "partition": {"share": 0.004, "num_clients": 4},
+        "batching": {"batch_size": 32},
+        "schedule": {"learning_rate": 0.03},
+    },
+    "femnist": {
+        "partition": {"share": 1.0, "max_clients": 4},
+        "batching": {"batch_size": 32},
+        "schedule": {"learning_rate": 0.03},
+    },
     "cifar10": {
         "partition": {"share": 0.003, "num_clients": 3},
         "model": {"name": "efficientnet_lite0", "weights": "imagenet"},
