@@ -10,7 +10,7 @@ import torch
 from helpers import DIMENSION, advance, make_federation, make_model, make_training, scores_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 
 from fedem.algorithms.ifca import IFCA
@@ -18,6 +18,8 @@ from fedem.engines import Batching
 from fedem.federation import Federation
 from fedem.mixing.base import Mixed, Round
 from fedem.mixing.clusters import Clusters, bipartition
+from fedem.models import Model
+from fedem.models.losses import Logistic
 from fedem.rounds import State, Training
 from fedem.schedules import Constant
 from fedem.solvers import SGD
@@ -197,6 +199,22 @@ def test_words_spoken_before_a_split_do_not_count_after_it() -> None:
     shared = {"w": mixed.means["w"][mixed.groups.argsort()]}
     _, memory = _mix(mixer, shared, memory, [0, 1], [[3.0, 0.0], [-3.0, 0.0]], [1, 1])
     assert len(memory["cluster"].unique()) == 2
+
+
+def test_batch_statistics_decide_nothing() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIMENSION, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1))
+
+    # Nobody learns, while everybody's statistics move.
+    model, federation = Model(build, Logistic(), torch.float64), make_federation(sizes=(7, 4, 12))
+    training = make_training(
+        "clustered", federation, model=model, schedule=Constant(1e-12), mean_tolerance=1e9, member_tolerance=1e-6
+    )
+    state = advance(training, 2)
+    assert state.memory["cluster"].tolist() == [0, 0, 0]
+    assert {f"updates/{name}" for name in model.trainable} == {n for n in state.memory if n.startswith("updates/")}
+    assert all(float(state.memory[f"updates/{name}"].abs().max()) < 1e-9 for name in model.trainable)
+    assert float(state.shared["1.running_mean"].abs().max()) > 1e-3
 
 
 # The cut.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +66,25 @@ def test_every_dropout_layer_and_call_draws_its_own() -> None:
     layer = nn.Dropout(0.5)
     both = _drop(nn.Sequential(layer, layer), torch.ones(40, 50))
     assert float((both > 0).float().mean()) == pytest.approx(0.25, abs=0.05)
+
+
+def test_dropout_of_everything_leaves_nothing() -> None:
+    assert not bool(_drop(nn.Dropout(1.0), torch.ones(3, 4)).any())
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 1, 2, (1, 0), "same"])
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 5, (3, 5)])
+def test_a_convolution_of_one_channel_is_torchs(kernel: Any, padding: Any, stride: int) -> None:
+    if padding == "same" and (stride > 1 or kernel in (2, 4)):
+        pytest.skip("torch refuses it, or warns of it")
+    plain = nn.Conv2d(1, 3, kernel, stride, padding).double()
+    form = make_stackable(deepcopy(plain)).train()
+    for height, width in ((7, 8), (6, 5)):
+        inputs = torch.randn(2, 1, height, width, dtype=torch.float64)
+        torch.testing.assert_close(form(inputs), plain(inputs))
+        torch.testing.assert_close(form.eval()(inputs), plain(inputs))
+        form.train()
 
 
 def test_dropout_is_off_in_the_e_step_and_in_evaluation() -> None:

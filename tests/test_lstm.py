@@ -287,3 +287,19 @@ def test_second_derivatives_are_refused_and_not_wrong() -> None:
     first = torch.autograd.grad(value(parameters, inputs), module.weight_hh_l0, create_graph=True)[0]
     with pytest.raises(UserError, match="differentiated again"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["from zero", "from a state"])
+def test_what_comes_in_few_bits_is_added_up_in_the_parameters(given: bool) -> None:
+    torchs, ours = (module.float() for module in make_pair(num_layers=2, bidirectional=True))
+    inputs, state = draw(TIMES, SAMPLES, INPUTS).bfloat16(), tuple(draw(2, 4, SAMPLES, HIDDEN).bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        got = ours(inputs, state if given else None)
+        # Also where the gradient is taken inside.
+        gradients = torch.autograd.grad(everything(got), [*ours.parameters()])
+    exact = torchs(inputs.float(), tuple(part.float() for part in state) if given else None)
+    torch.testing.assert_close(got, exact, rtol=0, atol=3e-2)
+    expected = torch.autograd.grad(everything(exact), [*torchs.parameters()])
+    for leaf, reference in zip(gradients, expected, strict=True):
+        assert leaf.dtype == torch.float32
+        assert float((leaf - reference).norm()) < 0.05 * float(reference.norm())

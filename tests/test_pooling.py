@@ -67,7 +67,15 @@ def test_a_recording_gives_the_same() -> None:
     assert torch.equal(recording(other), function(other))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    form, _ = _pair({"kernel_size": 2})
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        grad(lambda inputs: _gradient(form)(inputs).sum())(_inputs(1, 1, 4, 4))
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_second_derivatives_are_torchs(settings: dict[str, Any]) -> None:
+    form, plain = _pair(settings)
+    inputs = _inputs(3, 2, 2, 7, 9)
+    weights = _inputs(2, 2, 7, 9)
+
+    def twice(layer: nn.Module) -> Any:
+        return grad(lambda inputs: (weights * _gradient(layer)(inputs)).sum())
+
+    for position in range(3):
+        assert torch.equal(twice(form)(inputs[position]), twice(plain)(inputs[position]))
+    assert torch.equal(vmap(twice(form))(inputs)[1], twice(plain)(inputs[1]))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import grad
+from torch.func import grad, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
+import fedem
 from fedem.errors import UserError
+from fedem.federation import Federation
 from fedem.models import CNN, LSTM, MLP, MODELS, LeafCNN, MobileNetV2, Model, ResNet18
 from fedem.models.efficientnet import _same
 from fedem.models.losses import CrossEntropy
+from fedem.tree import tree_index, tree_stack
 
 # Small inputs that each model takes.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -329,6 +333,65 @@ def test_characters_outside_the_vocabulary_are_refused_before_training() -> None
     model = Model(lambda: LSTM(vocabulary=10, hidden=4).build((3,), 5), CrossEntropy())
     with pytest.raises(UserError, match=r"can't take inputs of shape \[3\]"):
         model.check(torch.tensor([[1, 2, 10]]), torch.tensor([4]))
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 10), (-1, 9), (-3, 400)])
+def test_a_vocabulary_knows_what_lies_outside(lowest: int, highest: int) -> None:
+    spec = LSTM(vocabulary=10)
+    spec.check(0, 9)
+    message = f"the numbers {lowest} to {highest}, but model.vocabulary is 10; allowed: 0 to 9"
+    with pytest.raises(UserError, match=message):
+        spec.check(lowest, highest)
+
+
+def test_an_lstm_trains_in_few_bits() -> None:
+    def build() -> nn.Module:
+        return LSTM(vocabulary=11, embedding=5, hidden=6).build((7,), 4)
+
+    exact, model = Model(build, CrossEntropy()), Model(build, CrossEntropy(), autocast=torch.bfloat16)
+    inputs, targets = torch.randint(0, 11, (2, 8, 7)), torch.randint(0, 4, (2, 8))
+    trees = tree_stack([model.init(0), model.init(1)])
+
+    def pull(model: Model, tree: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        def loss(leaves: dict[str, Tensor]) -> Tensor:
+            return model.training_losses(leaves, inputs, targets, None, torch.tensor(0))[0].mean()
+
+        return grad(loss)(tree)
+
+    together = vmap(partial(pull, model))(trees, inputs, targets)
+    for row in range(2):
+        one = tree_index(trees, row), inputs[row], targets[row]
+        alone, reference = pull(model, *one), pull(exact, *one)
+        for name, leaf in tree_index(together, row).items():
+            assert leaf.dtype == torch.float32
+            assert leaf.isfinite().all()
+            torch.testing.assert_close(leaf, alone[name], rtol=1e-2, atol=1e-2)
+            assert float((leaf - reference[name]).norm()) < 0.05 * float(reference[name].norm())
+    assert not all(torch.equal(alone[name], reference[name]) for name in alone)
+    federation = Federation.from_parts(*[[(inputs[row], targets[row]) for row in range(2)]] * 3, ["ann", "bob"])
+    settings = {"vocabulary": 11, "hidden": 6, "embedding": 5, "precision": "bfloat16", "learning_rate": 1.0}
+    result = fedem.train(federation, "fedavg", model="lstm", rounds=8, evaluate_every=1, **settings)
+    assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
+
+
+def test_a_model_may_be_named_in_python() -> None:
+    rng = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(9, 3, generator=rng), torch.arange(9) % 2) for _ in range(2)]
+    federation = Federation.from_parts(pairs, pairs, pairs, ["ann", "bob"])
+    ways = ({"model": {"name": "mlp", "hidden": 5}}, {"model": "mlp", "hidden": 5})
+    results = [fedem.train(federation, "fedavg", rounds=2, **way) for way in ways]
+    assert [result.summary["num_parameters"] for result in results] == [4 * 5 + 6 * 5 + 6] * 2
+    assert results[0].config == results[1].config
+    assert results[0].config.name("model") == "mlp"
+    for model, message in (
+        ("mpl", "Unknown model 'mpl'; allowed: .*Did you mean 'mlp'"),
+        ({"name": "mlp", "hiden": 3}, r"Unknown key in \[model\] 'hiden'"),
+        ({"name": "mlp", "hidden": 0}, "model.hidden is 0; allowed: at least 1"),
+        (7, "model is 7; allowed: an nn.Module, a function that builds one, or a name"),
+        (MLP(), "model is MLP.*; allowed: an nn.Module"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fedem.train(federation, "fedavg", rounds=1, model=model)
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,10 @@ class Federation:
     validation: Samples
     test: Samples
     unseen: Federation | None = field(default=None)
-    origin: str | None = None
-    """a hash of the pool that the samples are rows of, where it is known already"""
+    ids: Tensor | None = None
+    """``[P]`` int64: a hash of each of the pool's samples, where they are rows of one pool"""
+    origin: str = ""
+    """how inputs were made of these samples, if they were"""
 
     @classmethod
     def from_clients(
@@ -132,7 +134,7 @@ class Federation:
         validation: float = 0.2,
         test: float = 0.2,
         seed: int = 0,
-        origin: str | None = None,
+        origin: str = "",
     ) -> Federation:
         """Build from a pool of samples and who owns which; nothing is read or copied.
 
@@ -141,17 +143,18 @@ class Federation:
             names: of the T clients, all different.
             rows: ``[N]`` int64, rows of the pool, one client after the other.
             offsets: ``[T + 1]`` int64 of each client's rows.
-            ids: ``[P]`` int64: the split goes by them, not by the pool's order.
+            ids: ``[P]`` int64, hashes of the samples' content: the split and the order of a client's samples go by
+                them, not by the pool's order.
             validation: share of each client's samples used for validation.
             test: share used for testing. At least one sample always stays for training.
             seed: decides the split, together with the clients' names and the ids.
-            origin: a hash of the pool.
+            origin: how inputs were made of the samples that the ids are of, if they were.
 
         """
         labels = _check_names(names, len(offsets) - 1)
         cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
         training, validating, testing = (Samples(pool, starts, own) for own, starts in cuts)
-        return cls(labels, training, validating, testing, origin=origin).check()
+        return cls(labels, training, validating, testing, ids=ids, origin=origin).check()
 
     def check(self) -> Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
@@ -184,12 +187,13 @@ class Federation:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the names and of all samples, but for the clients held out."""
-        digest = blake2b("\0".join((*self.names, self.origin or "")).encode(errors="surrogatepass"), digest_size=16)
+        """A hash of the names and of all samples in their order, but for the clients held out."""
+        digest = blake2b("\0".join((*self.names, self.origin)).encode(errors="surrogatepass"), digest_size=16)
         for part in PARTS:
             samples = self.part(part)
-            known = self.origin is not None and samples.rows is not None
-            for array in (samples.offsets, *((samples.rows,) if known else (samples.targets, samples.inputs))):
+            known = self.ids is not None and samples.rows is not None
+            content = (self.ids[samples.rows],) if known else (samples.targets, samples.inputs)
+            for array in (samples.offsets, *content):
                 digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
                 digest.update(array.cpu().contiguous().numpy().view(np.uint8).data if array.numel() else b"")
         return digest.hexdigest()
@@ -216,7 +220,7 @@ class Federation:
         """Return the federation of ``clients`` (positions) in that order."""
         names = tuple(self.names[position] for position in clients.tolist())
         train, validation, test = (self.part(part).take(clients) for part in PARTS)
-        return Federation(names, train, validation, test, origin=self.origin)
+        return Federation(names, train, validation, test, ids=self.ids, origin=self.origin)
 
     def to(self, device: torch.device) -> Federation:
         """Move all samples to ``device``."""

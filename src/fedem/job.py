@@ -80,17 +80,24 @@ class Job:
         loss = config.loss
         assert loss is not None, "just settled"
         inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
-        shapes = Shapes(
-            federation.input_shape, inputs.dtype, loss.num_outputs(targets), dataset.feature_names, dataset.encoding
-        )
+        classes = dataset.encoding.classes if dataset.encoding else None
+        outputs = loss.num_outputs(targets)
+        if classes is not None and outputs > 1:
+            outputs = len(classes)  # some may have no sample among these clients
+        shapes = Shapes(federation.input_shape, inputs.dtype, outputs, dataset.feature_names, dataset.encoding)
         parts = Parts.build(config, shapes, source)
         parts.model.check(inputs, targets)
+        _check_batches(parts.model, config.batching, federation)
+        if config.solver.differentiates_twice and not parts.model.is_twice_differentiable:
+            raise UserError(
+                f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
+                "recurrent; allowed with it: models without such layers, or another solver."
+            )
         parts.model.probe(inputs.to(parts.device))
         parts.algorithm.check(inputs)
         parts.mixer.check(federation.num_clients)
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
-        _check_batches(parts.model, config.batching, federation)
         engine, note = parts.engine(config)
         training = Training(
             parts.algorithm,

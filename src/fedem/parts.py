@@ -116,6 +116,11 @@ def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer
     leaves = algorithm.model.normalising
     if not leaves:
         raise UserError("run.local_layers is 'batch_norm', but the model normalises no batches; allowed: none.")
+    if leaves >= algorithm.model.trainable:
+        raise UserError(
+            "run.local_layers is 'batch_norm', but the model trains nothing else, so clients would share nothing; "
+            "allowed: none."
+        )
     kind = type(algorithm)
     if kind.finish is not Algorithm.finish or kind.summand is not Algorithm.summand:
         raise UserError(

@@ -6,7 +6,7 @@ Shapes: T clients, G groups, C clients of the cohort.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -96,13 +96,15 @@ class Training:
         this = Round(clients, samples.sizes, self.federation.num_clients, rate, key)
         served = self.mixer.serve(state.shared, state.memory, clients, key)
         cohort = Cohort(*served, tree_index(state.personal, clients.to(self.device)), samples)
+        # What the server does not hold is the clients' own, and no part of a message.
+        private = served.shared.keys() - state.shared.keys()
         finished: list[tuple[Tensor, Tree]] = []
         upload_bytes = 0
 
         def summands() -> Iterator[tuple[Tensor, Tree]]:
             nonlocal upload_bytes
             for chunk in self.train_cohort(cohort, clients, state.round, rate, self.mixer.num_steps(key)):
-                upload_bytes = tree_bytes(chunk.uploads) // len(chunk.positions)
+                upload_bytes = _sent_bytes(chunk.uploads, private)
                 finished.append((clients[chunk.positions], chunk.personal))
                 yield chunk.positions, vmap(self.algorithm.summand)(chunk.uploads)
 
@@ -118,7 +120,7 @@ class Training:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
-        messages, download_bytes = mixed.num_messages, tree_bytes(tree_index(served.shared, 0))
+        messages, download_bytes = mixed.num_messages, _sent_bytes(served.shared, private)
         return state, RoundLog(clients, rate, seconds, messages * upload_bytes, messages * download_bytes)
 
     def train_cohort(
@@ -135,6 +137,11 @@ def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor) -> Tree:
     if not algorithm.init_personal(shared, keys[0]):
         return {}
     return vmap(algorithm.init_personal, in_dims=(None, 0))(shared, keys)
+
+
+def _sent_bytes(trees: Tree, private: Set[str]) -> int:
+    """Count the bytes of one of ``trees`` ``[c, ...]``, but for what is ``private``."""
+    return tree_bytes({name: leaf[0] for name, leaf in trees.items() if name not in private})
 
 
 def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
@@ -160,7 +167,8 @@ def _replace_rows(tree: Tree, rows: list[tuple[Tensor, Tree]]) -> Tree:
 
 def _check_finite(state: State, rate: float) -> None:
     # Logarithms of mixture weights may be minus infinity.
-    spoilt = [name for name, leaf in tree_floats(state.shared).items() if not bool(torch.isfinite(leaf).all())]
+    learnt = tree_floats(state.shared) | tree_floats(state.memory)
+    spoilt = [name for name, leaf in learnt.items() if not bool(torch.isfinite(leaf).all())]
     spoilt += [name for name, leaf in tree_floats(state.personal).items() if bool(torch.isnan(leaf).any())]
     if spoilt:
         raise UserError(

@@ -49,14 +49,15 @@ def split_rows(
         seed: decides the split, together with the names and the ids.
 
     Returns:
-        for train, validation and test: rows one client after the other, ascending within a client, and their offsets
+        for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets
     """
     check_shares(validation, test)
     sizes = offsets.diff()
     owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     words = derive(client_keys(names), SPLIT, seed)[owner]
-    order = np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy()))
-    rank = torch.from_numpy(order).argsort() - offsets[:-1][owner]
+    # Whatever the pool's order, a client's samples stand in that of these words.
+    rows = rows[torch.from_numpy(np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy())))]
+    rank = torch.arange(len(rows)) - offsets[:-1][owner]
     num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
     num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
     first_validation = (sizes - num_validation - num_test)[owner]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from fedem.data.base import Dataset, Truth
 from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.job import Job, Progress
+from fedem.models import MODELS
 from fedem.parts import ModelSource
 from fedem.precision import products
 from fedem.records import Record
@@ -26,7 +27,7 @@ def train(
     federation: Federation | Dataset,
     method: str = "fedem",
     *,
-    model: ModelSource | None = None,
+    model: ModelSource | str | Mapping[str, Any] | None = None,
     truth: Truth | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -38,8 +39,9 @@ def train(
     Args:
         federation: the clients and their samples.
         method: a name from :data:`fedem.METHODS`.
-        model: an ``nn.Module`` with parts that can be initialised afresh, or a function that builds one. A linear
-            model when not given.
+        model: an ``nn.Module`` with parts that can be initialised afresh, or a function that builds one; or a name from
+            :data:`fedem.models.MODELS`, or a name and settings, ``{"name": "mlp", "hidden": 32}``. A linear model when
+            not given.
         truth: what generated the data, if known: then the oracle is scored and recovery reported.
         out: a folder to write the run to while it goes on; nothing is written when not given.
         resume: go on with the run in ``out``; the result is the same as if it had never stopped.
@@ -49,8 +51,15 @@ def train(
 
     """
     given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
-    if model is not None:
+    if isinstance(model, str | Mapping):
+        options, model = options | {"model": model}, None
+    elif callable(model):
         given["model"] = {"name": GIVEN}
+    elif model is not None:
+        raise UserError(
+            f"model is {model!r}; allowed: an nn.Module, a function that builds one, or a name ({', '.join(MODELS)}), "
+            'also with settings, {"name": "mlp", "hidden": 32}.'
+        )
     config = Config.build(given, route(options, method))
     dataset = federation if isinstance(federation, Dataset) else Dataset(federation, truth)
     return run(config, dataset, model=model, out=out, resume=resume, listener=listener)

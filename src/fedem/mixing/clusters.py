@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from fedem.mixing.base import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, weighted_means
-from fedem.tree import Tree, tree_cat, tree_flat, tree_index, tree_repeat
+from fedem.tree import Tree, add_prefix, take_prefix, tree_cat, tree_flat, tree_index, tree_repeat
 
 
 @final
 @dataclass(frozen=True)
 class Clusters(Mixer):
     """A group a cluster. The memory: each client's cluster, its size, its last update, and whether that was made there.
+
+    Updates are of what is trained: batch statistics move however content a client is.
 
     A cluster whose mean update is small (it has nearly converged) while a member's is large (it is not happy there)
     splits in two, so that the largest cosine similarity between updates across the cut is small. Both halves start
@@ -44,12 +46,11 @@ class Clusters(Mixer):
 
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """One cluster of all; nobody has sent an update."""
-        width = tree_flat(shared).shape[0]
-        updates = torch.zeros(len(keys), width, dtype=tree_flat(shared).dtype)
+        updates = {name: leaf.new_zeros(len(keys), *leaf.shape) for name, leaf in shared.items() if name in trained}
         fresh = torch.zeros(len(keys), dtype=torch.bool)
         nobody = torch.zeros(len(keys), dtype=torch.int64)
-        memory = {"cluster": nobody, "sizes": nobody.clone(), "updates": updates, "fresh": fresh}
-        return tree_repeat(shared, 1), memory
+        memory = {"cluster": nobody, "sizes": nobody.clone(), "fresh": fresh}
+        return tree_repeat(shared, 1), memory | add_prefix("updates", updates)
 
     def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
         """Each its cluster's."""
@@ -59,9 +60,12 @@ class Clusters(Mixer):
         """Split what must be split, then average within each cluster."""
         trees = gather(uploads)
         memory = {name: leaf.clone() for name, leaf in memory.items()}
-        cluster, sizes, updates, fresh = (memory[name] for name in ("cluster", "sizes", "updates", "fresh"))
+        cluster, sizes, fresh = (memory[name] for name in ("cluster", "sizes", "fresh"))
         clients = this.clients.to(cluster.device)
-        updates[clients] = tree_flat(trees, 1) - tree_flat(tree_index(shared, cluster[clients]), 1)
+        latest = take_prefix("updates", memory)
+        for name, update in latest.items():
+            update[clients] = trees[name] - shared[name][cluster[clients]]
+        updates = tree_flat(latest, 1)
         fresh[clients] = True
         sizes[clients] = this.sizes.to(sizes.device)
         parents: dict[int, int] = {}

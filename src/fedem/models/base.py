@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
@@ -24,8 +24,9 @@ from fedem.errors import UserError
 from fedem.models.building import rebuilder
 from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Loss
+from fedem.models.probing import measure, reason_not_to_stack
 from fedem.settings import Settings
-from fedem.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
+from fedem.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Model:
         self.dtype, self._autocast = dtype, autocast
         self.build = rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
-        self._training, self._evaluation = self._skeleton(training=True), self._skeleton(training=False)
+        self._training, self.evaluation = self._skeleton(training=True), self._skeleton(training=False)
         self.not_stackable: str | None = None
         """why models can't be stacked through vmap, once :meth:`probe` has found that they can't"""
         self.bytes_per_sample = 0
@@ -75,7 +76,7 @@ class Model:
     @cached_property
     def trainable(self) -> frozenset[str]:
         """Names of the leaves that are trained; the others are buffers."""
-        return frozenset(name for name, leaf in self._evaluation.named_parameters() if leaf.requires_grad)
+        return frozenset(name for name, leaf in self.evaluation.named_parameters() if leaf.requires_grad)
 
     def init(self, seed: int) -> Tree:
         """Draw initial parameters."""
@@ -92,6 +93,11 @@ class Model:
         return any(isinstance(part, _BatchNorm) and not isinstance(part, MaskedBatchNorm) for part in parts)
 
     @cached_property
+    def is_twice_differentiable(self) -> bool:
+        """Whether second derivatives can be had: not through recurrences, nor through running statistics."""
+        return not any(isinstance(part, _BatchNorm | nn.RNNBase) for part in self._training.modules())
+
+    @cached_property
     def normalising(self) -> frozenset[str]:
         """Names of the leaves of batch normalisations: their scales, shifts and statistics."""
         return frozenset(
@@ -104,7 +110,7 @@ class Model:
     @cached_property
     def num_parameters(self) -> int:
         """Number of trained numbers of one component."""
-        return sum(leaf.numel() for name, leaf in self._evaluation.named_parameters() if name in self.trainable)
+        return sum(leaf.numel() for name, leaf in self.evaluation.named_parameters() if name in self.trainable)
 
     def _prepare(self, inputs: Tensor) -> Tensor:
         if inputs.dtype == torch.uint8:
@@ -113,7 +119,7 @@ class Model:
 
     def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
-        return self._call(self._evaluation, parameters, inputs)
+        return self._call(self.evaluation, parameters, inputs)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, self._autocast, enabled=self._autocast is not None):
@@ -131,12 +137,13 @@ class Model:
 
         ``mask`` ``[n]`` is false where a row is padding (None: nowhere); layers that draw do so by ``key`` (int64).
         """
-        outputs, buffers = self._training_outputs(parameters, inputs, mask, key)
+        outputs, buffers = self.training_outputs(parameters, inputs, mask, key)
         return self.loss.negative_log_likelihood(outputs, self._targets(targets)), buffers
 
-    def _training_outputs(
+    def training_outputs(
         self, parameters: Tree, inputs: Tensor, mask: Tensor | None, key: Tensor
     ) -> tuple[Tensor, Tree]:
+        """Run the module in training mode, ``[n, ...] -> [n, K]``; the same arguments, without targets."""
         # Modules change their buffers in place, so they get copies.
         state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
         with training_pass(mask, key):
@@ -147,73 +154,9 @@ class Model:
         return targets.to(self.dtype) if targets.is_floating_point() else targets
 
     def probe(self, inputs: Tensor) -> None:
-        """Try a few inputs, on their device: how much the layers put out, whether stacked models train as single ones.
-
-        What is found is noted in ``bytes_per_sample`` and ``not_stackable``. Stacked, some rows are padding: a layer
-        that lets samples see each other in a way that is not known here gives itself away by that.
-        """
-        self.bytes_per_sample = self._measure(tree_to(self.init(0), inputs.device), inputs[:1])
-        # In double precision where the module bears it: layers that normalise few samples amplify rounding.
-        double = Model(self.build, self.loss, torch.float64)
-        try:
-            double._pulls(inputs, stacked=False)
-        except RuntimeError:
-            double = self
-        try:
-            together = double._pulls(inputs, stacked=True)
-        # torch raises any of these for an operation without a vmap rule.
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            self.not_stackable = str(error).splitlines()[0]
-            return
-        alone = double._pulls(inputs, stacked=False)
-        gradients = [{name: tree[name] for name in self.trainable} for tree in (together, alone)]
-        if not _agree(*map(tree_flat, gradients)):
-            self.not_stackable = "its gradients change with the padding of short batches or with who is trained beside"
-        spoilt = [name for name in alone if name not in self.trainable and not _agree(together[name], alone[name])]
-        if spoilt:
-            self.not_stackable = f"training changes {spoilt[0]!r}, which sees the padding of short batches"
-
-    def _pulls(self, inputs: Tensor, stacked: bool) -> Tree:
-        """Return the gradient of something that depends on every output, and the buffers, of one model.
-
-        ``stacked`` puts another model beside it and padding below the inputs.
-        """
-        device = inputs.device
-        trees = [tree_to(self.init(seed), device) for seed in (0, 1)]
-        key = torch.tensor(0, device=device)
-
-        def pull(tree: Tree, inputs: Tensor, mask: Tensor | None) -> Tree:
-            def objective(trained: Tree) -> tuple[Tensor, Tree]:
-                outputs, buffers = self._training_outputs(tree | trained, inputs, mask, key)
-                squares = outputs.square().flatten(1).sum(1)
-                return (squares if mask is None else squares * mask).sum(), buffers
-
-            gradient, buffers = grad(objective, has_aux=True)({name: tree[name] for name in self.trainable})
-            pulled: Tree = gradient | buffers
-            return pulled
-
-        if not stacked:
-            return pull(trees[1], inputs, None)
-        padded = torch.cat([inputs, inputs[-1:].expand(3, *inputs.shape[1:])])
-        mask = torch.arange(len(padded), device=device) < len(inputs)
-        both: Tree = vmap(pull)(tree_stack(trees), *(torch.stack([x, x]) for x in (padded, mask)))
-        return tree_index(both, 1)
-
-    def _measure(self, tree: Tree, inputs: Tensor) -> int:
-        """Count the bytes that the layers put out for these inputs."""
-        total = 0
-
-        def count(module: nn.Module, arguments: Any, output: Any) -> None:
-            nonlocal total
-            total += sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-
-        hooks = [part.register_forward_hook(count) for part in self._evaluation.modules()]
-        try:
-            self.outputs(tree, inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return total
+        """Try a few inputs, on their device; what is found is noted in ``bytes_per_sample`` and ``not_stackable``."""
+        self.bytes_per_sample = measure(self, inputs[:1])
+        self.not_stackable = reason_not_to_stack(self, inputs)
 
     def component_outputs(self, components: Tree, inputs: Tensor) -> Tensor:
         """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``."""
@@ -230,7 +173,7 @@ class Model:
     @cached_property
     def is_large(self) -> bool:
         """Whether one pass of one model keeps a machine busy: convolutions and recurrences are faster unstacked."""
-        return any(isinstance(part, _ConvNd | nn.RNNBase) for part in self._evaluation.modules())
+        return any(isinstance(part, _ConvNd | nn.RNNBase) for part in self.evaluation.modules())
 
     @property
     def _evaluates_one_by_one(self) -> bool:
@@ -279,9 +222,3 @@ class Model:
                 f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples; allowed: [n, outputs]."
             )
         self.loss.check(outputs.shape[1], targets)
-
-
-def _agree(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are the same but for rounding; what isn't finite here may be so in both."""
-    first, second = first.double().nan_to_num(), second.double().nan_to_num()
-    return bool((first - second).norm() <= 1e-3 * second.norm() + 1e-6)

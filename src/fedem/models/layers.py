@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, pad
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from fedem.errors import UserError
 from fedem.models.lstm import StackableLSTM, stackable
@@ -68,6 +69,8 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
     What is zeroed depends on the pass's key and on the place: the row, and the position within it. So neither the
     padding below a batch nor the clients beside it change anything.
     """
+    if rate == 1:
+        return torch.zeros_like(inputs)
     shape = inputs.shape[:2] if whole_channels else inputs.shape
     places = shape[1:].numel()
     rows = derive(_CURRENT.get().next_key(), torch.arange(shape[0], device=inputs.device))
@@ -184,7 +187,7 @@ class WidenedConv2d(nn.Conv2d):
         """``[n, 1, H, W] -> [n, O, h, w]``."""
         if not self.training or self.bias is None:
             return super().forward(inputs)
-        # The one place in a window that lies in the image wherever the window is.
+        # A place in a window that lies in the image wherever the window is.
         below, right = (size - 1 - side for size, side in zip(self.kernel_size, self._sides, strict=True))
         carried = pad(self.bias[:, None, None, None], (self._sides[1], right, self._sides[0], below))
         weight = torch.cat([self.weight, carried], dim=1)
@@ -201,8 +204,10 @@ class WidenedConv2d(nn.Conv2d):
 def is_widened(layer: nn.Conv2d) -> bool:
     """Say whether a convolution has one input channel and no peculiarities."""
     plain = layer.in_channels == 1 and layer.padding_mode == "zeros" and layer.dilation == (1, 1)
-    sides = layer.padding
-    return plain and not isinstance(sides, str) and all(a < b for a, b in zip(sides, layer.kernel_size, strict=True))
+    if not plain or isinstance(layer.padding, str):
+        return False
+    # The place that carries the bias must lie in the image for the last window as well as for the first.
+    return all(2 * side < size for side, size in zip(layer.padding, layer.kernel_size, strict=True))
 
 
 _FORMS: dict[type[nn.Module], type[nn.Module]] = {
@@ -233,6 +238,11 @@ def make_stackable(module: nn.Module) -> nn.Module:
             raise UserError(
                 f"Part {name!r} ({type(part).__name__}) keeps no running statistics, so what it predicts for a sample "
                 "would depend on the samples beside it; allowed: track_running_stats=True."
+            )
+        if any(is_lazy(leaf) for leaf in part.parameters(recurse=False)):
+            raise UserError(
+                f"Part {name!r} ({type(part).__name__}) has no shape before its first input; allowed: layers of given "
+                "sizes."
             )
         kind = type(part)
         if kind in _FORMS and _ONLY_IF.get(kind, lambda _: True)(part):

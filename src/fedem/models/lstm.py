@@ -83,7 +83,10 @@ class StackableLSTM(nn.LSTM):
             bias = torch.zeros(weight.shape[:2], dtype=weight.dtype, device=weight.device)
         sequences = torch.stack([inputs, inputs.flip(0)]) if self.bidirectional else inputs.unsqueeze(0)
         gates = (sequences.flatten(1, 2) @ weight.mT).unflatten(1, inputs.shape[:2])
-        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, gates, *start)  # type: ignore[no-untyped-call]
+        # In the parameters' type, whatever torch.autocast or the layer below made of the inputs: what adds up over many
+        # times in few bits drifts.
+        moving = (part.to(recurrent.dtype) for part in (gates, *start))
+        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, *moving)  # type: ignore[no-untyped-call]
         outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
         return outputs, (hidden[:, -1], cell)
 

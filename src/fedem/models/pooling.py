@@ -98,12 +98,15 @@ class _Gradient(torch.autograd.Function):
         return result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Geometry], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise RuntimeError("Max-pooling here has no second derivative.")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """It puts numbers where the maxima were, so backwards they are picked up there."""
+        (indices,) = ctx.saved_tensors
+        picked = gradient.flatten(-2).gather(-1, indices.flatten(-2)).reshape(indices.shape)
+        return picked, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:

@@ -38,6 +38,14 @@ class LSTM(ModelSpec):
     hidden: int = field(default=256, metadata={"min": 1})
     layers: int = field(default=2, metadata={"min": 1})
 
+    def check(self, lowest: int, highest: int) -> None:
+        """Refuse data whose characters, from ``lowest`` to ``highest``, are not all in the vocabulary."""
+        if lowest < 0 or highest >= self.vocabulary:
+            raise UserError(
+                f"The inputs hold the numbers {lowest} to {highest}, but model.vocabulary is {self.vocabulary}; "
+                f"allowed: 0 to {self.vocabulary - 1}, or a larger vocabulary."
+            )
+
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         """Embedding, LSTM, dense layer on the last time step."""
         if len(input_shape) != 1 or input_shape[0] < 1:

@@ -33,6 +33,11 @@ class Solver(Settings, ABC):
         return False
 
     @property
+    def differentiates_twice(self) -> bool:
+        """Whether it asks for second derivatives."""
+        return False
+
+    @property
     def whole_steps(self) -> int:
         """Steps over all of a client's samples that it takes in a round; 0 when it follows the batches."""
         return 0

@@ -32,6 +32,11 @@ class Newton(Solver):
     iterations: int = field(default=0, metadata={"min": 0})
 
     @property
+    def differentiates_twice(self) -> bool:
+        """Of course."""
+        return True
+
+    @property
     def whole_steps(self) -> int:
         """As many as asked for."""
         return self.iterations

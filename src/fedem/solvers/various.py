@@ -56,6 +56,11 @@ class Various(Solver):
         kinds = [MEMBERS[name] for name in self._names]
         return tuple(kind(**{key: common[key] for key in names_of(kind) if key in common}) for kind in kinds)
 
+    @property
+    def differentiates_twice(self) -> bool:
+        """Where one of them does."""
+        return any(solver.differentiates_twice for solver in self.solvers)
+
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
         """Deal the clients out by hashing their keys; members that get nobody are left out."""
         chosen = derive(keys, SOLVER) % len(self.solvers)
