@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import advance, distance, make_federation, make_training
+from helpers import advance, distance, make_federation, make_training, scores_of
 
 import fedem
 from fedem.algorithms.base import Batch
 from fedem.engines import OneByOne, Stacked, memory
 from fedem.engines.memory import budget, free_bytes, is_out_of_memory, peak_bytes
 from fedem.errors import UserError
+from fedem.models import Model
 
 CPU = torch.device("cpu")
 
@@ -47,6 +48,26 @@ def test_running_out_of_memory_halves_the_chunk_and_goes_on(method: str, monkeyp
     # 5 clients, then 2, then one at a time; in later rounds nothing is tried that failed before.
     assert [count for count in seen if count > 1] == [5, 2]
     assert training.engine.most_together == 1
+
+
+def test_scoring_takes_fewer_samples_at_once_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = make_training(engine=OneByOne())
+    state = advance(training)
+    expected = scores_of(training, state)
+    seen: list[int] = []
+    plain = Model.component_outputs
+
+    def limited(self: Model, components: Any, inputs: torch.Tensor) -> torch.Tensor:
+        seen.append(len(inputs))
+        if len(inputs) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return plain(self, components, inputs)
+
+    monkeypatch.setattr(Model, "component_outputs", limited)
+    found = scores_of(training, state, Stacked())
+    for part, scores in expected.items():
+        torch.testing.assert_close(found[part].losses, scores.losses)
+    assert max(seen) > 2 >= seen[-1]
 
 
 def test_a_shortage_on_the_cpu_is_one_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,7 @@ class Result:
         )
         parts = Parts.build(config.replace("run", device=device), shapes, model)
         parts.model.not_stackable = facts.pop("not_stackable")
+        parts.model.bytes_per_sample = facts.pop("bytes_per_sample")
         if facts.get("settled"):
             parts = replace(parts, mixer=Settled())
         everything = {role: state.to(parts.device) for role, state in states.items()}
@@ -243,4 +244,5 @@ def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict
         "feature_names": None if shapes.features is None else list(shapes.features),
         "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
         "not_stackable": model.not_stackable,
+        "bytes_per_sample": model.bytes_per_sample,
     }

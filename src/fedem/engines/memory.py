@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -43,3 +44,10 @@ def budget(device: torch.device) -> int:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Say whether torch failed for want of memory, on a GPU or on the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def release(device: torch.device) -> None:
+    """Let go of what is no longer used; to be called once the error of a shortage, which holds on to it, is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

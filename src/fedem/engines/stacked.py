@@ -9,10 +9,9 @@ Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch,
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -22,10 +21,12 @@ from fedem.algorithms.base import Algorithm, Batch, Local
 from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
 from fedem.engines.chunks import Chunk, bytes_per_sample, flat_scores, similar
-from fedem.engines.memory import budget, is_out_of_memory
+from fedem.engines.memory import budget, is_out_of_memory, release
 from fedem.engines.replay import Replay
 from fedem.randomness import STOCHASTIC_LAYERS, derive
 from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
+
+_T = TypeVar("_T")
 
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
@@ -63,7 +64,7 @@ class Stacked(Engine):
         """Yield the clients chunk by chunk."""
         rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=cohort.device)
         rows = self._rows(algorithm, cohort, _SCORE_ROWS)
-        scores = flat_scores(algorithm, cohort, rows)
+        scores, rows = self._shrinking(cohort.device, rows, lambda count: flat_scores(algorithm, cohort, count))
         for members in self._chunks(algorithm, cohort, batching):
             waiting = [members]
             while waiting:
@@ -98,11 +99,20 @@ class Stacked(Engine):
             if len(members) == 1 or not is_out_of_memory(error):
                 raise
             self._found["limit"] = len(members) // 2
-        # Out of the handler: the error holds on to what was being worked on.
-        gc.collect()
-        if cohort.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release(cohort.device)
         return None
+
+    def _shrinking(self, device: torch.device, rows: int, work: Callable[[int], _T]) -> tuple[_T, int]:
+        """Do ``work`` over so many samples at once, or over half as many where memory runs out, and so on."""
+        rows = min(rows, self._found.get("rows", rows))
+        while True:
+            try:
+                return work(rows), rows
+            except RuntimeError as error:
+                if rows == 1 or not is_out_of_memory(error):
+                    raise
+                rows = self._found["rows"] = rows // 2
+            release(device)
 
     def _stacked(self, function: Callable[..., Any], deep: bool, *dims: int | None) -> Callable[..., Any]:
         """Return a method's function for many clients; unless ``deep``, recorded where the same shapes come back."""
@@ -190,6 +200,9 @@ class Stacked(Engine):
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Walk through all clients' samples in blocks."""
         rows = self._rows(algorithm, cohort, _TALLY_ROWS)
+        return self._shrinking(cohort.device, rows, lambda count: self._tally(function, cohort, count))[0]
+
+    def _tally(self, function: Tally, cohort: Cohort, rows: int) -> Tree:
         sizes = cohort.samples.sizes
         order = torch.argsort(sizes, descending=True, stable=True)
         order = order[sizes[order] > 0]
