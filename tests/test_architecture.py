@@ -26,6 +26,7 @@ STOREYS = [
     {"records", "runs"},
     {"parts"},
     {"result"},
+    {"settling"},
     {"job"},
     {"training"},
     {"cells"},

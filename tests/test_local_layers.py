@@ -166,7 +166,7 @@ def test_newcomers_begin_with_the_average_by_samples(method: str) -> None:
 def test_newcomers_keep_what_they_train_of_these_leaves() -> None:
     training = _training("pfedhn")
     state = advance(training, 2)
-    newcomers = make_federation(sizes=(9, 6), names=("new", "newer"), seed=3)
+    newcomers = make_federation(sizes=(10, 6), names=("new", "newer"), seed=3)
     found = make_personalizer(training).personalize(state, newcomers.train, newcomers.keys)
     own = found.shared["1.running_mean"]
     assert not torch.allclose(own[0], own[1])

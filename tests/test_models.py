@@ -59,7 +59,7 @@ class _Views(nn.Module):
 
 def _engine(model: Model) -> tuple[Engine, str | None]:
     model.probe(make_federation(dtype=np.float32).train.inputs[:2])
-    return choose_engine("auto", 0, model)
+    return choose_engine("auto", 0, model, torch.device("cpu"))
 
 
 class _Scale(nn.Module):
@@ -156,7 +156,7 @@ def test_what_cannot_be_stacked_runs_one_by_one_with_a_note(build, reason: str) 
     assert isinstance(engine, OneByOne)
     assert reason in note
     with pytest.raises(UserError, match="use engine one_by_one or auto"):
-        choose_engine("stacked", 0, model)
+        choose_engine("stacked", 0, model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("build", [_FunctionalDropout, _RunningMean, _Branching])
@@ -232,6 +232,16 @@ def test_second_derivatives_through_statistics_are_refused(solver: str) -> None:
 
     with pytest.raises(UserError, match="needs second derivatives"):
         fedem.train(make_federation(), model=build, rounds=1, solver=solver)
+
+
+def test_large_models_are_stacked_where_that_is_faster() -> None:
+    model = Model(lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 1, 2), nn.Flatten()), Logistic())
+    model.probe(make_federation(dtype=np.float32).train.inputs[:5])
+    engines = [choose_engine("auto", 0, model, torch.device(name)) for name in ("cpu", "cuda")]
+    assert isinstance(engines[0][0], OneByOne)
+    assert "faster" in engines[0][1]
+    assert isinstance(engines[1][0], Stacked)
+    assert isinstance(choose_engine("stacked", 0, model, torch.device("cpu"))[0], Stacked)
 
 
 def test_a_linear_layers_output_can_be_viewed() -> None:

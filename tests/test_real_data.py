@@ -77,7 +77,7 @@ def test_fedem_learns(name: str, trained: dict[str, Result]) -> None:
     losses = [line["train_loss"] for line in result.history]
     assert losses[-1] < losses[0]
     assert losses[-1] < math.log(CLASSES[name])  # below that of guessing
-    assert result.summary["engine"] == "Stacked"
+    assert result.summary["engine"] == "OneByOne"  # the faster one on a CPU
     assert 0 <= result.summary["test_accuracy"] <= 1
     if result.summary["num_unseen_clients"]:
         assert math.isfinite(result.summary["unseen_test_loss"])

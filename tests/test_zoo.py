@@ -233,7 +233,7 @@ def test_the_papers_network_by_hand() -> None:
 
 @pytest.mark.parametrize("same_padding", [True, False])
 def test_leafs_network_by_hand(same_padding: bool) -> None:
-    module = LeafCNN(same_padding).build((2, 17, 18), 5).double()
+    module = LeafCNN(same_padding=same_padding).build((2, 17, 18), 5).double()
     images = torch.rand(3, 2, 17, 18, dtype=torch.float64)
     first, second = _convolutions(module)
     features = _pool(_convolve(_pool(_convolve(images, first).relu()), second).relu())
@@ -348,7 +348,7 @@ def test_an_lstm_trains_in_few_bits() -> None:
     def build() -> nn.Module:
         return LSTM(vocabulary=11, embedding=5, hidden=6).build((7,), 4)
 
-    exact, model = Model(build, CrossEntropy()), Model(build, CrossEntropy(), autocast=torch.bfloat16)
+    exact, model = Model(build, CrossEntropy()), Model(build, CrossEntropy(), precision="bfloat16")
     inputs, targets = torch.randint(0, 11, (2, 8, 7)), torch.randint(0, 4, (2, 8))
     trees = tree_stack([model.init(0), model.init(1)])
 

@@ -191,8 +191,9 @@ class Federation:
         digest = blake2b("\0".join((*self.names, self.origin)).encode(errors="surrogatepass"), digest_size=16)
         for part in PARTS:
             samples = self.part(part)
-            known = self.ids is not None and samples.rows is not None
-            content = (self.ids[samples.rows],) if known else (samples.targets, samples.inputs)
+            content: tuple[Tensor, ...] = (samples.targets, samples.inputs)
+            if self.ids is not None and samples.rows is not None:
+                content = (self.ids[samples.rows],)
             for array in (samples.offsets, *content):
                 digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
                 digest.update(array.cpu().contiguous().numpy().view(np.uint8).data if array.numel() else b"")
@@ -230,6 +231,14 @@ class Federation:
         # They are the same samples, though no longer rows of the pool that the hash goes by.
         moved.__dict__["fingerprint"] = self.fingerprint
         return moved
+
+    @property
+    def input_range(self) -> tuple[int, int]:
+        """The least and the largest of all input numbers, those of the whole pool; each pool is read once."""
+        groups = [self] + ([self.unseen] if self.unseen else [])
+        arrays = [group.part(part).pool.inputs for group in groups for part in PARTS]
+        ranges = [array.aminmax() for array in {id(array): array for array in arrays if array.numel()}.values()]
+        return min(int(found.min) for found in ranges), max(int(found.max) for found in ranges)
 
     @property
     def num_bytes(self) -> int:

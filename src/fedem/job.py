@@ -8,24 +8,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
-from fedem.engines import Batching, Engine
+from fedem.engines import Engine
 from fedem.engines.memory import free_bytes, peak_bytes
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
-from fedem.federation import PARTS, Federation
+from fedem.federation import Federation
 from fedem.inexactness import check_measurable, measure
-from fedem.models.base import Model
-from fedem.models.losses import LOSSES, guess_loss
 from fedem.parts import ModelSource, Parts, Shapes
 from fedem.personal import Personalizer, Predictors
 from fedem.records import Record, client_rows, name_scores
 from fedem.recovery import Recovery, recover
 from fedem.result import Result, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size
+from fedem.settling import all_targets, check_batches, check_encoding, settle_loss, settle_partition
 
 _PROBED = 5
 """samples that a model is tried on"""
@@ -74,9 +72,10 @@ class Job:
         federation = dataset.federation
         if config.run.unseen:
             federation = federation.hold_out(config.run.unseen, config.run.seed)
-        config = _settle_partition(config, dataset.partition_hash)
-        targets = _all_targets(federation)
-        config = _settle_loss(config, targets)
+        check_encoding(config, dataset)
+        config = settle_partition(config, dataset.partition_hash)
+        targets = all_targets(federation)
+        config = settle_loss(config, targets)
         loss = config.loss
         assert loss is not None, "just settled"
         inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
@@ -86,8 +85,10 @@ class Job:
             outputs = len(classes)  # some may have no sample among these clients
         shapes = Shapes(federation.input_shape, inputs.dtype, outputs, dataset.feature_names, dataset.encoding)
         parts = Parts.build(config, shapes, source)
+        if source is None and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+            config.model.check(*federation.input_range)
         parts.model.check(inputs, targets)
-        _check_batches(parts.model, config.batching, federation)
+        check_batches(parts.model, config.batching, federation)
         if config.solver.differentiates_twice and not parts.model.is_twice_differentiable:
             raise UserError(
                 f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
@@ -241,44 +242,6 @@ class Job:
 def _mean(values: Iterable[int]) -> int | None:
     known = list(values)
     return round(statistics.mean(known)) if known else None
-
-
-def _check_batches(model: Model, batching: Batching, federation: Federation) -> None:
-    """Refuse batches of one sample where layers normalise over the batch."""
-    if not model.normalises_batches:
-        return
-    sizes = federation.train.sizes
-    lonely = (sizes % batching.widths(sizes) == 1) | (batching.widths(sizes) == 1)
-    if bool(lonely.any()):
-        name = federation.names[int(lonely.nonzero()[0])]
-        raise UserError(
-            f"Client {name!r} would train on a batch of one sample, which batch normalisation can't take; "
-            "another batching.batch_size is needed, or a model without it."
-        )
-
-
-def _all_targets(federation: Federation) -> Tensor:
-    groups = [federation] + ([federation.unseen] if federation.unseen else [])
-    return torch.cat([group.part(part).targets for group in groups for part in PARTS])
-
-
-def _settle_partition(config: Config, found: str) -> Config:
-    """Write down what the partition came to, so that a run with this config.toml is refused on any other."""
-    known = config.run.partition_hash
-    if known and known != found:
-        raise UserError(
-            f"run.partition_hash is {known!r}, but the clients got other samples ({found or 'no partition'}); "
-            "allowed: the same data and partition, or an empty run.partition_hash."
-        )
-    return config.replace("run", partition_hash=found)
-
-
-def _settle_loss(config: Config, targets: Tensor) -> Config:
-    """Replace loss "auto" by the one that fits the targets, so that config.toml says what was done."""
-    if config.loss is not None:
-        return config
-    kind = type(guess_loss(targets))
-    return config.replace("loss", name=next(name for name, cls in LOSSES.items() if cls is kind))
 
 
 def _improves(scores: Scores, best: float | None) -> bool:

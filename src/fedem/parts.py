@@ -68,12 +68,11 @@ class Parts:
         if source is None:
             spec = config.model
             source = partial(spec.build, shapes.inputs, shapes.outputs)
-        autocast = torch.bfloat16 if config.run.precision == "bfloat16" else None
-        if autocast and dtype == torch.float64:
+        if config.run.precision == "bfloat16" and dtype == torch.float64:
             raise UserError(
                 "run.precision is 'bfloat16' but run.dtype is 'float64'; allowed with it: run.dtype float32."
             )
-        model = Model(source, loss, dtype, autocast)
+        model = Model(source, loss, dtype, config.run.precision)
         algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
         if config.run.local_layers == "batch_norm":
             mixer = _with_local_layers(config.name("method"), algorithm, mixer)
@@ -94,7 +93,7 @@ class Parts:
 
     def engine(self, config: Config) -> tuple[Engine, str | None]:
         """Choose the engine; returns a note when it is not the one hoped for."""
-        return choose_engine(config.run.engine, config.run.chunk_size, self.model)
+        return choose_engine(config.run.engine, config.run.chunk_size, self.model, self.device)
 
     def personalizer(self, config: Config, engine: Engine) -> Personalizer:
         """Return what makes clients' predictors."""

@@ -24,6 +24,7 @@ from fedem.mixing.settled import Settled
 from fedem.models.base import Model
 from fedem.parts import ModelSource, Parts, Shapes
 from fedem.personal import Predictors
+from fedem.precision import products
 from fedem.randomness import client_keys
 from fedem.records import client_rows, name_scores
 from fedem.rounds import State
@@ -153,7 +154,7 @@ class Result:
         """Fit several unseen clients, whose names are hashed to ``keys``."""
         engine, _ = self.parts.engine(self.config)
         personalizer = self.parts.personalizer(self.config, engine)
-        with torch.no_grad():
+        with torch.no_grad(), products(self.config.run.precision, self.parts.device):
             return personalizer.personalize(self.state(which), samples, keys, max_iterations)
 
     def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:

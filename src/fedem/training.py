@@ -163,5 +163,6 @@ def reassess(path: str | Path, device: str = "auto") -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained or written."""
     folder = RunFolder(Path(path))
     config = folder.config().replace("run", device=device)
-    job = Job.prepare(config, config.make_data(), None)
-    return job.conclude(_restore(job, folder))
+    job = Job.prepare(config, config.make_data(), None).placed()
+    with products(config.run.precision, job.parts.device):
+        return job.conclude(_restore(job, folder))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from fedem.engines.base import Cohort, Engine, Finished, SolverDeal
 from fedem.engines.batches import Batching
 from fedem.engines.one_by_one import OneByOne
@@ -14,12 +16,15 @@ __all__ = ["ENGINES", "Batching", "Cohort", "Engine", "Finished", "OneByOne", "S
 ENGINES = ("auto", "stacked", "one_by_one")
 
 
-def choose_engine(name: str, chunk_size: int, model: Model) -> tuple[Engine, str | None]:
-    """Return the engine called ``name``, and a note when "auto" could not stack the model."""
+def choose_engine(name: str, chunk_size: int, model: Model, device: torch.device) -> tuple[Engine, str | None]:
+    """Return the engine called ``name``, and a note when "auto" did not stack the model."""
     if name not in ENGINES:
         raise unknown("engine", name, ENGINES)
     if name == "one_by_one":
         return OneByOne(), None
+    if name == "auto" and device.type == "cpu" and model.is_large:
+        # One such model keeps a CPU busy, and stacked convolutions are slower there.
+        return OneByOne(), "Clients are trained one by one, which is faster for such a model on a CPU."
     if model.not_stackable is None:
         return Stacked(chunk_size), None
     if name == "stacked":

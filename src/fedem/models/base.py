@@ -33,6 +33,9 @@ from fedem.tree import Tree
 class ModelSpec(Settings, ABC):
     """A named model family: a frozen dataclass of its parameters that builds a module for given shapes."""
 
+    def check(self, lowest: int, highest: int) -> None:
+        """Refuse whole numbers as inputs, from ``lowest`` to ``highest``, that the model has no place for."""
+
     @abstractmethod
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         """Return a freshly initialised module."""
@@ -47,7 +50,7 @@ class Model:
             layers have. Components that all started equal would stay equal.
         loss: the negative log-likelihood of its outputs.
         dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
-        autocast: a smaller type that torch may compute in where that is safe (``torch.autocast``); None for none.
+        precision: of products (:mod:`fedem.precision`); "bfloat16" computes in that type where torch deems it safe.
 
     """
 
@@ -56,10 +59,10 @@ class Model:
         source: nn.Module | Callable[[], nn.Module],
         loss: Loss,
         dtype: torch.dtype = torch.float32,
-        autocast: torch.dtype | None = None,
+        precision: str = "tf32",
     ):
         self.loss = loss
-        self.dtype, self._autocast = dtype, autocast
+        self.dtype, self.precision = dtype, precision
         self.build = rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self.evaluation = self._skeleton(training=True), self._skeleton(training=False)
@@ -122,7 +125,7 @@ class Model:
         return self._call(self.evaluation, parameters, inputs)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, self._autocast, enabled=self._autocast is not None):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
             outputs: Tensor = functional_call(module, state, (self._prepare(inputs),))
         return outputs.to(self.dtype)
 

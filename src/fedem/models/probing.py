@@ -8,6 +8,7 @@ Shapes: n samples, K outputs.
 
 from __future__ import annotations
 
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ def reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
     try:
         together, evaluates_alike = _pull_beside(judge, inputs), _evaluates_stacked(judge, inputs)
     except _NO_RULE as error:
-        return str(error).splitlines()[0]
+        return shorten(str(error).splitlines()[0], 160)
     spoilt = [name for name in alone if name not in model.trainable and not _agree(together[name], alone[name])]
     if spoilt:
         return f"training changes {spoilt[0]!r}, which sees the padding of short batches"
