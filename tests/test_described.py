@@ -121,6 +121,12 @@ class TestText:
         lines = remarks(describe(Dataset(make([[0, 0], [1, 1]])), "two"))
         assert "total variation distance 0.500, Jensen-Shannon divergence 0.311 bits" in lines[-1]
 
+    def test_labels_have_the_names_of_the_data_set(self) -> None:
+        found = describe(Dataset(make([[0, 2, 1], [2, 2, 2]]), label_names=("cat", "\n", " ", "dog")), "named")
+        assert found.labels == ("cat", "'\\n'", "' '", "dog")
+        assert found.counts is not None
+        assert found.counts.sum(0).tolist() == [1, 1, 4, 0]
+
     def test_many_labels_are_cut(self) -> None:
         found = describe(Dataset(make([list(range(30)) + [7] * 5])), "many")
         text = printed(found)
@@ -142,6 +148,14 @@ class TestPictures:
             (tmp_path / f"picture.{ending}").write_bytes(content)
         assert min(imread(tmp_path / "picture.png").shape[:2]) > 500
         assert b"<svg" in (tmp_path / "picture.svg").read_bytes()
+
+    @pytest.mark.parametrize("ending", ["png", "svg"])
+    def test_names_may_be_of_any_script(self, ending: str) -> None:
+        # Warnings are errors: that a font has not all of these is none, and a dollar is no formula.
+        names = ("東京", "النيل", "$\\nonsense$")
+        federation = Federation.from_clients([(np.ones((4, 1)), [0, 1, 0, 1]) for _ in names], names)
+        found = describe(Dataset(federation, label_names=("はい", "$a_{$")), "データ")
+        assert draw_clients(found, ending)
 
     def test_numbers_have_a_picture_too(self) -> None:
         federation = Federation.from_clients([(np.ones((9, 1)), np.arange(9.0) * t) for t in range(1, 5)])

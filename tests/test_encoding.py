@@ -252,6 +252,33 @@ class TestNewTables:
             encoding.inputs(table_of(a=["1e30"]))
 
 
+class TestWordsForNothing:
+    @pytest.mark.parametrize("word", ["NA", "-"])
+    def test_text_of_training_stays_text(self, word: str) -> None:
+        table = table_of(a=["12", "B", word], y=["5", word, "much"])
+        encoding = Encoding.fit(table, all_rows(table))
+        assert encoding.input_names == tuple(f"a={text}" for text in sorted(["12", "B", word]))
+        new = table_of(a=[word, "12"], y=["5", word])  # nothing but numbers beside it
+        assert encoding.inputs(new).argmax(1).tolist() == [
+            sorted(["12", "B", word]).index(text) for text in (word, "12")
+        ]
+        assert encoding.targets(new).tolist() == [encoding.classes.index(text) for text in ("5", word)]
+
+    def test_numbers_of_training_want_numbers(self) -> None:
+        table = table_of(a=[1, 2], y=[0, 1])
+        with pytest.raises(UserError, match=r"Missing values: 2 in column 'a' \(first: t\.csv, line 2\)"):
+            Encoding.fit(table, all_rows(table)).inputs(table_of(a=["NA", "?"]))
+
+
+def test_an_encoding_has_a_hash_of_what_it_learnt() -> None:
+    table = table_of(a=[1, 2, 4], b=["u", "v", "u"], y=[10.0, 30.0, 20.0])
+    first, second = (Encoding.fit(table, np.array(rows)) for rows in ([0, 1], [0, 2]))
+    assert first.fingerprint == Encoding.fit(table, np.arange(2)).fingerprint != second.fingerprint
+    assert first.fingerprint == Encoding.from_json(json.loads(json.dumps(first.to_json()))).fingerprint
+    assert first.target_deviation == 10
+    assert Encoding.fit(table, np.arange(2), standardize=False).target_deviation == 1
+
+
 class TestTooManyCategories:
     def test_the_count_and_dates_are_named(self) -> None:
         days = [f"2024-{month:02}-{day:02}" for month in range(1, 7) for day in range(1, 21)]
@@ -263,7 +290,7 @@ class TestTooManyCategories:
         assert Encoding.fit(table, np.arange(100)).describe().endswith("100 inputs in all")
 
     def test_what_spoils_a_column_of_numbers_is_named(self) -> None:
-        table = table_of(a=[*range(150), "n/a", *range(49)], y=[0, 1] * 100)
+        table = table_of(a=[*range(150), "low", *range(49)], y=[0, 1] * 100)
         with pytest.raises(UserError, match=r"199 of its values are numbers; the first that is none: t\.csv, line 152"):
             Encoding.fit(table, all_rows(table))
 

@@ -103,6 +103,14 @@ class TestNpz:
     def test_targets_and_clients_are_optional(self, tmp_path: Path) -> None:
         assert not read_table(write_npz(tmp_path / "samples.npz", x=INPUTS)).columns
 
+    def test_large_whole_numbers_do_not_wrap(self, tmp_path: Path) -> None:
+        large = np.array([1, 2**64 - 1], dtype=np.uint64)
+        path = write_npz(tmp_path / "a.npz", x=np.ones((2, 2)), client=large)
+        assert owners_of(read_table(path)) == ["1", "18446744073709551615"]
+        path = write_npz(tmp_path / "b.npz", x=np.ones((2, 2)), y=large)
+        with pytest.raises(UserError, match=r"b\.npz, row 1, column 'y': 18446744073709551615 does not fit in 64 bits"):
+            read_table(path)
+
     def test_whole_numbers_may_name_clients(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS, client=np.array([7, 7, 8, 8, 9, 9]))
         assert owners_of(read_table(path)) == ["7", "7", "8", "8", "9", "9"]
@@ -288,7 +296,9 @@ class TestParquet:
 
 
 class TestMissing:
-    @pytest.mark.parametrize("text", ["", " ", "nan", "NaN", "null", "NULL"])
+    @pytest.mark.parametrize(
+        "text", ["", " ", "nan", "NaN", "null", "NULL", "NA", "N/A", "n/a", "None", "?", "-", " NA "]
+    )
     def test_columns_lines_and_counts_are_named(self, tmp_path: Path, text: str) -> None:
         lines = [HEADER, "1,2,0,ann", f"1,{text},1,ann", f"{text},{text},0,bob", "1,2,1,bob"]
         path = write_csv(tmp_path / "samples.csv", *lines)
@@ -297,6 +307,23 @@ class TestMissing:
         message = str(caught.value)
         assert f"1 in column 'first' (first: {path}, line 4)" in message
         assert f"2 in column 'second' (first: {path}, line 3)" in message
+
+    @pytest.mark.parametrize("text", ["nan", "NULL", "NA", "n/a", "None", "?", "-"])
+    def test_words_for_nothing_are_categories_among_text(self, tmp_path: Path, text: str) -> None:
+        path = write_csv(tmp_path / "samples.csv", HEADER, "1,a,yes,ann", f"1,{text},{text},ann", f"1,7,yes,{text}")
+        made = FromFile(path=str(path), validation=0, test=0).make(0)
+        assert made.encoding is not None
+        assert made.encoding.classes == tuple(sorted(["yes", text]))
+        assert made.feature_names == ("first", *sorted([f"second={word}" for word in ("7", "a", text)]))
+        assert text in made.federation.names
+
+    @pytest.mark.parametrize(("others", "kind"), [("true", "boolean"), ("3", "whole"), ("low", "text")])
+    def test_a_folder_decides_together(self, tmp_path: Path, others: str, kind: str) -> None:
+        write_csv(tmp_path / "ann.csv", "a,y", "NA,0", "NA,1")
+        write_csv(tmp_path / "bob.csv", "a,y", f"{others},0", f"{others},1")
+        column = read_table(tmp_path).columns["a"]
+        assert column.kind == kind
+        assert column.missing.tolist() == [kind != "text"] * 2 + [False] * 2
 
     def test_rows_of_typed_files_count_from_nought(self, tmp_path: Path) -> None:
         path = write_parquet(tmp_path / "t.parquet", a=[1.0, None], b=["u", None], y=[0, 1], client=["u", "v"])
@@ -307,6 +334,11 @@ class TestMissing:
         path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", "1,2,1,")
         with pytest.raises(UserError, match=r"1 in column 'client' \(first: .*samples\.csv, line 3\)"):
             FromFile(path=str(path)).make(0)
+
+    def test_all_features_may_not_be_left_out(self, tmp_path: Path) -> None:
+        path = write_csv(tmp_path / "samples.csv", HEADER, "1,2,0,ann", "2,3,1,ann")
+        with pytest.raises(UserError, match=r"data\.ignore is 'first, second', which are all features"):
+            FromFile(path=str(path), ignore="first, second").make(0)
 
     def test_columns_that_are_left_out_may_have_holes(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.csv", HEADER, "1,,0,ann", "2,x,1,ann")
@@ -407,6 +439,19 @@ class TestFromFile:
                 for one in found
             )
             assert forth == back
+
+    def test_the_encoding_is_part_of_the_fingerprint(self, table: Path) -> None:
+        found = [FromFile(path=str(table), standardize=standardize).make(0) for standardize in (True, False)]
+        assert found[0].federation.fingerprint != found[1].federation.fingerprint
+        assert found[0].partition_hash == found[1].partition_hash
+        assert found[0].label_names == ("0", "1", "2")
+
+    def test_it_says_what_it_was_fitted_with(self, tmp_path: Path) -> None:
+        path = write_shops(tmp_path / "shops.csv", make_shops(6))
+        data = FromFile(path=str(path), target_column="sold", client_column="shop")
+        made = data.make(3, unseen=0.25)
+        assert (made.seed, made.unseen) == (3, 0.25)
+        assert (data.make(3).seed, data.make(3).unseen) == (3, 0.0)
 
     def test_the_seed_decides_the_split(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=np.arange(40.0)[:, None], y=np.arange(40), client=["ann"] * 40)

@@ -60,6 +60,51 @@ class TestFrames:
         table = read_frame(pandas.DataFrame(columns))
         assert {name: column.kind for name, column in table.columns.items()} == {name: name for name in columns}
 
+    @pytest.mark.parametrize("kind", ["uint64", "UInt64", "object"])
+    @pytest.mark.parametrize("column", ["price", "sold"])
+    def test_large_whole_numbers_do_not_wrap(self, frame: Any, kind: str, column: str) -> None:
+        pandas = pytest.importorskip("pandas")
+        numbers = pandas.Series([2**64 - 1 if row == 4 else row % 2 for row in range(len(frame))], dtype=kind)
+        with pytest.raises(UserError, match=rf"row 4, column '{column}': 18446744073709551615 does not fit in 64 bits"):
+            from_frame(frame.assign(**{column: numbers}), "sold", "shop")
+        small = numbers.where(numbers < 2, 1).astype(kind)
+        assert from_frame(frame.assign(**{column: small}), "sold", "shop").encoding is not None
+
+    @pytest.mark.parametrize(("value", "why"), [(10**30, "in 64 bits"), (-(10**30), "in 64 bits")])
+    def test_pythons_whole_numbers_may_be_larger_still(self, frame: Any, value: int, why: str) -> None:
+        prices = [value, *range(1, len(frame))]
+        with pytest.raises(UserError, match=f"row 0, column 'price': {value} does not fit {why}"):
+            from_frame(frame.assign(price=prices), "sold", "shop")
+        with pytest.raises(UserError, match=r"row 0, column 'price': 10+ does not fit in a float"):
+            from_frame(frame.assign(price=[10**400, 1.5, *prices[2:]]), "sold", "shop")
+
+    def test_clients_may_be_named_by_any_whole_number(self, frame: Any) -> None:
+        pandas = pytest.importorskip("pandas")
+        codes = frame["shop"].map(lambda name: 2**64 - ord(name[-1]))
+        for kind in ("uint64", "object"):
+            found = from_frame(frame.assign(shop=pandas.Series(codes, dtype=kind)), "sold", "shop")
+            assert found.federation.names == tuple(sorted(map(str, set(codes.tolist()))))
+
+    def test_words_for_nothing_among_numbers_are_missing(self, frame: Any) -> None:
+        prices = ["NA" if row == 3 else price for row, price in enumerate(frame["price"])]
+        with pytest.raises(UserError, match=r"1 in column 'price' \(first: the data frame, row 3\)"):
+            from_frame(frame.assign(price=prices), "sold", "shop")
+        weekdays = frame["weekday"].replace("Monday", "NA")
+        assert "weekday=NA" in from_frame(frame.assign(weekday=weekdays), "sold", "shop").feature_names
+
+    def test_clients_to_be_held_out_teach_nothing(self, frame: Any) -> None:
+        frame = frame.assign(temperature=np.arange(len(frame), dtype=float))
+        made = from_frame(frame, "sold", "shop", seed=2, unseen=0.25)
+        assert (made.seed, made.unseen) == (2, 0.25)
+        training = made.federation.hold_out(0.25, 2).train
+        names = list(made.feature_names)
+        held = training.inputs[:, [names.index("price"), names.index("temperature")]].double()
+        assert held.mean(0).abs().max() < 1e-5
+        assert (held.std(0, correction=0) - 1).abs().max() < 1e-5
+        assert made.encoding != from_frame(frame, "sold", "shop", seed=2).encoding
+        with pytest.raises(UserError, match="unseen is 1; allowed: at least 0 and below 1"):
+            from_frame(frame, "sold", "shop", unseen=1)
+
     def test_new_rows_are_encoded_as_in_training(self, frame: Any) -> None:
         made = from_frame(frame, "sold", "shop")
         pool = made.federation.train.pool

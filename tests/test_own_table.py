@@ -13,6 +13,7 @@ import pytest
 from shops import COLUMNS, NAMES, make_shops, write_shops
 
 import fedem
+from fedem.cli.folders import _written
 from fedem.data.frames import from_frame
 
 Run = Callable[..., tuple[int, str, str]]
@@ -70,19 +71,59 @@ def test_rows_are_predicted_by_their_own_clients(run: Run, tmp_path: Path) -> No
     out = tmp_path / "p.npz"
     assert run("predict", tmp_path / "r", "--data", tomorrow, "--out", out, "-q")[0] == 0
     with np.load(out) as archive:
-        assert archive["shop"].tolist() == [row["shop"] for row in NEW]
+        assert archive["client"].tolist() == [row["shop"] for row in NEW]
         assert archive["labels"][archive["prediction"]].tolist() == [row["prediction"] for row in outcomes[""]]
+
+
+@pytest.mark.parametrize("name", ["file", "labels", "prediction", "predictions", "probability_few", "client"])
+def test_the_column_of_clients_may_have_any_name(run: Run, tmp_path: Path, name: str) -> None:
+    rows = [{name: row["shop"], **row} for row in OLD]
+    path = write_shops(tmp_path / "shops.csv", rows, (name, "price", "temperature", "sold"))
+    options = ["--client-column", name, "--target-column", "sold", "--rounds", "1", "-q"]
+    assert run("train", "--data", path, *options, "--out", tmp_path / "r")[0] == 0
+    for ending in ("csv", "npz"):
+        code, _, err = run("predict", tmp_path / "r", "--data", path, "--out", tmp_path / f"p.{ending}", "-q")
+        assert code == 0, err
+    with np.load(tmp_path / "p.npz") as archive:
+        assert set(archive) == {"client", "prediction", "predictions", "labels"}
+        assert archive["client"].tolist() == [row["shop"] for row in OLD]
+        names, predictions = archive["labels"].tolist(), archive["predictions"]
+        assert np.array_equal(predictions.argmax(1), archive["prediction"])
+    found = read(tmp_path / "p.csv")
+    shown = "client" if name in ("prediction", "probability_few") else name
+    assert list(found[0]) == [shown, "prediction", *(f"probability_{label}" for label in names)]
+    assert [row[shown] for row in found] == [row["shop"] for row in OLD]
+    assert [float(row["probability_few"]) for row in found] == pytest.approx(predictions[:, names.index("few")])
+
+
+@pytest.mark.parametrize("ending", [".csv", ".npz"])
+def test_names_and_probabilities_must_fit(run: Run, tmp_path: Path, ending: str) -> None:
+    train(run, write_shops(tmp_path / "shops.csv", OLD), "sold", tmp_path / "r", "--rounds", "1", "-q")
+    result = fedem.Result.load(tmp_path / "r")
+    with pytest.raises(ValueError, match="zip"):
+        _written(result, np.eye(2), "shop", None, ending)
 
 
 def test_numbers_come_back_in_their_own_units(run: Run, tmp_path: Path) -> None:
     columns = (*COLUMNS[:-1], "units")
     shops, tomorrow = write_shops(tmp_path / "shops.csv", OLD, columns), write_shops(tmp_path / "t.csv", NEW, columns)
-    train(run, shops, "units", tmp_path / "r", "-q")
+    code, told, err = run("train", "--data", shops, *NAMED, "units", "--out", tmp_path / "r")
+    assert code == 0, err
     assert run("predict", tmp_path / "r", "--data", tomorrow, "--out", tmp_path / "p.csv", "-q")[0] == 0
     rows = read(tmp_path / "p.csv")
     assert list(rows[0]) == ["shop", "prediction"]
     found, true = (np.array([float(row[key]) for row in some]) for some, key in ((rows, "prediction"), (NEW, "units")))
     assert np.square(found - true).mean() < 0.15 * true.var()
+    # The error that is told is that of the test part's predictions, clients weighted by their training samples.
+    data = fedem.Result.load(tmp_path / "r").config.make_data()
+    assert data.encoding is not None
+    result, errors = fedem.Result.load(tmp_path / "r"), []
+    for position, name in enumerate(data.federation.names):
+        x, y = data.federation.test.client(position)
+        errors.append(float((result.predict(name, x)[:, 0] - data.encoding.decode(y)).square().mean()))
+    expected = np.average(errors, weights=data.federation.train.sizes.tolist()) ** 0.5
+    line = next(line for line in told.splitlines() if line.startswith("In the targets' own units: test root mean"))
+    assert float(line.rstrip(".").split()[-1]) == pytest.approx(expected, rel=1e-3)
 
 
 def test_newcomers_are_named_and_personalised(run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedem.data.base import Pooled
 from fedem.data.collection import Collection, content_ids, from_arrays
-from fedem.data.partitions import Dirichlet, Natural
+from fedem.data.partitions import Dirichlet, Natural, Uniform
 from fedem.engines import OneByOne, Stacked
 from fedem.errors import UserError
 from fedem.federation import PARTS, Federation
@@ -122,6 +122,58 @@ def test_equal_samples_have_equal_ids_and_others_do_not() -> None:
     one_bit = inputs.copy()
     one_bit[:, 4] ^= 128
     assert not (content_ids(one_bit, np.zeros(2000)) == ids).any()
+
+
+def _repeated(count: int = 400, seed: int = 0) -> Collection:
+    """A client whose samples are of four kinds: one feature and one label, both 0 or 1."""
+    kinds = np.random.default_rng(seed).choice(4, count, p=[0.4, 0.3, 0.2, 0.1])
+    return from_arrays((kinds // 2)[:, None], kinds % 2, np.full(count, "ann"))
+
+
+def _kinds(collection: Collection, rows: torch.Tensor) -> np.ndarray:
+    kinds = 2 * collection.pool.inputs[rows, 0] + collection.pool.targets[rows]
+    return np.bincount(kinds.numpy(), minlength=4)
+
+
+def _looks_hypergeometric(drawn: np.ndarray, whole: np.ndarray) -> None:
+    """Mean and variance of counts ``[draws, 4]`` out of ``whole`` are those of drawing without replacement."""
+    size, total, draws = drawn[0].sum(), whole.sum(), len(drawn)
+    share = whole / total
+    variance = size * share * (1 - share) * (total - size) / (total - 1)
+    assert (np.abs(drawn.mean(0) - size * share) < 4.5 * np.sqrt(variance / draws)).all()
+    # The variance of a sample of normal numbers deviates by the square root of 2 / draws.
+    assert (np.abs(drawn.var(0) / variance - 1) < 4.5 * np.sqrt(2 / draws)).all()
+
+
+def test_samples_that_repeat_are_split_at_random() -> None:
+    collection = _repeated()
+    whole = _kinds(collection, torch.arange(400))
+    federations = [_federation(collection, seed) for seed in range(300)]
+    for part in ("validation", "test"):
+        drawn = [_kinds(collection, rows) for f in federations if (rows := f.part(part).rows) is not None]
+        _looks_hypergeometric(np.stack(drawn), whole)
+
+
+def test_samples_that_repeat_are_dealt_at_random() -> None:
+    collection = _repeated()
+    whole = _kinds(collection, torch.arange(400))
+    for partition in (Uniform(num_clients=4), Uniform(num_clients=1, share=0.3)):
+        firsts = [(a.rows, int(a.offsets[1])) for a in (partition.assign(collection, seed) for seed in range(300))]
+        _looks_hypergeometric(np.stack([_kinds(collection, rows[:end]) for rows, end in firsts]), whole)
+
+
+@given(st.permutations(range(30)))
+def test_samples_that_repeat_are_interchangeable(order: list[int]) -> None:
+    first = _repeated(30)
+    second = from_arrays(first.pool.inputs.numpy()[order], first.pool.targets.numpy()[order], np.full(30, "ann"))
+    assert len(set(first.ids.tolist())) == 30
+    assert first.fingerprint == second.fingerprint
+    one, other = _federation(first), _federation(second)
+    for part in PARTS:
+        mine, yours = one.part(part).rows, other.part(part).rows
+        assert mine is not None
+        assert yours is not None
+        assert _kinds(first, mine).tolist() == _kinds(second, yours).tolist()
 
 
 def test_the_fingerprint_is_that_of_the_content() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,20 @@ class TestConversion:
         order = np.argsort(CLIENTS, kind="stable")
         assert torch.equal(found.owners, expected.owners[order])
         assert torch.equal(found.ids, expected.ids[order])
+
+    def test_samples_that_repeat_have_ids_of_their_own(self, home: Path) -> None:
+        # More than a block holds, so that equal samples stand in several.
+        rows = np.arange(ROWS + 50) % 9
+        prepare(Emnist(), npz(home / "a.npz", x=X[rows], y=Y[rows]))
+        ids = Emnist().collect().ids
+        assert len(ids.unique()) == len(ids)
+        assert Emnist().collect().fingerprint == from_arrays(X[rows][:, None], Y[rows]).fingerprint
+
+    def test_classes_have_names(self, source: Path) -> None:
+        prepare(Femnist(), source)
+        names = Femnist().make(0).label_names
+        assert names is not None
+        assert (len(names), names[10], names[61]) == (62, "A", "z")
 
     def test_many_blocks_are_one_array(self, home: Path) -> None:
         pixels, labels = images(2 * ROWS + 5, 1, 28, 28), np.arange(2 * ROWS + 5) % 62
@@ -212,9 +226,43 @@ class TestDamage:
 
     def test_another_format_is_outdated(self, source: Path) -> None:
         path = prepare(Femnist(), source) / "about.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-        with pytest.raises(UserError, match=r"about\.json is not of format 1"):
+        # The first format had equal ids for equal samples.
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+        with pytest.raises(UserError, match=r"outdated \(about\.json is not of format 2\); run: .* --again"):
             Femnist().collect()
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("files", []),
+            ("files", {}),
+            ("files", {"inputs": []}),
+            ("owners", ["ann"]),
+            ("owners", []),
+            ("owners", "ann"),
+            ("owners", [1, 2, 3]),
+            ("samples", "nine"),
+            ("samples", 8),
+            ("samples", True),
+            ("labels", None),
+            ("lines", [3]),
+            ("raw", []),
+            ("name", 3),
+            ("more", 1),
+        ],
+    )
+    def test_a_description_with_other_content_is_noticed(
+        self, source: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any
+    ) -> None:
+        path = prepare(Femnist(), source) / "about.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+        with pytest.raises(UserError, match=r"femnist is damaged .* run: fedem data prepare femnist --again"):
+            Femnist().collect()
+        group(["list"], standalone_mode=False)
+        told = "".join(capsys.readouterr().out.split())
+        # That some samples' owner has no name shows where they are read.
+        assert "femnist" in told
+        assert ("isdamagedoroutdated" in told) == ((key, value) != ("owners", ["ann"]))
 
 
 class TestPlaces:
@@ -277,6 +325,19 @@ class TestPlaces:
         for window in (0, 1001):
             with pytest.raises(UserError, match=r"Shakespeare\.window"):
                 Shakespeare(window=window)
+
+
+def test_predictions_have_the_names_of_classes(home: Path, run: Callable[..., tuple[int, str, str]]) -> None:
+    rows = np.arange(90) % 9
+    prepare(Femnist(), npz(home / "a.npz", x=X[rows], y=Y[rows], client=CLIENTS[rows]))
+    small = ["--set", "model.name=linear", "--rounds", "1", "--unseen", "0", "--set", "partition.share=1.0"]
+    code, _, err = run("train", "--data", "femnist", *small, "--out", home / "r", "-q")
+    assert code == 0, err
+    npz(home / "new.npz", x=X[:, None], client=CLIENTS)
+    code, _, err = run("predict", home / "r", "--data", home / "new.npz", "--out", home / "p.csv", "-q")
+    assert code == 0, err
+    heading = (home / "p.csv").read_text().splitlines()[0].split(",")
+    assert heading == ["client", "prediction", *(f"probability_{name}" for name in Femnist.labels)]
 
 
 class TestCommands:

@@ -185,6 +185,17 @@ def parse_assignment(text: str) -> Sections:
     return {section: {name: parsed}}
 
 
+def unbound(file: Layer, *asked: Layer) -> Layer:
+    """Return a file's sections without the hash of its partition, if what is ``asked`` besides makes other clients."""
+    merged = overlay(file, *asked)
+    same = all(merged.get(section, {}) == file.get(section, {}) for section in ("data", "partition")) and all(
+        merged.get("run", {}).get(key) == file.get("run", {}).get(key) for key in ("seed", "unseen")
+    )
+    if same or "run" not in file:
+        return file
+    return {**file, "run": {key: value for key, value in file["run"].items() if key != "partition_hash"}}
+
+
 def route(options: Mapping[str, Any], method: str) -> Sections:
     """Sort flat options, as Python callers pass them, into sections by the names of their keys.
 

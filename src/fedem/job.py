@@ -79,11 +79,13 @@ class Job:
         loss = config.loss
         assert loss is not None, "just settled"
         inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
-        classes = dataset.encoding.classes if dataset.encoding else None
+        classes = dataset.label_names
         outputs = loss.num_outputs(targets)
         if classes is not None and outputs > 1:
             outputs = len(classes)  # some may have no sample among these clients
-        shapes = Shapes(federation.input_shape, inputs.dtype, outputs, dataset.feature_names, dataset.encoding)
+        shapes = Shapes(
+            federation.input_shape, inputs.dtype, outputs, dataset.feature_names, dataset.encoding, dataset.label_names
+        )
         parts = Parts.build(config, shapes, source)
         if source is None and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
             config.model.check(*federation.input_range)
@@ -223,6 +225,10 @@ class Job:
                     "weight_distance": recovery.weight_distance,
                     "cluster_accuracy": recovery.cluster_accuracy,
                 }
+        encoding = self.shapes.encoding
+        if encoding is not None and encoding.classes is None:
+            # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
+            summary["target_deviation"] = encoding.target_deviation
         if self.note:
             summary["note"] = self.note
         return summary

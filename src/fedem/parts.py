@@ -38,6 +38,8 @@ class Shapes:
     """names of the input columns, when they came from a table"""
     encoding: Encoding | None = None
     """how a table becomes inputs and targets"""
+    labels: tuple[str, ...] | None = None
+    """names of the classes, where they have some"""
 
     def conform(self, name: str, values: Any) -> Tensor:
         """Check a client's new inputs; they must be of the kind that was trained on."""

@@ -207,12 +207,14 @@ class Result:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
         states, facts = folder.load()
         names, encoding = facts.pop("feature_names"), facts.pop("encoding", None)
+        labels = facts.pop("labels", None)
         shapes = Shapes(
             tuple(facts.pop("input_shape")),
             getattr(torch, facts.pop("input_dtype")),
             facts.pop("num_outputs"),
             None if names is None else tuple(names),
             None if encoding is None else Encoding.from_json(encoding),
+            None if labels is None else tuple(labels),
         )
         parts = Parts.build(config.replace("run", device=device), shapes, model)
         parts.model.not_stackable = facts.pop("not_stackable")
@@ -244,6 +246,7 @@ def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict
         "num_outputs": shapes.outputs,
         "feature_names": None if shapes.features is None else list(shapes.features),
         "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
+        "labels": None if shapes.labels is None else list(shapes.labels),
         "not_stackable": model.not_stackable,
         "bytes_per_sample": model.bytes_per_sample,
     }

@@ -125,8 +125,8 @@ def _table() -> Table:
 def _add_row(table: Table, kind: type[Public], place: Path) -> None:
     try:
         about = read_about(place)
-    except (OSError, ValueError, TypeError):
-        table.add_row(place.name, "", "", "", _told(kind, f"{place} is damaged: {kind().command} --again"))
+    except (OSError, ValueError):
+        table.add_row(place.name, "", "", "", _told(kind, f"{place} is damaged or outdated: {kind().command} --again"))
         return
     clients = f"{len(about.owners):,}" if about.owners else "-"
     table.add_row(about.name, f"{about.samples:,}", clients, size(about.num_bytes), _told(kind, str(place)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -108,6 +108,9 @@ def predict(
     """Predict with each client's own mixture: classes and their probabilities, or means for regression.
 
     Rows keep the file's order. A target column may be there or not; it plays no part.
+
+    CSV: the clients' column, then prediction and the probability of each class. npz: predictions and, where there are
+    such, client, prediction (positions of classes) and labels (their names).
     """
     if out.suffix not in (".csv", ".npz"):
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
@@ -124,9 +127,8 @@ def predict(
             f"{data} has no column {table.client!r} of clients' names (see --client-column); "
             "--client names the one whose model is to predict all rows."
         )
-    columns = {} if owners is None else {table.client: owners}
     with writing(out):
-        write_atomically(out, _written(result, predictions, columns, out.suffix))
+        write_atomically(out, _written(result, predictions, table.client, owners, out.suffix))
     if not quiet:
         console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
 
@@ -148,27 +150,35 @@ def _predict_each(
 
 
 def _written(
-    result: Result, predictions: NDArray[np.generic], columns: dict[str, NDArray[np.str_]], ending: str
+    result: Result, predictions: NDArray[np.generic], client: str, owners: NDArray[np.str_] | None, ending: str
 ) -> bytes:
-    """Return the content of a file of predictions, beside ``columns`` of the samples'."""
+    """Return the content of a file of predictions, beside the clients' column if there is one."""
     classes = result.parts.model.loss.metric == "accuracy"
-    encoding = result.shapes.encoding
-    named = encoding.classes if encoding is not None else None
+    named = result.shapes.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
+    pairs = list(zip(labels.tolist(), predictions.T, strict=True))
     if ending == ".npz":
-        extra = {"prediction": predictions.argmax(1), "labels": labels} if classes else {}
+        arrays: dict[str, Any] = {"predictions": predictions}
+        if classes:
+            arrays |= {"prediction": predictions.argmax(1), "labels": labels}
+        if owners is not None:
+            arrays["client"] = owners
         buffer = io.BytesIO()
-        np.savez(buffer, **{"predictions": predictions, **extra, **columns})
+        np.savez(buffer, **arrays)
         return buffer.getvalue()
-    heading = ["prediction", *(f"probability_{label}" for label in labels)]
-    shown = [labels[predictions.argmax(1)], *predictions.T]
-    if not classes:
-        heading = ["prediction"] if len(labels) == 1 else [f"prediction_{label}" for label in labels]
-        shown = [*predictions.T]
+    columns: dict[str, NDArray[Any]]
+    if classes:
+        chances = {f"probability_{label}": column for label, column in pairs}
+        columns = {"prediction": labels[predictions.argmax(1)], **chances}
+    else:
+        columns = {f"prediction_{label}" if len(pairs) > 1 else "prediction": column for label, column in pairs}
+    if owners is not None:
+        # All names of predictions start with other words than this one.
+        columns = {"client" if client in columns else client: owners, **columns}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*columns, *heading])
-    writer.writerows(zip(*(column.tolist() for column in (*columns.values(), *shown)), strict=True))
+    writer.writerow(columns)
+    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
     return text.getvalue().encode()
 
 

@@ -21,7 +21,7 @@ from fedem.cli.options import (
     given,
     listed,
 )
-from fedem.config import Config, parse_assignment, read_toml
+from fedem.config import Config, parse_assignment, read_toml, unbound
 from fedem.errors import UserError
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
@@ -74,7 +74,8 @@ def train(
         "method": given(name=method, num_components=components),
         "data": data_section(data, target_column, client_column),
     }
-    layers: list[Layer] = [read_toml(config) if config else {}, asked, *map(parse_assignment, settings or [])]
+    options: list[Layer] = [asked, *map(parse_assignment, settings or [])]
+    layers: list[Layer] = [unbound(read_toml(config), *options) if config else {}, *options]
     if resume and out is not None:
         layers.insert(0, RunFolder(out).config().sections)
     if components is not None:

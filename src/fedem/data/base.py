@@ -45,6 +45,12 @@ class Dataset(NamedTuple):
     """how a table's columns became inputs and targets, so that new rows can"""
     partition_hash: str = ""
     """of who owns which samples, where a partition decided"""
+    label_names: tuple[str, ...] | None = None
+    """of the classes, whose positions are the targets, where they have names"""
+    seed: int = 0
+    """that the encoding was fitted with, if there is one: it decides which rows are for training"""
+    unseen: float = 0.0
+    """share of the clients that the encoding was fitted without"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,6 @@ class Pooled(DataSource):
             validation=self.validation,
             test=self.test,
             seed=seed,
-            origin=collection.fingerprint,
         )
         return Dataset(
             federation, feature_names=collection.features, partition_hash=fingerprint(assignment, collection)

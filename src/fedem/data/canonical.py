@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedem.data.blocks import Block
-from fedem.data.collection import Collection, content_ids, fingerprint_of
+from fedem.data.collection import Collection, content_ids, fingerprint_of, numbered
 from fedem.errors import UserError
 from fedem.randomness import client_keys
 from fedem.samples import Pool
 
-FORMAT = 1
+FORMAT = 2
 ABOUT = "about.json"
 
 
@@ -64,17 +64,66 @@ class About:
 
 
 def read_about(place: Path) -> About:
-    """Read what a canonical data set says of itself; raises OSError, ValueError or TypeError when it is damaged."""
+    """Read what a canonical data set says of itself; raises OSError or ValueError when it is damaged."""
     content = json.loads((place / ABOUT).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{ABOUT} is not of format {FORMAT}")
-    return About(**content)
+    wrong = sorted(_KINDS.keys() ^ content.keys()) or [name for name, kind in _KINDS.items() if not kind(content[name])]
+    if wrong:
+        raise ValueError(f"{ABOUT}: {wrong[0]!r} is missing, unknown or of a wrong kind")
+    about = About(**content)
+    files = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
+    sizes = [entry["shape"][:1] for entry in about.files.values()]
+    if (
+        about.files.keys() - {"coarse"} != files
+        or any(size != [about.samples] for size in sizes)
+        or about.samples < 1
+        or len(about.lines) not in (0, len(about.owners))
+    ):
+        raise ValueError(f"{ABOUT} does not fit itself")
+    return about
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_list(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and all(map(kind, values))
+
+
+def _is_dict(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, dict) and all(map(kind, values.values()))
+
+
+def _is_file(entry: Any) -> bool:
+    kinds = {"shape": _is_list(_is_count), "dtype": _is_text, "bytes": _is_count}
+    return isinstance(entry, dict) and entry.keys() == kinds.keys() and all(kinds[key](entry[key]) for key in kinds)
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "format": _is_count,
+    "name": _is_text,
+    "samples": _is_count,
+    "fingerprint": _is_text,
+    "labels": _is_list(_is_text),
+    "owners": _is_list(_is_text),
+    "lines": _is_list(_is_count),
+    "files": _is_dict(_is_file),
+    "raw": _is_dict(_is_text),
+}
 
 
 def open_canonical(place: Path) -> tuple[Collection, About]:
-    """Map the arrays from their files; raises OSError, ValueError, KeyError or TypeError when they are damaged."""
+    """Map the arrays from their files; raises OSError or ValueError when they are damaged."""
     about = read_about(place)
     arrays = {name: torch.from_numpy(_mapped(place, name, entry)) for name, entry in about.files.items()}
+    if "owners" in arrays and not 0 <= int(arrays["owners"].min()) <= int(arrays["owners"].max()) < len(about.owners):
+        raise ValueError(f"some samples belong to none of the {len(about.owners):,} clients")
     collection = Collection(
         Pool(arrays["inputs"], arrays["targets"]),
         arrays["ids"],
@@ -171,7 +220,7 @@ def _write(
         if owners:
             codes = {owner: code for code, owner in enumerate(owners)}
             append("owners", np.repeat([codes[owner] for owner, _ in runs], [count for _, count in runs]))
-        whole = np.concatenate(ids)
+        whole = numbered(np.concatenate(ids))
         append("ids", whole)
     finally:
         for column in columns.values():

@@ -27,7 +27,8 @@ class Collection:
 
     Attributes:
         pool: the samples.
-        ids: ``[N]`` int64, a hash of each sample's content: what is chosen by it does not depend on the file's order.
+        ids: ``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: what is chosen by
+            it does not depend on the file's order.
         fingerprint: a hash of all samples, whatever their order.
         owners: ``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``.
         owner_names: names of those clients; empty when the data set has none.
@@ -76,6 +77,21 @@ def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
     return ids.view(np.int64)
 
 
+def numbered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
+
+    Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
+    ids belong to the same content.
+    """
+    order = np.argsort(ids, kind="stable")
+    places = np.arange(len(ids))
+    first = np.ones(len(ids), dtype=bool)
+    first[1:] = ids[order[1:]] != ids[order[:-1]]
+    counts = np.empty(len(ids), dtype=np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(first, places, 0))
+    return content_ids(ids, counts)
+
+
 def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply splitmix64's finaliser, so that a change of one bit changes them all."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -103,6 +119,7 @@ def from_arrays(
         unique, codes = np.unique(owners.astype(str), return_inverse=True)
         names = tuple(unique.tolist())
         ids = content_ids(ids, client_keys(names).numpy()[codes])
+    ids = numbered(ids)
     return Collection(
         Pool(torch.from_numpy(inputs), torch.from_numpy(targets)),
         torch.from_numpy(ids),

@@ -30,7 +30,8 @@ class Tabular(Pooled):
 
     Text is one-hot; numbers are standardised (``standardize``) by the training rows of all clients together, the
     targets of a regression as well. Columns named in ``ignore``, with commas between, are left out. ``task`` says what
-    the targets are when the guess is wrong.
+    the targets are when the guess is wrong. Missing values are refused; a CSV file's words for them (NA, None, ?, ...)
+    count as such among numbers and are categories among text.
     """
 
     target_column: str = "y"
@@ -64,19 +65,21 @@ class Tabular(Pooled):
             validation=self.validation,
             test=self.test,
             seed=seed,
-            origin=collection.fingerprint,
         )
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
         pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.targets(table)))
         train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
-        encoded = Federation(assignment.names, train, validation, test, origin=collection.fingerprint)
+        encoded = replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)
         return Dataset(
             encoded,
             feature_names=encoding.input_names,
             encoding=encoding,
             partition_hash=fingerprint(assignment, collection),
+            label_names=encoding.classes,
+            seed=seed,
+            unseen=unseen,
         )
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
@@ -94,6 +97,8 @@ class Tabular(Pooled):
                 f"data.ignore names {(unknown or [table.target])[0]!r}; allowed: {', '.join(table.features) or 'none'}."
             )
         table = table.without(self._ignored)
+        if table.array is None and not table.features:
+            raise UserError(f"data.ignore is {self.ignore!r}, which are all features; at least one is needed.")
         table.complete(list(table.columns))
         return table, Target.fit(table, task=self.task, max_categories=self.max_categories)
 

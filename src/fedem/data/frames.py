@@ -31,18 +31,21 @@ class _Given(Tabular):
         return self.table
 
 
-def from_frame(frame: Any, target: str = "y", client: str = "client", *, seed: int = 0, **options: Any) -> Dataset:
+def from_frame(
+    frame: Any, target: str = "y", client: str = "client", *, seed: int = 0, unseen: float = 0.0, **options: Any
+) -> Dataset:
     """Build from a pandas data frame (or what turns into one: polars, arrow), a row a sample.
 
     Args:
         frame: columns of numbers, booleans or text.
         target: name of the column of targets.
         client: name of the column of clients' names.
-        seed: decides the split.
+        seed: decides the split; train with the same.
+        unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
         **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
 
     """
-    return _made(read_frame(frame, target, client), seed, options)
+    return _made(read_frame(frame, target, client), seed, unseen, options)
 
 
 def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None, **options: Any) -> Federation:
@@ -95,6 +98,7 @@ def from_huggingface(
     *,
     names: Sequence[str] | None = None,
     seed: int = 0,
+    unseen: float = 0.0,
     **options: Any,
 ) -> Dataset:
     """Build from Hugging Face data sets, one a client, such as ``FederatedDataset.load_partition`` of Flower returns.
@@ -105,7 +109,8 @@ def from_huggingface(
         features: a column of images or arrays, which stay as they are, or columns of a table, which are encoded; all
             but the target when not given.
         names: of the clients; "0", "1", ... when not given.
-        seed: decides the split.
+        seed: decides the split; train with the same.
+        unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
         **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
 
     """
@@ -124,7 +129,7 @@ def from_huggingface(
     if strange is not None or not clients:
         raise UserError(f"A client's data are a {type(strange).__name__}; allowed: datasets.Dataset, at least one.")
     tables = [_read_huggingface(name, entry, target, features) for name, entry in zip(labels, clients, strict=True)]
-    return _made(joined(tables), seed, options)
+    return _made(joined(tables), seed, unseen, options)
 
 
 def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None) -> Table:
@@ -175,5 +180,8 @@ def _array(name: str, inputs: Any, feature: Any) -> NDArray[np.generic]:
     return array.astype(feature.dtype) if type(feature).__name__.startswith("Array") else array
 
 
-def _made(table: Table, seed: int, options: Mapping[str, Any]) -> Dataset:
-    return _Given(table=table, target_column=table.target, client_column=table.client, **options).make(seed)
+def _made(table: Table, seed: int, unseen: float, options: Mapping[str, Any]) -> Dataset:
+    if not 0 <= unseen < 1:
+        raise UserError(f"unseen is {unseen}; allowed: at least 0 and below 1.")
+    given = _Given(table=table, target_column=table.target, client_column=table.client, **options)
+    return given.make(seed, unseen=unseen)

@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from fedem.data.base import Pooled
+from fedem.data.base import Dataset, Pooled
 from fedem.data.blocks import Block
 from fedem.data.canonical import ABOUT, About, open_canonical, write_canonical
 from fedem.data.collection import Collection
 from fedem.data.download import Remote, check, digest_of, download
+from fedem.data.partitions import Partition
 from fedem.errors import UserError
 
 # What readers raise for a file that is damaged, or another than was hoped for.
@@ -109,12 +110,16 @@ class Public(Pooled):
             raise UserError(f"The data set {self.variant!r} is not prepared {where}; run: {self.command}")
         try:
             return open_canonical(place)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{place} is damaged or outdated ({error}); run: {self.command} --again") from None
 
     def collect(self) -> Collection:
         """Open the canonical form."""
         return self.opened()[0]
+
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        """Collect, deal and split; classes have names."""
+        return super().make(seed, partition, unseen)._replace(label_names=self.labels)
 
 
 def prepared(kind: type[Public]) -> list[Path]:

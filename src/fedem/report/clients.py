@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,9 @@ def draw_clients(description: Description, ending: str) -> bytes:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    with style.context(["default", SETTINGS]):
+    # Names are users' own: a dollar is no formula, and what the font has not is drawn as a box.
+    with style.context(["default", {**SETTINGS, "text.parse_math": False}]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
         figure = Figure(figsize=(9, 5.4), facecolor="white")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1), gridspec_kw={"hspace": 0.08})
         if description.counts is not None:

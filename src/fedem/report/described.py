@@ -108,9 +108,11 @@ def describe(dataset: Dataset, title: str) -> Description:
     inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
     columns = None if encoding is None else encoding.describe()
     if not pool.targets.is_floating_point():
-        known = encoding.classes if encoding is not None and encoding.classes is not None else ()
+        known = dataset.label_names or ()
         counts = label_counts(federation, len(known))
-        labels = known or tuple(map(str, range(counts.shape[1])))
+        # Some labels are characters, such as a blank.
+        shown = (label if label.isprintable() and label.strip() else repr(label) for label in known)
+        labels = tuple(shown) or tuple(map(str, range(counts.shape[1])))
         return Description(title, federation.names, sizes, inputs, counts, labels, columns=columns)
     owners = np.concatenate([_owners(federation, part) for part in PARTS])
     targets = torch.cat([federation.part(part).targets for part in PARTS]).double()

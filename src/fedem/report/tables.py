@@ -92,6 +92,10 @@ def remarks(summary: Summary) -> list[str]:
         )
     if summary.get("num_unseen_clients") and f"unseen_test_{metric_of(summary)}" not in summary:
         lines.append("Clients held out were not scored: this method shares nothing with them.")
+    if deviation := summary.get("target_deviation"):
+        part = "test" if "test_mean_squared_error" in summary else "train"
+        error = deviation * summary[f"{part}_mean_squared_error"] ** 0.5
+        lines.append(f"In the targets' own units: {part} root mean squared error {error:.4g}.")
     if note := summary.get("note"):
         lines.append(str(note))
     return lines

@@ -24,6 +24,7 @@ _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 LARGEST = float(np.finfo(np.float32).max)
 """of single precision"""
 _NAMED = 5
+_NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,28 +33,43 @@ class Column:
 
     Attributes:
         values: ``[n]`` booleans, integers, floats or texts (objects); a target may be floats ``[n, D]``.
-        missing: ``[n]`` booleans.
+        blank: ``[n]`` booleans, where nothing stands.
         written: whether these are the texts of a file without types, so that the content says what they are.
 
     """
 
     values: NDArray[Any]
-    missing: NDArray[np.bool_]
+    blank: NDArray[np.bool_]
     written: bool = False
+
+    @cached_property
+    def missing(self) -> NDArray[np.bool_]:
+        """``[n]``, where no value stands.
+
+        Words for that (NA, None, ?, ...) count where all others are numbers, or true and false; a column of text has
+        them as categories.
+        """
+        if not self.written:
+            return self.blank
+        words = np.array([is_nothing(text) for text in self.values], dtype=bool)
+        rest = ~(self.blank | words)
+        return self.blank | words if not rest.any() or self._kind_of(rest) != TEXT else self.blank
 
     @cached_property
     def kind(self) -> str:
         """What the column holds: a number anywhere that is none makes it text."""
         if self.values.dtype != object:
             return {"b": BOOLEAN, "f": NUMBER}.get(self.values.dtype.kind, WHOLE)
-        present = self.values[~self.missing]
-        if not self.written or not len(present):
-            return TEXT
-        if all(text.strip().lower() in ("true", "false") for text in present):
+        return self._kind_of(~self.missing) if self.written and not self.missing.all() else TEXT
+
+    def _kind_of(self, rows: NDArray[np.bool_]) -> str:
+        """Return what the texts of some rows are."""
+        texts = self.values[rows]
+        if all(text.strip().lower() in ("true", "false") for text in texts):
             return BOOLEAN
-        if np.isnan(self.parsed[~self.missing]).any():
+        if np.isnan(self.parsed[rows]).any():
             return TEXT
-        return WHOLE if all(map(_WHOLE.fullmatch, present)) else NUMBER
+        return WHOLE if all(map(_WHOLE.fullmatch, texts)) else NUMBER
 
     @cached_property
     def parsed(self) -> NDArray[np.float64]:
@@ -114,6 +130,11 @@ class Table:
     def without(self, names: Sequence[str]) -> Table:
         """Leave columns out; those that are not there are not missed."""
         return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
+
+    def as_text(self, names: Sequence[str]) -> Table:
+        """Take columns for text, whatever stands in them."""
+        texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
+        return replace(self, columns={**self.columns, **texts})
 
     def place(self, row: int) -> str:
         """Say where a row stands: its file and line, or its position counted from 0."""
@@ -202,8 +223,8 @@ def _joined(columns: Sequence[Column]) -> Column:
     values = [column.values for column in columns]
     if len({array.dtype == object for array in values}) > 1:
         values = [np.array(column.texts(TEXT), dtype=object) for column in columns]
-    missing = np.concatenate([column.missing for column in columns])
-    return Column(np.concatenate(values), missing, all(column.written for column in columns))
+    blank = np.concatenate([column.blank for column in columns])
+    return Column(np.concatenate(values), blank, all(column.written for column in columns))
 
 
 def _parse(text: str) -> float:
@@ -211,6 +232,11 @@ def _parse(text: str) -> float:
         return float(text.replace("_", " "))  # Python would read 1_0 as ten
     except ValueError:
         return float("nan")
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether this is a word for a value that is missing."""
+    return isinstance(value, str) and value.strip().lower() in _NOTHING
 
 
 def written(value: Any) -> str:

@@ -10,8 +10,10 @@ Shapes: n rows, d inputs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -72,6 +74,17 @@ class Encoding:
         return self.target.classes
 
     @property
+    def target_deviation(self) -> float:
+        """How large an error of 1 is in the targets' own units; 1 for classes and for targets that are not scaled."""
+        return self.target.deviation
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that was learnt: 32 hexadecimal digits."""
+        content = json.dumps(self.to_json(), sort_keys=True)
+        return blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    @property
     def input_names(self) -> tuple[str, ...] | None:
         """Names of the d inputs; None where they are an array."""
         if self.features is None:
@@ -82,7 +95,8 @@ class Encoding:
         """Encode a table's features, ``[n, d]`` float32; columns are found by their names."""
         if self.features is None:
             return table.stacked()
-        own = table.without(self.ignored)
+        # What was text stays so, also where the new rows have numbers only.
+        own = table.without(self.ignored).as_text([f.name for f in self.features if f.kind == TEXT])
         names = tuple(feature.name for feature in self.features)
         if table.array is not None:
             raise UserError(f"The inputs are an array without names; allowed: the columns {some(names)}.")

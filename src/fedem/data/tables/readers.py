@@ -4,6 +4,10 @@
 - npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
 - A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
 - A pandas data frame, or what turns into one.
+
+Missing values are refused by column and line once it is known which columns are used. In CSV these are empty fields
+and, where all other fields of a column are numbers (or true and false), NA, N/A, NaN, None, null, ? and -, in capitals
+or not; in a column of text they are categories.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.tables.columns import Column, Piece, Table, joined, written
+from fedem.data.tables.columns import Column, Piece, Table, is_nothing, joined, written
 from fedem.errors import UserError
 
-_MISSING = ("", "nan", "null")
+_WHOLE = np.iinfo(np.int64)
 
 
 def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
@@ -77,16 +81,20 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
             raise UserError(f"{path} has {len(inputs)} inputs but {len(found[name])} {what}; allowed: as many of each.")
     if client in found and found[client].ndim > 1:
         raise UserError(f"{path}: there must be one client name a row: got shape {found[client].shape}.")
-    columns = {name: _array_column(path, name, array) for name, array in found.items()}
+    columns = {name: _array_column(path, name, array, text=name == client) for name, array in found.items()}
     return Table(columns, target, client, (Piece(str(path), len(inputs)),), inputs)
 
 
-def _array_column(path: Path, name: str, array: NDArray[Any]) -> Column:
+def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> Column:
     if array.dtype.kind not in "biufUS":
         raise UserError(f"{path}: the array {name!r} is of type {array.dtype}; allowed: numbers, booleans or text.")
     if array.dtype.kind in "US":
         texts = array.astype(str).astype(object)
         return Column(texts, np.array([text == "" for text in texts], dtype=bool))
+    if array.dtype == np.uint64:
+        if text:
+            return Column(array.astype(str).astype(object), np.zeros(len(array), dtype=bool))
+        array = _whole(str(path), name, array.reshape(-1).tolist()).reshape(array.shape)
     blank = array != array  # NaN alone differs from itself
     return Column(array, blank.any(tuple(range(1, array.ndim))))
 
@@ -107,8 +115,8 @@ def _read_csv(path: Path, target: str, client: str) -> Table:
             raise UserError(f"{path}, line {line}: {len(row)} fields; allowed: {len(header)}, as in the header.")
     columns = {}
     for name, texts in zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True):
-        # A client may well be called Null.
-        empty = [text == "" if name == client else text.strip().lower() in _MISSING for text in texts]
+        # A client may well be called Null, or a blank.
+        empty = [(text if name == client else text.strip()) == "" for text in texts]
         columns[name] = Column(np.array(texts, dtype=object), np.array(empty), written=name != client)
     return _checked(str(path), header, columns, target, client, [line for line, _ in rows[1:]])
 
@@ -134,7 +142,9 @@ def read_frame(frame: Any, target: str = "y", client: str = "client", source: st
         raise UserError(f"The data are a {type(frame).__name__}; allowed: a pandas data frame.")
     names = [str(name) for name in frame.columns]
     series = (frame.iloc[:, position] for position in range(len(names)))
-    columns = {name: frame_column(source, name, entry) for name, entry in zip(names, series, strict=True)}
+    columns = {
+        name: frame_column(source, name, entry, text=name == client) for name, entry in zip(names, series, strict=True)
+    }
     if len(frame) == 0:
         raise UserError(f"{source} has no rows; allowed: at least one.")
     return _checked(source, names, columns, target, client, None)
@@ -145,18 +155,20 @@ def is_frame(values: Any) -> bool:
     return hasattr(values, "to_pandas") or (hasattr(values, "iloc") and hasattr(values, "columns"))
 
 
-def frame_column(source: str, name: str, series: Any) -> Column:
-    """Read one column of a data frame, a pandas series."""
+def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> Column:
+    """Read one column of a data frame, a pandas series; ``text``: numbers are names, however large."""
     import pandas
 
     types, missing = pandas.api.types, series.isna().to_numpy(dtype=bool)
-    categorical = isinstance(series.dtype, pandas.CategoricalDtype)
+    text = text or isinstance(series.dtype, pandas.CategoricalDtype)
     for holds, dtype, blank in (
         (types.is_bool_dtype, bool, False),
         (types.is_integer_dtype, np.int64, 0),
         (types.is_float_dtype, np.float64, np.nan),
     ):
-        if holds(series.dtype) and not categorical:
+        if holds(series.dtype) and not text:
+            if str(series.dtype).lower() == "uint64":  # the one type that int64 does not hold
+                _whole(source, name, series.fillna(0).tolist())
             return Column(series.to_numpy(dtype=dtype, na_value=blank), missing)
     values = [None if gone else value for value, gone in zip(series.tolist(), missing, strict=True)]
     present = [value for value in values if value is not None]
@@ -166,10 +178,39 @@ def frame_column(source: str, name: str, series: Any) -> Column:
             f"{source}, column {name!r} holds a {type(strange).__name__}; allowed: numbers, true or false, text."
         )
     # In a column of Python objects the values say what they are.
-    for kinds, dtype in (((bool,), bool), ((int,), np.int64), ((int, float, Decimal), np.float64)):
-        if present and not categorical and all(_is(value, kinds) for value in present):
-            return Column(np.array([0 if value is None else value for value in values]).astype(dtype), missing)
+    told = [value for value in present if not is_nothing(value)]
+    for kinds in ((bool,), (int,), (int, float, Decimal)):
+        if told and not text and all(_is(value, kinds) for value in told):
+            gone = np.array([value is None or is_nothing(value) for value in values])
+            numbers = [0 if none else value for none, value in zip(gone, values, strict=True)]
+            return Column(_numbers(source, name, numbers, kinds), gone)
     return Column(np.array(["" if value is None else written(value) for value in values], dtype=object), missing)
+
+
+def _numbers(source: str, name: str, values: list[Any], kinds: tuple[type, ...]) -> NDArray[Any]:
+    """Turn Python's numbers, of any size, into an array ``[n]``."""
+    if kinds == (int,):
+        return _whole(source, name, values)
+    if kinds == (bool,):
+        return np.array(values, dtype=bool)
+    numbers = np.zeros(len(values))
+    for row, value in enumerate(values):
+        try:
+            numbers[row] = value
+        except OverflowError:
+            raise UserError(f"{source}, row {row}, column {name!r}: {value} does not fit in a float.") from None
+    return numbers
+
+
+def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
+    """Return whole numbers as int64, ``[n]``; refuse those that it does not hold."""
+    for row, value in enumerate(values):
+        if not _WHOLE.min <= value <= _WHOLE.max:
+            raise UserError(
+                f"{source}, row {row}, column {name!r}: {value} does not fit in 64 bits with a sign; "
+                "allowed: smaller whole numbers, floats, or text."
+            )
+    return np.array(values, dtype=np.int64)
 
 
 def _is(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -72,6 +72,7 @@ class Target:
         name = table.target
         if name not in table.columns:
             raise UserError(f"There is no column {name!r} of targets.")
+        table = table.as_text([name]) if self.kind == TEXT else table
         column = table.complete([name]).columns[name]
         if self.classes is None:
             return ((table.numbers(name) - self.mean) / self.deviation).astype(np.float32)
