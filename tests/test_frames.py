@@ -197,7 +197,7 @@ class TestDatasets:
         with pytest.raises(UserError, match="Got 2 names for 1 data sets"):
             from_datasets([_Counted()], ["ann", "bob"])
         with pytest.raises(UserError, match="The data sets are a _Counted; allowed: a list"):
-            from_datasets(_Counted())  # type: ignore[arg-type]
+            from_datasets(_Counted())
 
 
 class TestHuggingFace:

@@ -237,7 +237,7 @@ def test_a_recording_gives_the_same_bits_and_has_no_entry_for_each_time() -> Non
         replay(draw_parameters(module, 3, 2), inputs, inputs)
         again = draw_parameters(module, 3, 2)
         torch.testing.assert_close(replay(again, inputs, inputs), stacked(again, inputs), rtol=0, atol=0)
-        sizes.append(len([*replay._recordings.values()][-1].graph.nodes))  # type: ignore[attr-defined]
+        sizes.append(len([*replay._recordings.values()][-1].graph.nodes))
     assert sizes[0] == sizes[1]
 
 

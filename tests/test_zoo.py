@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -406,3 +407,18 @@ def test_a_model_may_be_named_in_python() -> None:
 def test_settings_are_checked(kind, settings, message: str) -> None:
     with pytest.raises(UserError, match=message):
         kind(**settings)
+
+
+def test_characters_outside_the_vocabulary_are_refused_wherever_they_come_in() -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(0, 9, (20, 5)), rng.integers(0, 3, 20)) for _ in range(3)]
+    late = [*pairs, (np.full((20, 5), 11), rng.integers(0, 3, 20))]
+    settings = {"model": {"name": "lstm", "vocabulary": 10, "hidden": 4}, "rounds": 1}
+    with pytest.raises(UserError, match=r"numbers 0 to 11, but model\.vocabulary is 10"):
+        fedem.train(fedem.Federation.from_clients(late), **settings)
+    result = fedem.train(fedem.Federation.from_clients(pairs), **settings)
+    with pytest.raises(UserError, match=r"numbers 0 to 10, but model\.vocabulary is 10"):
+        result.personalize([[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 0, 0, 0, 10]], [0, 1, 2])
+    with pytest.raises(UserError, match="can't take inputs"):
+        result.predict("0", [[0, 1, 2, 3, 10]])
+    assert result.predict("0", [[0, 1, 2, 3, 9]]).shape == (1, 3)

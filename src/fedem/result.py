@@ -55,7 +55,7 @@ class PersonalModel:
         try:
             with torch.no_grad():
                 found = predict(self.model, self.mixture, checked).cpu()
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             raise UserError(f"The model can't take inputs of shape {list(checked.shape)}: {error}") from error
         return found if self.shapes.encoding is None else self.shapes.encoding.decode(found)
 
@@ -144,9 +144,16 @@ class Result:
             if self.shapes.encoding is not None:
                 targets = self.shapes.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
-            self.parts.model.check(samples.inputs, samples.targets)
+            self._check(samples)
         found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations=max_iterations, which=which)
         return PersonalModel(self.parts.model, found.of(self.parts.algorithm, 0), self.shapes)
+
+    def _check(self, samples: Samples) -> None:
+        """Refuse samples that the model has no place for."""
+        inputs = samples.inputs
+        if self.config.name("model") != GIVEN and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+            self.config.model.check(int(inputs.min()), int(inputs.max()))
+        self.parts.model.check(inputs, samples.targets)
 
     def fit_unseen(
         self, samples: Samples, keys: Tensor, *, max_iterations: int | None = None, which: str = "last"
@@ -160,7 +167,7 @@ class Result:
     def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
         self.shapes.conform(federation.names[0], federation.train.inputs[:1])
-        self.parts.model.check(federation.train.inputs, federation.train.targets)
+        self._check(federation.train)
         found = self.fit_unseen(federation.train, federation.keys, max_iterations=max_iterations, which=which)
         parts = replace(self.parts, mixer=Settled())
         state = found.settled(self.state(which).round)

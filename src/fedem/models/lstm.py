@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fedem.errors import UserError
+from fedem.models.functions import call
 
 _State = tuple[Tensor, Tensor]
 
@@ -86,7 +87,7 @@ class StackableLSTM(nn.LSTM):
         # In the parameters' type, whatever torch.autocast or the layer below made of the inputs: what adds up over many
         # times in few bits drifts.
         moving = (part.to(recurrent.dtype) for part in (gates, *start))
-        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, *moving)  # type: ignore[no-untyped-call]
+        hidden, cell, _, _ = call(_Recurrence, bias, recurrent, *moving)
         outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
         return outputs, (hidden[:, -1], cell)
 
@@ -129,8 +130,8 @@ class _Recurrence(torch.autograd.Function):
         weight, start, hidden, gates, cells = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
         grad_cell = torch.zeros_like(start) if grad_cell is None else grad_cell
-        grad_gates, grad_start, grad_cell = _RecurrenceGradient.apply(  # type: ignore[no-untyped-call]
-            weight, hidden, gates, cells, grad_hidden, grad_cell
+        grad_gates, grad_start, grad_cell = call(
+            _RecurrenceGradient, weight, hidden, gates, cells, grad_hidden, grad_cell
         )
         before = torch.cat([start.unsqueeze(1), hidden[:, :-1]], dim=1)
         grad_weight = grad_gates.flatten(1, 2).mT @ before.flatten(1, 2)
@@ -181,12 +182,12 @@ def _fold(
         return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
     if any(dim is not None for dim in in_dims[:num_parameters]):
-        outputs = function.apply(*(mapped(*pair).flatten(0, 1) for pair in zip(tensors, in_dims, strict=True)))
+        outputs = call(function, *(mapped(*pair).flatten(0, 1) for pair in zip(tensors, in_dims, strict=True)))
         return tuple(output.unflatten(0, (size, len(output) // size)) for output in outputs), (0,) * len(outputs)
     # The parameters, perhaps larger than all else, are not copied then.
     rows = zip(tensors[num_parameters:], in_dims[num_parameters:], strict=True)
     samples = (mapped(*pair).movedim(0, -3).flatten(-3, -2) for pair in rows)
-    outputs = function.apply(*tensors[:num_parameters], *samples)
+    outputs = call(function, *tensors[:num_parameters], *samples)
     outputs = tuple(output.unflatten(-2, (size, output.shape[-2] // size)) for output in outputs)
     return outputs, tuple(output.ndim - 3 for output in outputs)
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedem.models.functions import call
+
 Window = int | tuple[int, int]
 Geometry = tuple[Window, Window, Window, Window, bool]
 """kernel, stride, padding, dilation, whether windows may hang over the edge"""
@@ -35,7 +37,7 @@ def is_plain(layer: nn.MaxPool2d) -> bool:
 
 def max_pool(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return the largest number of each window, ``[n, C, H, W] -> [n, C, h, w]``."""
-    pooled: Tensor = _apply(_MaxPool, inputs, geometry)[0]
+    pooled: Tensor = call(_MaxPool, inputs, geometry)[0]
     return pooled
 
 
@@ -43,11 +45,6 @@ def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
     """Fold a stacked dimension into the channels, ``[n, C, ...] -> [n, size * C, ...]``."""
     stacked = leaf.unsqueeze(1).expand(-1, size, *leaf.shape[1:]) if dim is None else leaf.movedim(dim, 1)
     return stacked.flatten(1, 2)
-
-
-def _apply(function: Any, *arguments: Any) -> Any:
-    """Call an autograd function, which torch leaves untyped."""
-    return function.apply(*arguments)
 
 
 def _pairs(*windows: Window) -> list[list[int]]:
@@ -71,12 +68,12 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Gradient, gradient, *ctx.saved_tensors, ctx.geometry), None
+        return call(_Gradient, gradient, *ctx.saved_tensors, ctx.geometry), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int, None], inputs: Tensor, geometry: Geometry) -> tuple[Any, tuple[int, int]]:
         size = info.batch_size
-        pooled = _apply(_MaxPool, _beside_channels(inputs, dims[0], size), geometry)
+        pooled = call(_MaxPool, _beside_channels(inputs, dims[0], size), geometry)
         return tuple(leaf.unflatten(1, (size, -1)) for leaf in pooled), (1, 1)
 
 
@@ -113,4 +110,4 @@ class _Gradient(torch.autograd.Function):
         *leaves, geometry = arguments
         size = info.batch_size
         folded = [_beside_channels(leaf, dim, size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
-        return _apply(_Gradient, *folded, geometry).unflatten(1, (size, -1)), 1
+        return call(_Gradient, *folded, geometry).unflatten(1, (size, -1)), 1
