@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what it prints, writes, and how it refuses."""
+"""The command line as a user meets it: what it prints and writes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import SMALL
 
 import fedem
-from fedem.data import DATA
-from fedem.report.methods import settings_of, shipped
-from fedem.settings import names_of
-
-SMALL = ["--set", "data.num_clients=10", "--set", "data.dimension=6", "--set", "data.num_test=30", "--rounds", "4"]
 
 
 def test_train_shows_progress_a_table_and_the_folder(run, tmp_path: Path) -> None:
@@ -152,20 +146,6 @@ def test_columns_are_matched_by_name(run, tmp_path: Path) -> None:
     assert run("evaluate", tmp_path / "r", "-q")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("summary.json", "{"), ("checkpoints/checkpoint.json", "{}"), ("checkpoints/checkpoint.json", "[")],
-)
-def test_damaged_folders_are_refused_in_a_sentence(run, tmp_path: Path, name: str, content: str) -> None:
-    run("train", *SMALL, "--out", tmp_path / "r", "-q")
-    (tmp_path / "r" / name).write_text(content)
-    command = "show" if name == "summary.json" else "evaluate"
-    code, out, err = run(command, tmp_path / "r")
-    assert (code, out) == (2, "")
-    assert "can't be read" in err
-    assert "Traceback" not in err
-
-
 def test_a_lost_history_does_not_stop_an_evaluation(run, tmp_path: Path) -> None:
     run("train", *SMALL, "--out", tmp_path / "r", "-q")
     (tmp_path / "r" / "metrics.jsonl").unlink()
@@ -221,79 +201,6 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
         assert [int(row["prediction"]) for row in rows] == archive["prediction"].tolist()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--method", "ifca", "--components", "2"], "method ifca has no components; allowed with: fedem."),
-        (["train", "--method", "fedm"], "Did you mean 'fedem'?"),
-        (["train", "--data", "mnist"], "Unknown data 'mnist'"),
-        (["train", "--data", "none.csv"], "/none.csv."),
-        (["train", "--rounds", "0"], "run.rounds is 0; allowed: at least 1"),
-        (["train", "--rounds", "many"], "'many' is not a valid int"),
-        (["train", "--components", "0"], "method.num_components is 0"),
-        (["train", "--method", "local", "--components", "2"], "has no components; allowed with: fedem"),
-        (["train", "--clients-per-round", "-1"], "run.clients_per_round is -1.0; allowed: above 0"),
-        (["train", "--unseen", "1"], "run.unseen is 1.0; allowed: at least 0 and below 1"),
-        (["train", "--set", "momentum=3"], "--set got 'momentum=3'; allowed: section.key=value"),
-        (["train", "--set", "solver.momentun=0.3"], "Did you mean 'momentum'?"),
-        (["train", "--set", "solvr.momentum=0.3"], "Unknown section 'solvr'"),
-        (["train", "--set", "solver.momentum=1"], "solver.momentum is 1; allowed: at least 0 and below 1"),
-        (["train", "--device", "tpu"], "Unknown device 'tpu'"),
-        (["train", "--baselines", "fedavg,nothing"], "Unknown method 'nothing'"),
-        (["train", "--resume"], "--resume needs the folder"),
-        (["train", "--resume", "--out", "nowhere"], "nowhere holds no run"),
-        (["train", "none.toml"], "There is no configuration file none.toml"),
-        (["train", "bad.toml"], "bad.toml can't be read as TOML"),
-        (["train", "unknown.toml"], "Unknown section in unknown.toml 'rnu'"),
-        (["train", "--out", "bad.toml/run"], "can't be written"),
-        (["train", "--nonsense"], "No such option"),
-        (["methods", "fedm"], "Did you mean 'fedem'?"),
-        (["show", "nowhere"], "nowhere holds no run"),
-        (["evaluate", "nowhere"], "nowhere holds no run"),
-        (["predict", "nowhere", "--client", "a", "--data", "x.csv", "--out", "p.csv"], "nowhere holds no run"),
-        (["predict", "nowhere", "--client", "a", "--data", "x.csv", "--out", "p.txt"], "ending in .csv or .npz"),
-        (["personalize", "nowhere", "--data", "x.csv", "--out", "p"], "nowhere holds no run"),
-        (["personalize", "nowhere"], "Missing option"),
-    ],
-)
-def test_errors_are_one_sentence_with_exit_code_two(run, tmp_path: Path, arguments: list[str], message: str) -> None:
-    (tmp_path / "bad.toml").write_text("[run\n")
-    (tmp_path / "unknown.toml").write_text("[rnu]\nrounds = 1\n")
-    code, out, err = run(*arguments)
-    assert code == 2
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
-def test_errors_of_a_run_that_is_there(run, tmp_path: Path) -> None:
-    run("train", *SMALL, "--out", tmp_path / "r", "-q")
-    np.savez(tmp_path / "wide.npz", x=np.ones((2, 9)), y=[0, 1])
-    np.savez(tmp_path / "fits.npz", x=np.ones((2, 6), dtype=np.float32), y=[0, 1])
-    cases = [
-        (["train", *SMALL, "--out", "r"], "r holds a run already"),
-        (["train", "--out", "r", "--resume", "--seed", "9"], "other settings (run.seed)"),
-        (["predict", "r", "--client", "zoe", "--data", "fits.npz", "--out", "p.csv"], "Unknown client 'zoe'"),
-        (
-            ["predict", "r", "--client", "1", "--data", "wide.npz", "--out", "p.csv"],
-            "can't take inputs of shape [2, 9]",
-        ),
-        (["predict", "r", "--client", "1", "--data", "fits.npz", "--out", "no/where.csv"], "can't be written"),
-        (
-            ["predict", "r", "--client", "1", "--data", "fits.npz", "--out", "p.csv", "--which", "first"],
-            "Unknown state",
-        ),
-        (["personalize", "r", "--data", "wide.npz", "--out", "p"], "can't take inputs of shape [9]"),
-        (["personalize", "r", "--data", "fits.npz", "--out", "r"], "r holds a run already"),
-    ]
-    for arguments, message in cases:
-        code, out, err = run(*arguments)
-        assert (code, out) == (2, ""), arguments
-        assert message in err
-        assert "Traceback" not in err
-
-
 def test_a_killed_runs_folder_can_be_shown(run, tmp_path: Path) -> None:
     run("train", *SMALL, "--out", tmp_path / "r", "-q")
     (tmp_path / "r/summary.json").unlink()
@@ -302,69 +209,8 @@ def test_a_killed_runs_folder_can_be_shown(run, tmp_path: Path) -> None:
     assert "not complete: 4 of 4 rounds" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "compare", "methods", "show", "evaluate", "personalize", "predict", "version"]
-)
-def test_every_command_has_help_that_teaches(run, command: str) -> None:
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert "Usage" in out
-
-
-def test_methods_are_listed_within_eighty_columns(run) -> None:
-    code, out, err = run("methods")
-    assert (code, err) == (0, "")
-    assert all(len(line) <= 80 for line in out.splitlines())
-    words = " ".join(out.split())
-    for name, row in fedem.METHODS.items():
-        assert f"\n {name} " in out
-        assert row.summary in words
-        assert row.paper in words
-        assert all(word in words for part in (row.personal, row.sent, row.unseen) for word in part.split())
-
-
-@pytest.mark.parametrize("name", fedem.METHODS)
-def test_a_method_is_told_in_full(run, name: str) -> None:
-    code, out, err = run("methods", name)
-    assert (code, err) == (0, "")
-    row, words = fedem.METHODS[name], " ".join(out.split())
-    assert all(len(line) <= 80 for line in out.splitlines())
-    for fact in (row.title, row.summary, row.paper, row.personal, row.sent, row.unseen, row.algorithm.__module__):
-        assert fact in words
-    for key in names_of(row.algorithm, row.mixer):
-        assert f" {key} " in words
-    told = shipped(name)
-    for data in DATA:
-        config = fedem.Config.build({"method": {"name": name}, "data": {"name": data}})
-        values = told.get(data, told["any data"])
-        assert values["schedule.learning_rate"] == config.schedule.learning_rate
-        assert values["solver.name"] == config.name("solver")
-    shown = next(line.split() for line in out.splitlines() if "schedule.learning_rate" in line)
-    assert shown[0] == "schedule.learning_rate"
-    assert set(shown[1:]) == {str(values["schedule.learning_rate"]) for values in told.values()}
-    assert all(data in words for data in told)
-
-
-def test_settings_are_told_with_defaults_ranges_and_meanings(run) -> None:
-    _, out, _ = run("methods", "ditto")
-    assert "pull 0.1 at least 0 lambda; 0 trains each client's model alone." in " ".join(out.split())
-    _, out, _ = run("methods", "fedem")
-    assert "initial_weights random random or uniform" in " ".join(out.split())
-    assert "Mixture of Distributions, NeurIPS 2021." in " ".join(out.split())
-    assert settings_of(fedem.METHODS["apfl"].algorithm)[1].default == "true"
-    _, out, _ = run("methods", "fedavg+")
-    assert "run.fine_tune_epochs 1" in " ".join(out.split())
-    _, alias, _ = run("methods", "hypcluster")
-    assert alias == run("methods", "ifca")[1]
-
-
 def test_a_baseline_keeps_its_own_fine_tuning(run, tmp_path: Path) -> None:
     run("train", *SMALL, "--out", tmp_path / "r", "-q")
     assert run("train", tmp_path / "r/config.toml", "--out", tmp_path / "s", "--baselines", "fedavg+", "-q")[0] == 0
     assert fedem.Result.load(tmp_path / "s").config.run.fine_tune_epochs == 0
     assert fedem.Result.load(tmp_path / "s/baselines/fedavg+").config.run.fine_tune_epochs == 1
-
-
-def test_python_m_fedem_is_the_command_line() -> None:
-    done = subprocess.run([sys.executable, "-m", "fedem", "version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == fedem.__version__

@@ -1,11 +1,9 @@
-"""Canonical data sets: whole or not there, found where they are looked for, and refused when damaged."""
+"""Canonical data sets: what goes in comes out."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,26 @@ import numpy as np
 import pytest
 import torch
 from archives import images
+from stores import CLIENTS, X, Y, make_home, npz, write_source
 
-from fedem.cli.datasets import group
-from fedem.data import DATA, PUBLIC, Cifar10, Cifar100, Emnist, Femnist, Shakespeare
-from fedem.data.blocks import ROWS, Block
+from fedem.data import Cifar10, Cifar100, Emnist, Femnist, Shakespeare
+from fedem.data.blocks import ROWS
 from fedem.data.canonical import read_about
 from fedem.data.collection import from_arrays
-from fedem.data.store import cache_folder, data_folder, prepare, prepared
+from fedem.data.store import prepare
 from fedem.errors import UserError
 
-X = images(9, 28, 28)
-Y = np.array([0, 1, 61, 3, 4, 5, 6, 7, 8])
-CLIENTS = np.array(["ann", "bob", "ann", "ann", "bob", "cem", "cem", "ann", "bob"])
 SHARED = Path(os.environ.get("FEDEM_DATA", ""))
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDEM_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "data").mkdir()
-    return tmp_path
-
-
-def npz(path: Path, **arrays: Any) -> Path:
-    np.savez(path, **arrays)
-    return path
+    return make_home(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def source(home: Path) -> Path:
-    return npz(home / "samples.npz", x=X, y=Y, client=CLIENTS)
-
-
-def tree(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return write_source(home)
 
 
 class TestConversion:
@@ -162,171 +145,6 @@ class TestMinimumOfLines:
             Shakespeare(window=7, min_lines=9).collect()
 
 
-class _BrokenOffError(BaseException):
-    """Neither an error of reading nor of writing: as an interrupt is."""
-
-
-class TestKilled:
-    @pytest.mark.parametrize("blocks", [0, 1, 2])
-    def test_nothing_half_made_is_left(self, home: Path, monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-        def read(self: Emnist, source: Path) -> Iterator[Block]:
-            for _ in range(blocks):
-                yield Block(X[:, None], Y)
-            raise _BrokenOffError
-
-        monkeypatch.setattr(Emnist, "read", read)
-        with pytest.raises(_BrokenOffError):
-            prepare(Emnist(), home)
-        assert tree(home) == ["data/canonical/.emnist.lock"]
-
-    def test_what_was_there_stays_when_it_can_not_be_replaced(self, home: Path, source: Path) -> None:
-        before = read_about(prepare(Emnist(), source))
-        with pytest.raises(UserError, match="damaged or of no known format"):
-            prepare(Emnist(), npz(home / "objects.npz", x=X.astype(object), y=Y), again=True)
-        assert read_about(data_folder() / "canonical" / "emnist") == before
-
-    def test_leftovers_of_a_killed_process_are_in_nobodys_way(self, home: Path, source: Path) -> None:
-        for leftover in (".emnist.tmp", ".emnist.old"):
-            (home / "data" / "canonical" / leftover).mkdir(parents=True)
-            (home / "data" / "canonical" / leftover / "inputs.npy").write_bytes(b"half")
-        place = prepare(Emnist(), source)
-        assert sorted(path.name for path in place.parent.iterdir()) == [".emnist.lock", "emnist"]
-
-    def test_several_at_once_make_one_data_set(self, source: Path) -> None:
-        # Locks belong to open files, so threads keep each other out just as processes do.
-        with ThreadPoolExecutor(4) as pool:
-            places = list(pool.map(lambda _: prepare(Emnist(), source, again=True), range(8)))
-        assert len(set(places)) == 1
-        assert torch.equal(Emnist().collect().pool.targets, torch.from_numpy(Y[np.argsort(CLIENTS, kind="stable")]))
-        assert sorted(path.name for path in places[0].parent.iterdir()) == [".emnist.lock", "emnist"]
-
-
-class TestDamage:
-    @pytest.mark.parametrize("name", ["inputs.npy", "targets.npy", "ids.npy", "owners.npy"])
-    @pytest.mark.parametrize("how", ["missing", "truncated", "longer", "header"])
-    def test_damaged_arrays_are_noticed(self, source: Path, name: str, how: str) -> None:
-        path = prepare(Femnist(), source) / name
-        content = path.read_bytes()
-        path.unlink()
-        changed = {"truncated": content[:-1], "longer": content + b"x", "header": content.replace(b"(9,", b"(8,", 1)}
-        if how != "missing":
-            path.write_bytes(changed[how])
-        with pytest.raises(
-            UserError, match=r"femnist is damaged or outdated .* run: fedem data prepare femnist --again"
-        ):
-            Femnist().collect()
-        prepare(Femnist(), source, again=True)
-        assert len(Femnist().collect().ids) == 9
-
-    @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": 1}', b'{"format": 99}', b"\xff"])
-    def test_a_damaged_description_is_noticed(self, source: Path, content: bytes) -> None:
-        (prepare(Femnist(), source) / "about.json").write_bytes(content)
-        with pytest.raises(UserError, match="fedem data prepare femnist --again"):
-            Femnist().collect()
-
-    def test_another_format_is_outdated(self, source: Path) -> None:
-        path = prepare(Femnist(), source) / "about.json"
-        # The first format had equal ids for equal samples.
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
-        with pytest.raises(UserError, match=r"outdated \(about\.json is not of format 2\); run: .* --again"):
-            Femnist().collect()
-
-    @pytest.mark.parametrize(
-        ("key", "value"),
-        [
-            ("files", []),
-            ("files", {}),
-            ("files", {"inputs": []}),
-            ("owners", ["ann"]),
-            ("owners", []),
-            ("owners", "ann"),
-            ("owners", [1, 2, 3]),
-            ("samples", "nine"),
-            ("samples", 8),
-            ("samples", True),
-            ("labels", None),
-            ("lines", [3]),
-            ("raw", []),
-            ("name", 3),
-            ("more", 1),
-        ],
-    )
-    def test_a_description_with_other_content_is_noticed(
-        self, source: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any
-    ) -> None:
-        path = prepare(Femnist(), source) / "about.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-        with pytest.raises(UserError, match=r"femnist is damaged .* run: fedem data prepare femnist --again"):
-            Femnist().collect()
-        group(["list"], standalone_mode=False)
-        told = "".join(capsys.readouterr().out.split())
-        # That some samples' owner has no name shows where they are read.
-        assert "femnist" in told
-        assert ("isdamagedoroutdated" in told) == ((key, value) != ("owners", ["ann"]))
-
-
-class TestPlaces:
-    def test_folders_follow_the_environment(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert (data_folder(), cache_folder()) == (home / "data", home / "cache" / "fedem")
-        monkeypatch.delenv("FEDEM_DATA")
-        assert data_folder() == home / "cache" / "fedem"
-        monkeypatch.delenv("XDG_CACHE_HOME")
-        assert cache_folder() == Path.home() / ".cache" / "fedem"
-
-    def test_a_data_folder_that_is_read_only_is_left_alone(self, home: Path, source: Path) -> None:
-        (home / "data").chmod(0o555)
-        try:
-            assert prepare(Emnist(), source) == home / "cache" / "fedem" / "canonical" / "emnist"
-            assert tree(home / "data") == []
-            assert len(Emnist().collect().ids) == 9
-        finally:
-            (home / "data").chmod(0o755)
-
-    @pytest.mark.parametrize("place", ["data", "data/shakespeare", "cache/fedem", "cache/fedem/shakespeare"])
-    def test_raw_files_are_found(self, home: Path, place: str) -> None:
-        text = "THE PLAY\n\nby William Shakespeare\n" + "  A. xxx\n    yyy\n    zzz\n  B. xxx\n    yyy\n    zzz\n"
-        (home / place).mkdir(parents=True, exist_ok=True)
-        (home / place / "pg100.txt").write_text(text)
-        about = read_about(prepare(Shakespeare(window=3)))
-        assert (about.name, about.owners, about.lines) == ("shakespeare-3", ["THE_PLAY_A", "THE_PLAY_B"], [3, 3])
-
-    def test_a_file_with_an_official_name_must_be_the_official_one(self, home: Path) -> None:
-        (home / "data" / "gzip.zip").write_bytes(b"something else")
-        with pytest.raises(UserError, match=r"gzip\.zip is damaged or another file: its md5 is"):
-            prepare(Emnist())
-
-    def test_a_folder_of_ones_own(self, home: Path, source: Path) -> None:
-        data = Emnist(folder=str(home / "elsewhere" / "mine"))
-        assert prepare(data, source) == home / "elsewhere" / "mine"
-        assert len(data.collect().ids) == 9
-        assert Emnist().place() is None
-
-    def test_what_is_not_prepared_says_how_to(self) -> None:
-        with pytest.raises(
-            UserError, match=r"'shakespeare-90' is not prepared in .*; run: .* shakespeare --window 90$"
-        ):
-            Shakespeare(window=90).collect()
-
-    def test_what_is_prepared_is_not_replaced_by_accident(self, source: Path) -> None:
-        place = prepare(Emnist(), source)
-        written = (place / "about.json").stat().st_mtime_ns
-        with pytest.raises(UserError, match=r"prepared already, in .*say --again"):
-            prepare(Emnist(), source)
-        assert prepare(Emnist()) == place
-        assert (place / "about.json").stat().st_mtime_ns == written
-
-    def test_a_source_that_is_not_there_is_named(self, home: Path) -> None:
-        with pytest.raises(UserError, match=r"There is no file or folder .*nowhere\.npz"):
-            prepare(Emnist(), home / "nowhere.npz")
-
-    def test_the_table_knows_them_all(self) -> None:
-        assert PUBLIC.keys() <= DATA.keys()
-        assert all(kind.name == name for name, kind in PUBLIC.items())
-        for window in (0, 1001):
-            with pytest.raises(UserError, match=r"Shakespeare\.window"):
-                Shakespeare(window=window)
-
-
 def test_predictions_have_the_names_of_classes(home: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     rows = np.arange(90) % 9
     prepare(Femnist(), npz(home / "a.npz", x=X[rows], y=Y[rows], client=CLIENTS[rows]))
@@ -338,29 +156,6 @@ def test_predictions_have_the_names_of_classes(home: Path, run: Callable[..., tu
     assert code == 0, err
     heading = (home / "p.csv").read_text().splitlines()[0].split(",")
     assert heading == ["client", "prediction", *(f"probability_{name}" for name in Femnist.labels)]
-
-
-class TestCommands:
-    def test_what_they_refuse(self) -> None:
-        for arguments, reason in (
-            (["femnist", "--window", "9"], "Unknown key in .data. 'window'"),
-            (["emnits"], "Did you mean 'emnist'"),
-            (["shakespeare", "--window", "0"], r"data\.window is 0; allowed: at least 1"),
-        ):
-            with pytest.raises(UserError, match=reason):
-                group(["prepare", *arguments], standalone_mode=False)
-
-    def test_what_they_print(self, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        group(["prepare", "femnist", "--from", str(source)], standalone_mode=False)
-        printed = capsys.readouterr().out
-        assert read_about(prepared(Femnist)[0]).fingerprint in printed
-        group(["list"], standalone_mode=False)
-        printed = "".join(capsys.readouterr().out.split())
-        for needed in ("femnist93", "cifar10CIFAR-10", "notprepared:fedemdataprepareemnist"):
-            assert needed in printed
-        (prepared(Femnist)[0] / "about.json").write_text("{")
-        group(["list"], standalone_mode=False)
-        assert "isdamaged" in "".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow

@@ -1,161 +1,25 @@
-"""The Python interface and run folders."""
+"""The Python interface."""
 
 from __future__ import annotations
 
 import csv
 import json
 import math
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_federation
+from small_runs import SMALL, small_run
 from torch import nn
 
 import fedem
-from fedem.checkpoint import load_checkpoint, same_states
 from fedem.errors import UserError
-from fedem.runs import RunFolder
-from fedem.training import reassess
-
-SMALL = {"num_clients": 12, "dimension": 6, "num_test": 40, "num_validation": 20}
-REQUIRED = {
-    "method", "data", "rounds", "seed", "num_clients", "num_components", "num_parameters", "test_accuracy",
-    "test_accuracy_unweighted", "bottom_decile", "train_accuracy", "test_loss", "train_loss", "oracle_accuracy",
-    "unseen_test_accuracy", "seconds_per_round", "seconds_total", "bytes_up_per_round", "bytes_down_per_round",
-}  # fmt: skip
-
-
-def _config(**run: object) -> fedem.Config:
-    return fedem.Config.build({"run": {"rounds": 6, "evaluate_every": 2, "checkpoint_every": 2} | run, "data": SMALL})
-
-
-def _run(out: Path | None, resume: bool = False, **run: object) -> fedem.Result:
-    config = _config(**run)
-    return fedem.run(config, config.data.make(config.run.seed), out=out, resume=resume)
-
-
-def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
-    result = _run(tmp_path / "run", unseen=0.25)
-    folder = tmp_path / "run"
-    assert tomllib.loads((folder / "config.toml").read_text())["loss"] == {"name": "logistic"}
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert ["test_accuracy" in line for line in lines] == [False, True] * 3
-    summary = json.loads((folder / "summary.json").read_text())
-    assert set(summary) >= REQUIRED
-    assert summary == json.loads(json.dumps(result.summary))
-    rows = list(csv.DictReader((folder / "clients.csv").read_text().splitlines()))
-    assert [row["role"] for row in rows] == ["train"] * 9 + ["unseen"] * 3
-    assert all(math.isclose(sum(float(row[f"weight_{m}"]) for m in range(3)), 1, abs_tol=1e-5) for row in rows)
-    assert list((folder / "tensorboard").glob("events*"))
-    names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert "checkpoint.json" in names
-    assert all(name.endswith((".json", ".safetensors")) for name in names)
-
-
-def test_the_config_in_the_folder_runs_again_to_the_same_bits(tmp_path: Path) -> None:
-    first = _run(tmp_path / "run", clients_per_round=0.5)
-    config = RunFolder(tmp_path / "run").config()
-    second = fedem.run(config, config.data.make(config.run.seed))
-    assert same_states(first.state(), second.state())
-
-
-def test_tensorboard_events_carry_the_metrics(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    result = _run(tmp_path / "run")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
-    scalars = events.Scalars("test_accuracy")
-    assert [scalar.step for scalar in scalars] == [2, 4, 6]
-    assert scalars[-1].value == pytest.approx(result.summary["test_accuracy"], abs=1e-6)
-
-
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
-def test_resuming_gives_the_same_bits(tmp_path: Path, stop: int) -> None:
-    whole = _run(tmp_path / "whole", clients_per_round=0.5)
-
-    class StopError(Exception):
-        pass
-
-    def interrupt(record: dict[str, object]) -> None:
-        if record["round"] == stop:
-            raise StopError
-
-    config = _config(clients_per_round=0.5)
-    with pytest.raises(StopError):
-        fedem.run(config, config.data.make(0), out=tmp_path / "cut", listener=interrupt)
-    resumed = _run(tmp_path / "cut", resume=True, clients_per_round=0.5)
-    for role in ("last", "best"):
-        assert same_states(whole.state(role), resumed.state(role))
-    timings = {"seconds_per_round", "seconds_total", "peak_host_bytes"}
-    assert {k: v for k, v in whole.summary.items() if k not in timings} == {
-        k: v for k, v in resumed.summary.items() if k not in timings
-    }
-    whole_lines, cut_lines = (
-        [{**line, "seconds": 0} for line in RunFolder(tmp_path / name).metrics()] for name in ("whole", "cut")
-    )
-    assert whole_lines == cut_lines
-    assert (tmp_path / "whole/clients.csv").read_bytes() == (tmp_path / "cut/clients.csv").read_bytes()
-
-
-def test_resuming_a_complete_run_changes_nothing(tmp_path: Path) -> None:
-    whole = _run(tmp_path / "run")
-    again = _run(tmp_path / "run", resume=True)
-    assert same_states(whole.state(), again.state())
-    assert len(RunFolder(tmp_path / "run").metrics()) == 6
-
-
-def test_a_torn_last_line_is_dropped_on_resuming(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    path = tmp_path / "run" / "metrics.jsonl"
-    path.write_text(path.read_text()[:-20])
-    assert len(RunFolder(tmp_path / "run").metrics()) == 5
-
-
-def test_a_stray_tensor_file_of_a_killed_run_is_not_trusted(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    stray = tmp_path / "run" / "checkpoints" / "round-000001.safetensors"
-    stray.write_bytes(b"half a file")
-    _run(tmp_path / "other")
-    states, _ = load_checkpoint(tmp_path / "run" / "checkpoints")
-    RunFolder(tmp_path / "run").save({"last": states["last"]}, {})
-    assert not stray.exists()
-
-
-def test_other_settings_are_refused_on_resuming(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    with pytest.raises(UserError, match=r"other settings \(run\.seed\)"):
-        _run(tmp_path / "run", resume=True, seed=1)
-    _run(tmp_path / "run", resume=True, chunk_size=2, engine="stacked")  # these change no result
-
-
-def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    before = (tmp_path / "run" / "summary.json").read_bytes()
-    with pytest.raises(UserError, match="holds a run already"):
-        _run(tmp_path / "run")
-    assert (tmp_path / "run" / "summary.json").read_bytes() == before
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="can't be written"):
-        _run(tmp_path / "file" / "run")
-
-
-def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run to resume"):
-        _run(tmp_path / "none", resume=True)
-    with pytest.raises(UserError, match="resume needs the folder"):
-        _run(None, resume=True)
 
 
 def test_last_and_best_are_told_apart(tmp_path: Path) -> None:
-    result = _run(tmp_path / "run", rounds=20)
+    result = small_run(tmp_path / "run", rounds=20)
     validations = {line["round"]: line["validation_accuracy"] for line in result.history if "test_loss" in line}
     best = max(validations, key=lambda k: (validations[k], -k))  # the first among equals
     assert result.summary["best"]["round"] == best
@@ -265,14 +129,6 @@ def test_client_sampling_counts_in_the_bytes() -> None:
     assert result.summary["bytes_up_per_round"] == 2 * 2 * 5 * 4  # clients, components, parameters, bytes a float
 
 
-def test_scores_can_be_made_again_from_the_folder(tmp_path: Path) -> None:
-    result = _run(tmp_path / "run", unseen=0.25)
-    again = reassess(tmp_path / "run")
-    for key, value in result.summary.items():
-        if not key.startswith(("seconds", "peak_", "clients_together")):  # what training cost is not made again
-            assert again.summary[key] == value, key
-
-
 def test_the_truth_is_recovered_when_it_can_be() -> None:
     data = fedem.Synthetic(
         num_clients=40, num_components=2, dimension=60, clustered=True, min_samples=150, num_test=50
@@ -289,48 +145,6 @@ def test_more_components_than_the_truth_has_are_still_compared() -> None:
     data = fedem.Synthetic(**SMALL).make(0)
     result = fedem.train(data.federation, num_components=5, truth=data.truth, rounds=2)
     assert len(result.summary["recovery"]["component_distances"]) == 3
-
-
-def test_other_data_are_refused_on_resuming(tmp_path: Path) -> None:
-    fedem.train(make_federation(), rounds=2, out=tmp_path / "run")
-    with pytest.raises(UserError, match="The data are not those"):
-        fedem.train(make_federation(seed=1), rounds=2, out=tmp_path / "run", resume=True)
-
-
-def test_clients_fitted_later_are_not_scored_on_the_runs_own_data(tmp_path: Path) -> None:
-    result = _run(tmp_path / "run")
-    new = fedem.Synthetic(**SMALL).make(7).federation
-    result.with_unseen(new).save(tmp_path / "new")
-    with pytest.raises(UserError, match="were fitted after training"):
-        reassess(tmp_path / "new")
-
-
-def test_the_time_of_a_resumed_run_counts_all_of_it(tmp_path: Path) -> None:
-    first = _run(tmp_path / "run")
-    again = _run(tmp_path / "run", resume=True)
-    assert again.summary["seconds_total"] >= sum(line["seconds"] for line in first.history)
-
-
-def test_a_folder_with_remains_of_a_run_is_refused(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    (tmp_path / "run" / "config.toml").unlink()
-    with pytest.raises(UserError, match="holds a run already"):
-        _run(tmp_path / "run", seed=5)
-
-
-def test_a_saved_result_can_be_scored_and_gone_on_with(tmp_path: Path) -> None:
-    result = _run(None)
-    result.save(tmp_path / "saved")
-    fedem.Result.load(tmp_path / "saved").save(tmp_path / "again")
-    for name in ("saved", "again"):
-        assert reassess(tmp_path / name).summary["test_loss"] == result.summary["test_loss"]
-
-
-def test_a_killed_runs_state_can_be_saved_and_shown(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    (tmp_path / "run" / "summary.json").unlink()
-    fedem.Result.load(tmp_path / "run").save(tmp_path / "saved")
-    assert RunFolder(tmp_path / "saved").summary()["method"] == "fedem"
 
 
 def test_scores_that_are_not_finite_do_not_stop_a_run(tmp_path: Path) -> None:
@@ -377,12 +191,3 @@ def test_clients_held_out_may_have_parts_that_the_others_lack(tmp_path: Path) ->
     assert "test_accuracy" not in result.summary
     rows = list(csv.DictReader((tmp_path / "run/clients.csv").read_text().splitlines()))
     assert [row["test_accuracy"] == "" for row in rows] == [True] * 3 + [False] * 3
-
-
-def test_two_processes_do_not_train_into_one_folder(tmp_path: Path) -> None:
-    _run(tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with RunFolder(tmp_path / "run").locked(), pytest.raises(UserError, match="Another process is training into"):
-        _run(tmp_path / "run", resume=True)
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    _run(tmp_path / "run", resume=True)  # and afterwards it may
