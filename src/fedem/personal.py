@@ -24,6 +24,9 @@ from fedem.rounds import State, init_personal
 from fedem.samples import Samples
 from fedem.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 
+_SCORED = 1 << 13
+"""samples of a newcomer scored at once"""
+
 
 class Predictors(NamedTuple):
     """What the predictors of some clients are made of."""
@@ -184,7 +187,13 @@ class Personalizer:
         trees: list[Tree] = []
         for position in range(samples.num_clients):
             inputs, targets = samples.client(position).to(device)
-            tree = algorithm.adapt(one, algorithm.score(one, inputs, targets), max_iterations)
+            # A column depends on its own sample alone, so a large client is scored piece by piece.
+            pieces = [
+                algorithm.score(one, some, theirs)
+                for some, theirs in zip(inputs.split(_SCORED), targets.split(_SCORED), strict=True)
+            ]
+            scores = {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+            tree = algorithm.adapt(one, scores, max_iterations)
             if tree is None:
                 break
             trees.append(tree)

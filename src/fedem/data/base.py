@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fedem.data.collection import Collection
+from fedem.data.collection import Assignment, Collection
 from fedem.data.partitions import PARTITIONS, Partition, fingerprint
 from fedem.data.tables.encoding import Encoding
 from fedem.federation import Federation
@@ -83,18 +83,17 @@ class Pooled(DataSource):
     def collect(self) -> Collection:
         """Return all samples; nothing is read that can be mapped from a file."""
 
+    def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
+        """Split every client's samples."""
+        return Federation.from_pool(
+            collection.pool, *assignment, collection.ids, validation=self.validation, test=self.test, seed=seed
+        )
+
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Collect, deal and split."""
         collection = self.collect()
         assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
-        federation = Federation.from_pool(
-            collection.pool,
-            *assignment,
-            collection.ids,
-            validation=self.validation,
-            test=self.test,
-            seed=seed,
-        )
+        federation = self._split(collection, assignment, seed)
         return Dataset(
             federation, feature_names=collection.features, partition_hash=fingerprint(assignment, collection)
         )

@@ -19,7 +19,7 @@ from fedem.data.tables.encoding import Encoding
 from fedem.data.tables.readers import READERS, read_table
 from fedem.data.tables.targets import TASKS, Target
 from fedem.errors import UserError
-from fedem.federation import PARTS, Federation
+from fedem.federation import PARTS
 from fedem.randomness import client_keys
 from fedem.samples import Pool
 
@@ -58,14 +58,7 @@ class Tabular(Pooled):
         # Rows go by their content, so that they can be dealt and split before there are inputs.
         collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), target)
         assignment = partition.assign(collection, seed)
-        federation = Federation.from_pool(
-            collection.pool,
-            *assignment,
-            collection.ids,
-            validation=self.validation,
-            test=self.test,
-            seed=seed,
-        )
+        federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
