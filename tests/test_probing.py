@@ -31,6 +31,26 @@ def test_a_recurrence_without_a_rule_trains_one_by_one() -> None:
     assert "one by one" in result.summary["note"]
 
 
+class _Bounded(nn.Module):
+    """Changes its weights in a pass, which torch can't do for stacked inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(inputs).mean(1))
+
+
+# torch warns, before it fails, that it has no fast rule for this.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_what_can_not_take_stacked_inputs_trains_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    clients = [(rng.integers(0, 9, (20, 5)), rng.integers(0, 3, 20)) for _ in range(2)]
+    result = fedem.train(fedem.Federation.from_clients(clients), model=_Bounded, rounds=1)
+    assert "one by one" in result.summary["note"]
+
+
 class _Among(nn.Module):
     """Lets samples see each other: in training alone, or always."""
 

@@ -112,11 +112,13 @@ def _check_evaluation(model: Model, inputs: Tensor) -> None:
 
 
 def _evaluates_stacked(model: Model, inputs: Tensor) -> bool:
-    """Say whether stacked models evaluate as single ones do."""
+    """Say whether stacked models evaluate as single ones do, and so one model on stacked inputs."""
     trees = [tree_to(model.init(seed), inputs.device) for seed in (0, 1)]
     with torch.no_grad():
-        together = vmap(model.outputs, in_dims=(0, None))(tree_stack(trees), inputs)
-        return _agree(together[1], model.outputs(trees[1], inputs))
+        alone = model.outputs(trees[1], inputs)
+        models = vmap(model.outputs, in_dims=(0, None))(tree_stack(trees), inputs)
+        clients = vmap(model.outputs, in_dims=(None, 0))(trees[1], torch.stack([inputs.flip(0), inputs]))
+        return _agree(models[1], alone) and _agree(clients[1], alone)
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:
