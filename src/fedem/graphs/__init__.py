@@ -1,0 +1,40 @@
+"""Graphs of clients, by name, and the matrices by which neighbours average."""
+
+from __future__ import annotations
+
+from fedem.graphs.base import Topology
+from fedem.graphs.consensus import Consensus
+from fedem.graphs.fastest import Fastest, fastest_mixing, fastest_mixing_sdp
+from fedem.graphs.files import File
+from fedem.graphs.topologies import Complete, ErdosRenyi, Grid, Regular, Ring, SmallWorld, Star
+from fedem.graphs.weights import check_mixing, second_modulus
+
+__all__ = [
+    "GRAPHS",
+    "Complete",
+    "Consensus",
+    "ErdosRenyi",
+    "Fastest",
+    "File",
+    "Grid",
+    "Regular",
+    "Ring",
+    "SmallWorld",
+    "Star",
+    "Topology",
+    "check_mixing",
+    "fastest_mixing",
+    "fastest_mixing_sdp",
+    "second_modulus",
+]
+
+GRAPHS: dict[str, type[Topology]] = {
+    "erdos_renyi": ErdosRenyi,
+    "ring": Ring,
+    "grid": Grid,
+    "complete": Complete,
+    "star": Star,
+    "small_world": SmallWorld,
+    "regular": Regular,
+    "file": File,
+}
