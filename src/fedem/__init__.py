@@ -7,6 +7,7 @@
 torch.Size([4, 2])
 """
 
+from fedem import graphs, surrogates
 from fedem.config import Config
 from fedem.data import Dataset, FromFile, Synthetic
 from fedem.data.frames import from_datasets, from_frame, from_huggingface
@@ -36,6 +37,8 @@ __all__ = [
     "from_datasets",
     "from_frame",
     "from_huggingface",
+    "graphs",
     "run",
+    "surrogates",
     "train",
 ]

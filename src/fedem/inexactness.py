@@ -151,7 +151,7 @@ class _Judge:
         everything = torch.ones(len(targets), dtype=torch.bool, device=targets.device)
         _, fixed = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
         # A single model is responsible for every sample.
-        weights = fixed.get("responsibilities", everything.double()[None])
+        weights = fixed["log_responsibilities"].exp() if fixed else everything.double()[None]
         problems = _Problems(algorithm.model, algorithm.solver, inputs, targets, weights.repeat(2, 1))
         both = tree_cat([algorithm.predictor(tree, personal).components for tree in (shared, upload)])
         first, last = problems.values(both).chunk(2)

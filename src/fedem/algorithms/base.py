@@ -94,6 +94,14 @@ class Algorithm(Settings, ABC):
         """
         return {}
 
+    def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
+        """Return what the surrogate needs to know of all samples together under (u, v_t), such as a full gradient.
+
+        Arguments are as in ``begin``, which gets the leaves among the scores. A client's samples must then fit into
+        memory at once, so few methods ask for it.
+        """
+        return {}
+
     @abstractmethod
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Build the surrogate near (u, v_t) and set v_t to its minimiser.
@@ -101,7 +109,7 @@ class Algorithm(Settings, ABC):
         Args:
             shared: u as received.
             personal: v_t as the client kept it.
-            scores: of all its training samples, ``[..., n]``.
+            scores: of all its training samples, ``[..., n]``; and what ``survey`` found.
             mask: ``[n]`` bool, false where a column is padding.
 
         Returns:

@@ -14,16 +14,23 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
-from fedem.algorithms.training import distinct_models, start_memory, train_step
-from fedem.mixture import fit_log_weights, log_responsibilities, uniform_log_weights, update_log_weights
+from fedem.algorithms.base import Batch, Local, Mixture
+from fedem.algorithms.surrogate import Fixed, Surrogate
+from fedem.algorithms.training import distinct_models, train_step
+from fedem.mixture import (
+    fit_log_weights,
+    log_responsibilities,
+    negative_log_likelihood,
+    uniform_log_weights,
+    update_log_weights,
+)
 from fedem.randomness import uniform
 from fedem.tree import Tree
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class FedEM(Algorithm):
+class FedEM(Surrogate):
     """u: the M components. v_t: the log mixture weights. The surrogate is fixed by the responsibilities.
 
     Attributes:
@@ -53,22 +60,51 @@ class FedEM(Algorithm):
         """Each component's loss on each sample, in evaluation mode, ``[M, n]``."""
         return {"losses": self.model.component_losses(shared, inputs, targets)}
 
-    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """E-step over all training samples, then the mixture weights (Eqs. 4 and 5)."""
-        log_posterior = log_responsibilities(scores["losses"], personal["log_weights"])
-        weights = update_log_weights(log_posterior, mask)
-        memory = vmap(lambda component: start_memory(self.model, self.solver, component))(shared)
-        return Local(shared, {"log_weights": weights}, memory, {}), {"responsibilities": log_posterior.exp()}
+    def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
+        """The mixture's negative log-likelihood."""
+        losses = self.model.component_losses(shared, batch.inputs, batch.targets)
+        return (batch.weights * negative_log_likelihood(losses, personal["log_weights"])).sum()
+
+    def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
+        """E-step over all training samples (Eq. 4), ``[M, n]``."""
+        return Fixed({"log_responsibilities": log_responsibilities(scores["losses"], personal["log_weights"])}, {})
+
+    def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
+        """The mean responsibilities (Eq. 5), whatever the components."""
+        return {"log_weights": update_log_weights(fixed.columns["log_responsibilities"], mask)}
+
+    def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
+        """sum_m q_m (loss_m - log pi_m + log q_m): the objective and the divergence of q from the posterior."""
+        log_posterior = batch.samples["log_responsibilities"]
+        responsibilities = log_posterior.exp()
+        losses = self.model.component_losses(shared, batch.inputs, batch.targets)
+        terms = losses - personal["log_weights"][:, None] + log_posterior
+        # 0 log 0 is 0, whatever the weight.
+        return (batch.weights * responsibilities * terms.masked_fill(responsibilities == 0, 0)).sum()
+
+    def between(self, first: Tree, second: Tree, share: float) -> Tree:
+        """On the simplex."""
+        return {"log_weights": torch.lerp(first["log_weights"].exp(), second["log_weights"].exp(), share).log()}
+
+    def start(self, shared: Tree) -> Tree:
+        """A memory for each component, ``[M, ...]``."""
+        memory: Tree = vmap(super().start)(shared)
+        return memory
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """One solver step for each component on its responsibility-weighted loss (Eq. 6)."""
+        """One solver step for each component on its responsibility-weighted loss (Eq. 6).
+
+        In u the surrogate is a sum over components, so each has a solver of its own: a Hessian of one component and
+        not of all, a step length that suits it. For gradient steps it is the step on the sum. Losses are those of
+        training mode, and buffers change.
+        """
 
         def one(component: Tree, memory: Tree, responsibilities: Tensor) -> tuple[Tree, Tree]:
             weights = batch.weights * responsibilities
             return train_step(self.model, self.solver, component, memory, batch, weights, learning_rate)
 
         shared, memory = self.model.over_components(one, (0, 0, 0))(
-            local.shared, local.memory, batch.samples["responsibilities"]
+            local.shared, local.memory, batch.samples["log_responsibilities"].exp()
         )
         return local._replace(shared=shared, memory=memory)
 
@@ -79,3 +115,6 @@ class FedEM(Algorithm):
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients."""
         return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}
+
+    def check(self, inputs: Tensor) -> None:
+        """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""

@@ -71,9 +71,25 @@ class Engine(Settings, ABC):
 
     @abstractmethod
     def train(
-        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        batching: Batching,
+        keys: Tensor,
+        learning_rate: float,
+        scales: Tensor | None = None,
     ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round; ``keys`` ``[C]`` are the clients' keys for this round."""
+        """Train every client of the cohort for one round.
+
+        Args:
+            algorithm: the method.
+            cohort: C clients.
+            batching: how they walk through their samples.
+            keys: ``[C]`` the clients' keys for this round.
+            learning_rate: of the round.
+            scales: ``[C]`` what it is multiplied by for each client; None for one.
+
+        """
 
     @abstractmethod
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
@@ -99,6 +115,7 @@ class SolverDeal:
         keys: Tensor,
         learning_rate: float,
         num_steps: int | None = None,
+        scales: Tensor | None = None,
     ) -> Iterator[Finished]:
         """Train every client of the cohort for one round.
 
@@ -110,6 +127,7 @@ class SolverDeal:
             keys: ``[C]`` the clients' keys for this round.
             learning_rate: of the round.
             num_steps: exactly so many steps, when given.
+            scales: ``[C]`` what the learning rate is multiplied by for each client; None for one.
 
         """
         for solver, members in self._algorithm.solver.among(names):
@@ -117,5 +135,6 @@ class SolverDeal:
             walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else batching
             if num_steps is not None:
                 walk = replace(walk, local_steps=num_steps)
-            for chunk in engine.train(algorithm, cohort.take(members), walk, keys[members], learning_rate):
+            theirs = None if scales is None else scales[members]
+            for chunk in engine.train(algorithm, cohort.take(members), walk, keys[members], learning_rate, theirs):
                 yield chunk._replace(positions=members[chunk.positions])

@@ -37,7 +37,8 @@ def run_client(
     """Run one client's round on its samples ``[n, ...]``; returns what it uploads and its personal tree."""
     rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=inputs.device)
     everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
-    local, samples = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
+    scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
+    local, samples = algorithm.begin(shared, personal, scores, everything)
     plan = BatchPlan(batching, torch.tensor([len(targets)]), key[None], inputs.device)
     layer_key = derive(plan.keys[0], STOCHASTIC_LAYERS)
     with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
@@ -58,14 +59,21 @@ class OneByOne(Engine):
     """One client after the other."""
 
     def train(
-        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        batching: Batching,
+        keys: Tensor,
+        learning_rate: float,
+        scales: Tensor | None = None,
     ) -> Iterator[Finished]:
         """Yield each client as it finishes."""
         for position in range(len(cohort.reads)):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal = tree_index(cohort.personal, position)
             data = cohort.samples.client(position).to(cohort.device)
-            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], learning_rate)
+            rate = learning_rate if scales is None else learning_rate * float(scales[position])
+            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], rate)
             upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
             yield Finished(torch.tensor([position]), upload, kept)
 

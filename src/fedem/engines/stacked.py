@@ -20,6 +20,7 @@ from torch.func import vmap
 from fedem.algorithms.base import Algorithm, Batch, Local
 from fedem.engines.base import Cohort, Engine, Finished, Tally
 from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
+from fedem.engines.beginning import begin_clients
 from fedem.engines.chunks import Chunk, bytes_per_sample, flat_scores, similar
 from fedem.engines.memory import budget, is_out_of_memory, release
 from fedem.engines.replay import Replay
@@ -59,10 +60,17 @@ class Stacked(Engine):
         return self._found.get("most_together", 0)
 
     def train(
-        self, algorithm: Algorithm, cohort: Cohort, batching: Batching, keys: Tensor, learning_rate: float
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        batching: Batching,
+        keys: Tensor,
+        learning_rate: float,
+        scales: Tensor | None = None,
     ) -> Iterator[Finished]:
         """Yield the clients chunk by chunk."""
-        rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=cohort.device)
+        scale = torch.ones(()) if scales is None else scales
+        rate = (learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
         rows = self._rows(algorithm, cohort, _SCORE_ROWS)
         scores, rows = self._shrinking(cohort.device, rows, lambda count: flat_scores(algorithm, cohort, count))
         for members in self._chunks(algorithm, cohort, batching):
@@ -94,7 +102,8 @@ class Stacked(Engine):
         """Train ``members`` together; where memory runs out, halve how many may be from now on and return None."""
         try:
             plan = BatchPlan(batching, cohort.samples.sizes[members], keys[members], cohort.device)
-            return self._train_chunk(algorithm, Chunk.of(cohort, members), plan, scores, rows, rate)
+            theirs = rate[members.to(rate.device)] if rate.ndim else rate
+            return self._train_chunk(algorithm, Chunk.of(cohort, members), plan, scores, rows, theirs)
         except RuntimeError as error:
             if len(members) == 1 or not is_out_of_memory(error):
                 raise
@@ -127,9 +136,9 @@ class Stacked(Engine):
         self, algorithm: Algorithm, chunk: Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
     ) -> Finished:
         deep = len(algorithm.model.trainable) > _MOST_RECORDED
-        step = self._stacked(algorithm.step, deep, 0, 0, None)
+        step = self._stacked(algorithm.step, deep, 0, 0, 0 if rate.ndim else None)
         begin = self._stacked(algorithm.begin, deep, chunk.shared_dim, 0, 0, 0)
-        local, samples, starts = _begin(begin, algorithm, chunk, flat, rows)
+        local, samples, starts = begin_clients(begin, algorithm, chunk, flat, rows)
         layer_keys = derive(plan.keys, STOCHASTIC_LAYERS)
         steps = plan.steps
 
@@ -142,7 +151,7 @@ class Stacked(Engine):
             masks = (where.mask,) if where.padded else ()
             columns = _columns(samples, starts[some], where)
             batch = Batch(inputs, targets, weights, columns, derive(layer_keys[some], index), masks)
-            stepped: Local = step(local, batch, rate)
+            stepped: Local = step(local, batch, rate[some] if rate.ndim else rate)
             return stepped
 
         done: list[Local] = []
@@ -215,50 +224,6 @@ class Stacked(Engine):
             width = max(1, rows // len(members))
             pieces.append(_tally_chunk(function, Chunk.of(cohort, members), width))
         return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
-
-
-def _begin(
-    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
-) -> tuple[Local, Tree, Tensor]:
-    """Begin the clients' rounds, those of similar size together, so that little is padded.
-
-    Returns:
-        the clients' states ``[c, ...]``, what they made for each sample ``[..., columns]``, and the column of each
-        client's first sample ``[c]``
-    """
-    locals_, columns, starts, total = [], [], [], 0
-    for part in similar(chunk.sizes.tolist()):
-        some = chunk.part(part)
-        scores, mask = _padded_scores(algorithm, some, flat, rows)
-        local, samples = begin(some.shared, some.personal, scores, mask)
-        locals_.append(local)
-        columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
-        starts.append(total + mask.shape[1] * torch.arange(len(mask), device=mask.device))
-        total += mask.numel()
-    local = Local(*(tree_cat(trees) for trees in zip(*locals_, strict=True)))
-    joined = {name: torch.cat([piece[name] for piece in columns], dim=-1) for name in columns[0]}
-    return local, joined, torch.cat(starts)
-
-
-def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
-    """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
-    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
-    if flat is not None:
-        index = (chunk.places[:, None] + where.positions).flatten()
-        # [..., N] -> [..., c, n] -> [c, ..., n]
-        return tree_map(
-            lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
-        ), where.mask
-    if type(algorithm).score is Algorithm.score:
-        return {}, where.mask
-    stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
-    pieces: list[Tree] = []
-    for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes)), chunk.starts.device):
-        shared, _ = chunk.active(num_active)
-        piece = stacked(shared, *chunk.read(block))
-        missing = len(chunk.sizes) - num_active
-        pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
-    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
 
 
 def _slice(local: Local, part: slice) -> Local:
