@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fedem.config import Config
 from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
+from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
@@ -21,6 +22,7 @@ from fedem.solvers import SOLVERS
 ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "data": DATA,
     "partition": PARTITIONS,
+    "graph": GRAPHS,
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,

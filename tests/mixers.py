@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedem.graphs import Ring
 from fedem.mixing.agnostic import Agnostic
 from fedem.mixing.alone import Alone
 from fedem.mixing.base import Mixer, Round
 from fedem.mixing.candidates import Candidates
 from fedem.mixing.clusters import Clusters
+from fedem.mixing.graph import Graph
 from fedem.mixing.hypernetwork import Hypernetwork
 from fedem.mixing.pull import Laplacian, Loopless
 from fedem.mixing.relations import Relations
@@ -20,6 +22,7 @@ from fedem.tree import Tree, add_prefix
 
 MIXERS: dict[str, Mixer] = {
     "star": Star(),
+    "graph": Graph(Ring()),
     "alone": Alone(),
     "agnostic": Agnostic(0.1),
     "clusters": Clusters(),

@@ -17,11 +17,11 @@ STOREYS = [
     {"errors", "tree", "settings", "precision"},
     {"randomness", "arrays", "samples", "splits"},
     {"federation", "schedules", "solvers", "mixture"},
-    {"data", "models"},
+    {"data", "models", "graphs"},
     {"algorithms", "mixing", "centralized"},
     {"methods", "engines", "recovery"},
     {"rounds", "sections", "config"},
-    {"personal", "checkpoint", "inexactness"},
+    {"personal", "checkpoint", "inexactness", "diagnostics", "surrogates"},
     {"evaluate"},
     {"records", "runs"},
     {"parts"},
@@ -30,7 +30,7 @@ STOREYS = [
     {"job"},
     {"training"},
     {"cells"},
-    {"comparison"},
+    {"comparison", "theory"},
     {"report"},
     {"cli"},
 ]
@@ -79,7 +79,7 @@ def test_public_names_are_there_and_sorted() -> None:
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     script = """
 import sys
-for name in ("scipy", "rich", "typer", "click", "tensorboard", "safetensors", "matplotlib"):
+for name in ("scipy", "rich", "typer", "click", "tensorboard", "safetensors", "matplotlib", "networkx", "cvxpy"):
     sys.modules[name] = None  # importing it is then an error
 import fedem
 data = fedem.Synthetic(num_clients=4, dimension=3, num_test=5).make(0)

@@ -26,7 +26,10 @@ def test_damaged_folders_are_refused_in_a_sentence(run, tmp_path: Path, name: st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--method", "ifca", "--components", "2"], "method ifca has no components; allowed with: fedem."),
+        (
+            ["train", "--method", "ifca", "--components", "2"],
+            "method ifca has no components; allowed with: fedem, dfedem.",
+        ),
         (["train", "--method", "fedm"], "Did you mean 'fedem'?"),
         (["train", "--data", "mnist"], "Unknown data 'mnist'"),
         (["train", "--data", "none.csv"], "/none.csv."),

@@ -154,7 +154,7 @@ def test_every_method_that_trains_so_can_be_measured(method: str) -> None:
     # Dropout that drops nothing is no hindrance.
     model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), LOSSES["logistic"], torch.float64)
     found = _measured(LBFGS(DECAY, iterations=3), method, model=model)
-    assert found.alphas.shape == (len(SIZES), 3 if method == "fedem" else 1)
+    assert found.alphas.shape == (len(SIZES), 3 if method in ("fedem", "dfedem") else 1)
     assert found.max is not None
     assert 0 <= found.max < 1
 

@@ -27,6 +27,7 @@ from fedem.methods import METHODS
 from fedem.mixing.alone import Alone
 from fedem.mixing.base import Mixer, by_samples, gather, row_of, weighted_means
 from fedem.mixing.candidates import Candidates
+from fedem.mixing.graph import Graph
 from fedem.mixing.groups import mean_of_groups
 from fedem.mixing.hypernetwork import Hypernetwork
 from fedem.mixing.pull import Laplacian, Loopless
@@ -90,7 +91,8 @@ def test_mixing_leaves_the_old_groups_and_memory_alone(mixer: Mixer) -> None:
 def test_messages_are_counted_but_for_clients_that_are_alone(mixer: Mixer) -> None:
     shared, memory = first_state(mixer, 6)
     mixed, _ = mixer.mix(shared, memory, make_round([4, 1, 7], [5, 1, 3], total=6), all_at_once(make_trained(mixer, 3)))
-    assert mixed.num_messages == (0 if isinstance(mixer, Alone) else 3)
+    # Over a graph messages go along links, which tests of their own count.
+    assert isinstance(mixer, Graph) or mixed.num_messages == (0 if isinstance(mixer, Alone) else 3)
 
 
 @every_mixer

@@ -21,7 +21,7 @@ from fedem.sections import Layer, Sections
 from fedem.training import Listener, carry_out
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
-_OWN = ("method", "solver", "schedule")
+_OWN = ("method", "graph", "solver", "schedule")
 _SAME = ("data", "loss", "run.rounds", "run.unseen")
 _POINTS = 20
 

@@ -14,6 +14,7 @@ from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
 from fedem.engines import Batching
 from fedem.errors import UserError, unknown
+from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method, resolve_method
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
@@ -22,6 +23,7 @@ from fedem.sections import (
     DEFAULTS,
     GIVEN,
     NAMED,
+    NO_GRAPH,
     UNNAMED,
     Layer,
     RunSettings,
@@ -89,6 +91,12 @@ class Config:
     def make_data(self) -> Dataset:
         """Make the data and deal them to the clients."""
         return self.data.make(self.run.seed, self.partition, self.run.unseen)
+
+    @property
+    def graph(self) -> Topology | None:
+        """The graph over which clients average; None where they don't."""
+        name = self.name("graph")
+        return None if name == NO_GRAPH else GRAPHS[name](**self.values("graph"))
 
     @property
     def model(self) -> ModelSpec:
@@ -213,7 +221,7 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
         else:
             flat[key] = value
     places: dict[str, str] = {}
-    for section in ("run", "batching", "method", "solver", "schedule", "model", "loss"):
+    for section in ("run", "batching", "method", "solver", "schedule", "model", "loss", "graph"):
         for key in names_of(*kinds_of(section, {**DEFAULTS.get(section, {}), **chosen.get(section, {})})):
             places.setdefault(key, section)
     for key, value in flat.items():

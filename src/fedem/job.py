@@ -22,7 +22,7 @@ from fedem.personal import Personalizer, Predictors
 from fedem.records import Record, client_rows, name_scores
 from fedem.recovery import Recovery, recover
 from fedem.result import Result, checkpoint_facts
-from fedem.rounds import RoundLog, State, Training, cohort_size
+from fedem.rounds import RoundLog, State, Training, cohort_size, mixer_seed
 from fedem.settling import all_targets, check_batches, check_encoding, settle_loss, settle_partition
 
 _PROBED = 5
@@ -98,7 +98,7 @@ class Job:
             )
         parts.model.probe(inputs.to(parts.device))
         parts.algorithm.check(inputs)
-        parts.mixer.check(federation.num_clients)
+        parts.mixer.check(federation.keys, mixer_seed(config.run.seed))
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
         engine, note = parts.engine(config)
@@ -210,6 +210,7 @@ class Job:
         }
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
+        summary |= self.parts.mixer.facts(progress.state.memory)
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}

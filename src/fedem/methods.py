@@ -24,6 +24,7 @@ from fedem.mixing.alone import Alone
 from fedem.mixing.base import Mixer
 from fedem.mixing.candidates import Candidates
 from fedem.mixing.clusters import Clusters
+from fedem.mixing.graph import Graph
 from fedem.mixing.hypernetwork import Hypernetwork
 from fedem.mixing.pull import Laplacian, Loopless
 from fedem.mixing.relations import Relations
@@ -70,6 +71,26 @@ METHODS: dict[str, Method] = {
         "mixture weights",
         "M models",
         "fits its mixture weights",
+    ),
+    "dfedem": Method(
+        FedEM,
+        Graph,
+        "D-FedEM",
+        "FedEM without a server: components averaged with neighbours in a graph",
+        "Marfoq et al. 2021",
+        "mixture weights",
+        "M models to and from each neighbour",
+        "fits its mixture weights",
+    ),
+    "dsgd": Method(
+        FedAvg,
+        Graph,
+        "D-SGD",
+        "FedAvg without a server: models averaged with neighbours in a graph",
+        "Lian et al. 2017",
+        "nothing",
+        "a model to and from each neighbour",
+        "takes the mean of all models",
     ),
     "local": Method(
         FedAvg, Alone, "Local", "a model for each client, trained alone", "", "a model", "nothing", "refused"

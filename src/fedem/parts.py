@@ -16,9 +16,12 @@ from fedem.config import Config
 from fedem.data.tables.encoding import Encoding
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError
+from fedem.graphs import GRAPHS
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
+from fedem.mixing.graph import Graph
 from fedem.mixing.local_layers import LocalLayers
+from fedem.mixing.star import Star
 from fedem.models.base import Model
 from fedem.personal import Personalizer, Predictors
 from fedem.records import Record
@@ -76,6 +79,7 @@ class Parts:
             )
         model = Model(source, loss, dtype, config.run.precision)
         algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
+        mixer = _over_graph(config, algorithm, mixer)
         if config.run.local_layers == "batch_norm":
             mixer = _with_local_layers(config.name("method"), algorithm, mixer)
         return cls(model, algorithm, mixer, find_device(config.run.device))
@@ -112,6 +116,27 @@ class Parts:
         )
 
 
+def _over_graph(config: Config, algorithm: Algorithm, mixer: Mixer) -> Mixer:
+    """Put a graph in the place of the server, if one is asked for."""
+    method, topology = config.name("method"), config.graph
+    if topology is None:
+        if isinstance(mixer, Graph):
+            raise UserError(f"Method {method} needs a graph, and graph.name is 'none'; allowed: {', '.join(GRAPHS)}.")
+        return mixer
+    if not isinstance(mixer, Graph | Star) or not _uploads_its_model(algorithm):
+        raise UserError(
+            f"graph.name is {config.name('graph')!r}, but method {method} needs a server; allowed over a graph: "
+            "methods whose clients send a model to be averaged, such as fedem, fedavg, fedprox, ditto, apfl and pfedme."
+        )
+    return Graph(topology)
+
+
+def _uploads_its_model(algorithm: Algorithm) -> bool:
+    """Whether clients upload u as they trained it, no more and no less."""
+    kind = type(algorithm)
+    return kind.finish is Algorithm.finish and kind.summand is Algorithm.summand
+
+
 def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer:
     """Keep batch normalisations with their clients (FedBN)."""
     leaves = algorithm.model.normalising
@@ -122,8 +147,7 @@ def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer
             "run.local_layers is 'batch_norm', but the model trains nothing else, so clients would share nothing; "
             "allowed: none."
         )
-    kind = type(algorithm)
-    if kind.finish is not Algorithm.finish or kind.summand is not Algorithm.summand:
+    if not _uploads_its_model(algorithm):
         raise UserError(
             f"run.local_layers is 'batch_norm', but clients of method {method} upload more or less than their model; "
             "allowed with methods that upload it as it is, such as fedavg, fedprox, ditto and fedem."

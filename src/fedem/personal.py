@@ -17,7 +17,7 @@ from fedem.algorithms.fine_tuning import FineTuned
 from fedem.engines import Batching, Cohort, Engine, SolverDeal
 from fedem.errors import UserError
 from fedem.federation import Federation
-from fedem.mixing.base import Learn, Mixer
+from fedem.mixing.base import Learn, Mixer, Welcome
 from fedem.mixture import negative_log_likelihood
 from fedem.randomness import FINE_TUNE, PERSONAL, derive
 from fedem.rounds import State, init_personal
@@ -125,7 +125,12 @@ class Personalizer:
         return everyone._replace(shared=own | put, personal=kept)
 
     def personalize(
-        self, state: State, samples: Samples, keys: Tensor, max_iterations: int | None = None
+        self,
+        state: State,
+        samples: Samples,
+        keys: Tensor,
+        max_iterations: int | None = None,
+        beside: int | None = None,
     ) -> Predictors:
         """Fit clients unseen in training on their ``samples``; all that the others share stays as it is.
 
@@ -136,9 +141,14 @@ class Personalizer:
             max_iterations: bounds the method's own rule: updates of FedEM's mixture weights, of which the paper makes
                 one (None for convergence); for a method that must train, passes over the samples (None for
                 ``unseen_epochs``).
+            beside: position of a client that took part: start from what it reads, and not from what all came to.
 
         """
         start = self.mixer.welcome(state.shared, state.memory)
+        if start is not None and beside is not None:
+            read = self.mixer.own(state.shared, state.memory, torch.tensor([beside]))
+            rows = read.reads.to(next(iter(read.shared.values())).device)
+            start = Welcome(tree_index(read.shared, rows), start.fine_tune)
         if start is None:
             raise UserError(self.mixer.no_welcome)
         count = len(next(iter(start.shared.values())))

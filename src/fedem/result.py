@@ -96,14 +96,17 @@ class Result:
 
     def client(self, name: str, which: str = "last") -> PersonalModel:
         """Return the predictor of a client that took part in training."""
-        if name not in self.names:
-            some = ", ".join(self.names[:5]) + (", ..." if len(self.names) > 5 else "")
-            raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
-        position = self.names.index(name)
+        position = self._position(name)
         found = self._served(which, torch.tensor([position]))
         state = self.tuned.get(which, self.state(which))
         shared = tree_index(found.shared, int(found.reads[0]))
         return self._personal(shared, tree_index(state.personal, position))
+
+    def _position(self, name: str) -> int:
+        if name not in self.names:
+            some = ", ".join(self.names[:5]) + (", ..." if len(self.names) > 5 else "")
+            raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
+        return self.names.index(name)
 
     def _served(self, which: str, clients: Tensor) -> Served:
         """Return what clients read: their fine-tuned trees, where the run fine-tunes."""
@@ -124,7 +127,13 @@ class Result:
         return self.client(client, which).predict(inputs)
 
     def personalize(
-        self, inputs: Any, targets: Any, *, max_iterations: int | None = None, which: str = "last"
+        self,
+        inputs: Any,
+        targets: Any,
+        *,
+        max_iterations: int | None = None,
+        which: str = "last",
+        beside: str | None = None,
     ) -> PersonalModel:
         """Fit a client unseen in training on its samples, from any number of them; what others share stays fixed.
 
@@ -134,6 +143,8 @@ class Result:
             max_iterations: for FedEM updates of the mixture weights, 1 in the paper and None for convergence; for a
                 method that must train, passes over the samples, None for ``unseen_epochs``.
             which: "last" or "best".
+            beside: a client that took part: start from what it has, such as a peer's components, and not from the mean
+                of all.
 
         """
         x = self.shapes.conform("(new client)", inputs)
@@ -145,7 +156,7 @@ class Result:
                 targets = self.shapes.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             self._check(samples)
-        found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations=max_iterations, which=which)
+        found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations, which, beside)
         return PersonalModel(self.parts.model, found.of(self.parts.algorithm, 0), self.shapes)
 
     def _check(self, samples: Samples) -> None:
@@ -156,19 +167,32 @@ class Result:
         self.parts.model.check(inputs, samples.targets)
 
     def fit_unseen(
-        self, samples: Samples, keys: Tensor, *, max_iterations: int | None = None, which: str = "last"
+        self,
+        samples: Samples,
+        keys: Tensor,
+        max_iterations: int | None = None,
+        which: str = "last",
+        beside: str | None = None,
     ) -> Predictors:
-        """Fit several unseen clients, whose names are hashed to ``keys``."""
+        """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
+        position = None if beside is None else self._position(beside)
         engine, _ = self.parts.engine(self.config)
         personalizer = self.parts.personalizer(self.config, engine)
         with torch.no_grad(), products(self.config.run.precision, self.parts.device):
-            return personalizer.personalize(self.state(which), samples, keys, max_iterations)
+            return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
 
-    def with_unseen(self, federation: Federation, *, max_iterations: int | None = None, which: str = "last") -> Result:
+    def with_unseen(
+        self,
+        federation: Federation,
+        *,
+        max_iterations: int | None = None,
+        which: str = "last",
+        beside: str | None = None,
+    ) -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
         self.shapes.conform(federation.names[0], federation.train.inputs[:1])
         self._check(federation.train)
-        found = self.fit_unseen(federation.train, federation.keys, max_iterations=max_iterations, which=which)
+        found = self.fit_unseen(federation.train, federation.keys, max_iterations, which, beside)
         parts = replace(self.parts, mixer=Settled())
         state = found.settled(self.state(which).round)
         engine, _ = parts.engine(self.config)

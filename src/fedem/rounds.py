@@ -22,7 +22,7 @@ from fedem.federation import Federation
 from fedem.mixing.base import Mixed, Mixer, Round
 from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.schedules import Schedule
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_sorted, tree_to
+from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_sorted, tree_stack, tree_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,19 @@ class Training:
     def _deal(self) -> SolverDeal:
         return SolverDeal(self.algorithm)
 
+    @cached_property
+    def _scales(self) -> Tensor | None:
+        return self.mixer.scales(self.federation.train.sizes)
+
     def init(self) -> State:
         """Draw the initial state."""
         shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
-        trained, seed = self.algorithm.model.trainable, int(derive(self.seed, MIXER))
+        trained, seed = self.algorithm.model.trainable, mixer_seed(self.seed)
         groups, memory = self.mixer.init(shared, trained, self.federation.keys, seed)
+        if self.mixer.starts_apart:
+            draws = derive(self.federation.keys, COMPONENTS, self.seed).tolist()
+            own = tree_stack([self.algorithm.init_shared(draw) for draw in draws])
+            groups = {name: own[name] for name in groups}
         keys = derive(self.federation.keys, PERSONAL, self.seed)
         personal = init_personal(self.algorithm, shared, keys)
         # As a checkpoint gives them back: a run that is resumed must add up in the same order.
@@ -129,7 +137,13 @@ class Training:
         """Let the cohort train, those with the same solver together."""
         names = self.federation.keys[clients]
         keys = derive(names, SHUFFLE, self.seed, round_index)
-        return self._deal.train(self.engine, cohort, self.batching, names, keys, rate, num_steps)
+        scales = None if self._scales is None else self._scales[clients]
+        return self._deal.train(self.engine, cohort, self.batching, names, keys, rate, num_steps, scales)
+
+
+def mixer_seed(seed: int) -> int:
+    """Return the source of what a mixer draws once for a run."""
+    return int(derive(seed, MIXER))
 
 
 def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor) -> Tree:

@@ -10,6 +10,7 @@ from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
 from fedem.engines import ENGINES, Batching
 from fedem.errors import UserError, unknown
+from fedem.graphs import GRAPHS
 from fedem.methods import ALIASES, METHODS
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
@@ -24,6 +25,9 @@ Layer = Mapping[str, Mapping[str, Any]]
 
 GIVEN = "given"
 """Name of data or a model that was passed from Python, and so can't be made again from a file."""
+
+NO_GRAPH = "none"
+"""Name of the graph of clients that talk to a server, or to nobody."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class RunSettings(Settings):
     unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
+    diagnose_every: int = field(default=0, metadata={"min": 0})
     checkpoint_every: int = field(default=10, metadata={"min": 1})
     partition_hash: str = ""
 
@@ -61,15 +66,17 @@ NAMED: dict[str, dict[str, Kinds]] = {
     "data": _rows(DATA),
     "partition": _rows(PARTITIONS),
     "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
+    "graph": _rows(GRAPHS),
     "model": _rows(MODELS),
     "loss": _rows(LOSSES),
     "solver": _rows(SOLVERS),
     "schedule": _rows(SCHEDULES),
 }
-_WITHOUT_SETTINGS = [("data", GIVEN), ("partition", GIVEN), ("model", GIVEN), ("loss", "auto")]
+_WITHOUT_SETTINGS = [("data", GIVEN), ("partition", GIVEN), ("model", GIVEN), ("loss", "auto"), ("graph", NO_GRAPH)]
 DEFAULTS: Sections = {
     "data": {"name": "synthetic"},
     "method": {"name": "fedem"},
+    "graph": {"name": NO_GRAPH},
     "model": {"name": "linear"},
     "loss": {"name": "auto"},
     "solver": {"name": "sgd"},

@@ -25,6 +25,7 @@ for command in (
     training.train,
     comparing.compare,
     about.methods,
+    about.graphs,
     folders.show,
     folders.evaluate,
     folders.personalize,

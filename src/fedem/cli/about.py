@@ -1,4 +1,4 @@
-"""What needs no run: ``fedem methods`` and ``fedem version``."""
+"""What needs no run: ``fedem methods``, ``fedem graphs`` and ``fedem version``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 from fedem import __version__
+from fedem.cli.options import given
+from fedem.config import Config, parse_assignment
 from fedem.methods import resolve_method
-from fedem.report.console import console
+from fedem.report.console import console, waiting
+from fedem.report.graphs import describe, graph_pages, graphs_table
 from fedem.report.methods import method_pages, methods_table
 
 
@@ -22,6 +25,42 @@ def methods(
         return
     for page in method_pages(resolve_method(name)):
         console.print(page, highlight=False)
+
+
+def graphs(
+    name: Annotated[str | None, typer.Argument(help="One graph, to be told all of it.", show_default=False)] = None,
+    clients: Annotated[
+        int | None, typer.Option(help="Build it for so many clients, and tell how fast they agree.", min=2)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Decides whatever is random.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of the graph: graph.key=value. May be repeated.")
+    ] = None,
+) -> None:
+    """List the graphs over which clients average without a server; with a NAME, tell all of one.
+
+    Examples:
+      fedem graphs erdos_renyi --clients 300
+
+      fedem graphs ring --clients 20 --set graph.weights=metropolis --set graph.link_failure=0.1
+
+    """
+    if name is None:
+        console.print(graphs_table())
+        console.print("fedem graphs NAME tells a graph's settings.", highlight=False)
+        return
+    config = Config.build({"graph": given(name=name)}, *map(parse_assignment, settings or []))
+    topology = config.graph
+    if topology is None:
+        console.print("none: clients talk to a server, or to nobody.", highlight=False)
+        return
+    if clients is None:
+        for page in graph_pages(name):
+            console.print(page, highlight=False)
+        return
+    with waiting("Finding the mixing matrix", quiet=False):
+        table = describe(topology, clients, seed)
+    console.print(table, highlight=False)
 
 
 def version() -> None:

@@ -60,6 +60,10 @@ def personalize(
             min=0,
         ),
     ] = 0,
+    beside: Annotated[
+        str | None,
+        typer.Option(help="A client that took part: start from what it has (without a server, its components)."),
+    ] = None,
     which: Which = "last",
     target_column: TargetColumn = None,
     client_column: ClientColumn = None,
@@ -83,7 +87,7 @@ def personalize(
     targets = plain_targets(table) if encoding is None else encoding.targets(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
-        fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which)
+        fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which, beside=beside)
     fitted.save(out)
     if not quiet:
         metric = metric_of(fitted.summary)

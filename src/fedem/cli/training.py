@@ -23,6 +23,7 @@ from fedem.cli.options import (
 )
 from fedem.config import Config, parse_assignment, read_toml, unbound
 from fedem.errors import UserError
+from fedem.graphs import GRAPHS
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
 from fedem.report.console import console, errors, progress, show_run, waiting
@@ -40,6 +41,9 @@ def train(
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
     method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
+    graph: Annotated[
+        str | None, typer.Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
+    ] = None,
     components: Annotated[int | None, typer.Option(help="M, the number of shared components.")] = None,
     rounds: Rounds = None,
     clients_per_round: ClientsPerRound = None,
@@ -72,6 +76,7 @@ def train(
     asked: Sections = {
         "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device),
         "method": given(name=method, num_components=components),
+        "graph": given(name=graph),
         "data": data_section(data, target_column, client_column),
     }
     options: list[Layer] = [asked, *map(parse_assignment, settings or [])]

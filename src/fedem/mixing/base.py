@@ -114,8 +114,21 @@ class Mixer(Settings, ABC):
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """Return what clients unseen in training start from; None when there is nothing for them."""
 
-    def check(self, num_clients: int) -> None:
-        """Refuse more clients than the mixer can keep in mind."""
+    @property
+    def starts_apart(self) -> bool:
+        """Whether every group starts from models of its own, and not all from the same."""
+        return False
+
+    def check(self, keys: Tensor, seed: int) -> None:
+        """Refuse clients that the mixer can't bring together, or too many to keep in mind; arguments as in ``init``."""
+
+    def scales(self, sizes: Tensor) -> Tensor | None:
+        """Return what each client's learning rate is multiplied by, ``sizes [T] -> [T]``; None for one."""
+        return None
+
+    def facts(self, memory: Tree) -> dict[str, float]:
+        """Return what is worth saying of the mixer at the end of a run."""
+        return {}
 
     def num_steps(self, key: int) -> int | None:
         """Return how many local steps everybody takes in the round with this key; None for what the batching says."""
@@ -164,10 +177,10 @@ def by_samples(this: Round) -> Tensor:
     return (this.sizes.double() / this.sizes.sum())[None]
 
 
-def refuse_pairs(method: str, num_clients: int) -> None:
+def refuse_pairs(who: str, num_clients: int) -> None:
     """Refuse a square matrix over the clients that would fill the memory."""
     if num_clients > MOST_PAIRED:
         raise UserError(
-            f"Method {method} keeps a number for every pair of clients, and there are {num_clients:,}; allowed: "
+            f"{who} keeps a number for every pair of clients, and there are {num_clients:,}; allowed: "
             f"at most {MOST_PAIRED:,} clients."
         )

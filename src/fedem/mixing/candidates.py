@@ -31,9 +31,9 @@ class Candidates(Mixer):
     num_candidates: int = field(default=5, metadata={"min": 1})
     exploration: float = field(default=0.3, metadata={"min": 0, "max": 1})
 
-    def check(self, num_clients: int) -> None:
+    def check(self, keys: Tensor, seed: int) -> None:
         """The gains are T x T."""
-        refuse_pairs("fedfomo", num_clients)
+        refuse_pairs("Method fedfomo", len(keys))
 
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """All start alike; nobody has gained anything."""

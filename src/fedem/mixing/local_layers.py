@@ -98,9 +98,22 @@ class LocalLayers(Mixer):
         average = tree_map(lambda leaf: leaf.expand(count, *leaf.shape[1:]), take_prefix("average", memory))
         return start._replace(shared=tree_sorted(start.shared | average), learn=None if learn_common is None else learn)
 
-    def check(self, num_clients: int) -> None:
+    @property
+    def starts_apart(self) -> bool:
         """As the other mixer does."""
-        self.base.check(num_clients)
+        return self.base.starts_apart
+
+    def check(self, keys: Tensor, seed: int) -> None:
+        """As the other mixer does."""
+        self.base.check(keys, seed)
+
+    def scales(self, sizes: Tensor) -> Tensor | None:
+        """As the other mixer does."""
+        return self.base.scales(sizes)
+
+    def facts(self, memory: Tree) -> dict[str, float]:
+        """As the other mixer does."""
+        return self.base.facts(take_prefix("base", memory))
 
     def num_steps(self, key: int) -> int | None:
         """As the other mixer does."""

@@ -33,9 +33,9 @@ class Relations(OwnGroups):
     relations_every: int = field(default=30, metadata={"min": 0})
     floor: float = field(default=1e-3, metadata={"above": 0, "max": 1})
 
-    def check(self, num_clients: int) -> None:
+    def check(self, keys: Tensor, seed: int) -> None:
         """Sigma is T x T."""
-        refuse_pairs("mocha", num_clients)
+        refuse_pairs("Method mocha", len(keys))
 
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedem.config import Config
 from fedem.data import DATA
 from fedem.methods import ALIASES, METHODS, Method
-from fedem.sections import GIVEN
+from fedem.mixing.graph import Graph
+from fedem.sections import GIVEN, complete_section
 from fedem.settings import Settings, names_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 _ANY = "any data"
 _OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
+_MARK = re.compile(r"(?::\w+:)?`+~?([^`]+)`+")
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", flags=re.MULTILINE)
 
 
@@ -67,14 +69,20 @@ def method_pages(name: str) -> Iterator[RenderableType]:
     yield _facts(name, row)
     yield from _origin(row)
     found = [setting for kind in (row.algorithm, row.mixer) for setting in settings_of(kind)]
-    yield _settings(found) if found else "\nIt has no settings of its own."
+    yield (
+        settings_table("Settings of its own: --set method.KEY=VALUE", found)
+        if found
+        else "\nIt has no settings of its own."
+    )
+    if row.mixer is Graph:
+        yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs tells them."
     yield _shipped(name)
 
 
 def settings_of(kind: type[Settings]) -> list[Setting]:
     """Return what a user can set of an algorithm or a mixer."""
     meanings = {
-        attribute: " ".join(text.split())
+        attribute: plain(" ".join(text.split()))
         for base in reversed(kind.__mro__)
         for attribute, text in _ATTRIBUTE.findall(_section(base))
     }
@@ -110,11 +118,19 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
             f"{place}.{key}": value
             for place, entries in config.sections.items()
             for key, value in entries.items()
-            if place not in _OF_THE_DATA and f"{place}.{key}" in changed
+            if place not in _OF_THE_DATA
+            and f"{place}.{key}" in changed
+            and not _goes_without_saying(config, place, key)
         }
         if data == GIVEN or values != told[_ANY]:
             told[_ANY if data == GIVEN else data] = values
     return told
+
+
+def _goes_without_saying(config: Config, place: str, key: str) -> bool:
+    """Whether a graph's setting is what it would be anyway, once its name is known."""
+    chosen = config.sections[place]
+    return place == "graph" and key != "name" and chosen[key] == complete_section(place, {"name": chosen["name"]})[key]
 
 
 def _facts(name: str, row: Method) -> Table:
@@ -144,18 +160,24 @@ def _origin(row: Method) -> Iterator[RenderableType]:
         module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
         own = (inspect.getdoc(kind) or "").partition("Attributes:\n")[0]
         yield Text(
-            "\n\n".join(_flowing(paragraph) for text in (module, own) for paragraph in text.split("\n\n")).strip()
+            "\n\n".join(flowing(paragraph) for text in (module, own) for paragraph in text.split("\n\n")).strip()
         )
 
 
-def _flowing(paragraph: str) -> str:
+def flowing(paragraph: str) -> str:
     """Undo the line breaks of a paragraph, but for lists and the like."""
     lines = paragraph.strip("\n").split("\n")
     return paragraph if any(line.startswith((" ", "-")) for line in lines) else " ".join(lines)
 
 
-def _settings(found: list[Setting]) -> Table:
-    table = _plain_table("Settings of its own: --set method.KEY=VALUE")
+def plain(text: str) -> str:
+    """Undo the marks that documentation has for names of code."""
+    return _MARK.sub(r"\1", text)
+
+
+def settings_table(title: str, found: list[Setting]) -> Table:
+    """Return a row a setting."""
+    table = _plain_table(title)
     for heading in ("key", "default", "allowed", "meaning"):
         table.add_column(heading, no_wrap=heading in ("key", "default"))
     for setting in found:
