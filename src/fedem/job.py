@@ -11,6 +11,8 @@ import torch
 
 from fedem.config import Config
 from fedem.data.base import Dataset, Truth
+from fedem.diagnostics import check_diagnosable, estimate_dissimilarity
+from fedem.diagnostics import measure as diagnose
 from fedem.engines import Engine
 from fedem.engines.memory import free_bytes, peak_bytes
 from fedem.errors import UserError
@@ -101,6 +103,8 @@ class Job:
         parts.mixer.check(federation.keys, mixer_seed(config.run.seed))
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
+        if config.run.diagnose_every:
+            check_diagnosable(parts.algorithm, parts.mixer)
         engine, note = parts.engine(config)
         training = Training(
             parts.algorithm,
@@ -150,11 +154,12 @@ class Job:
         before = progress.state
         progress.state, log = self.training.step(before)
         entry = _cost(progress.state.round, log)
-        every, last = self.config.run.evaluate_every, progress.state.round == self.config.run.rounds
-        alpha_every = self.config.run.measure_alpha_every
-        if alpha_every and (last or progress.state.round % alpha_every == 0):
+        run, done = self.config.run, progress.state.round
+        if _is_due(run.measure_alpha_every, done, run.rounds):
             entry |= measure(self.training, before).record()
-        if last or (every and progress.state.round % every == 0):
+        if _is_due(run.diagnose_every, done, run.rounds):
+            entry |= diagnose(self.training, before, progress.state).record()
+        if done == run.rounds or _is_due(run.evaluate_every, done, run.rounds):
             scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)
             validation = scores.get("validation")
@@ -214,6 +219,8 @@ class Job:
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}
+        if any("dissimilarity" in line for line in history):
+            summary |= estimate_dissimilarity(history).record()
         if self.truth is not None:
             oracle = evaluate_oracle(self.truth, self.federation)
             if oracle is not None:
@@ -244,6 +251,11 @@ class Job:
             return None
         weights = found.log_weights(self.parts.algorithm).exp().cpu()
         return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
+
+
+def _is_due(every: int, done: int, rounds: int) -> bool:
+    """Whether something is due after so many rounds: each ``every`` rounds, 0 being never, and after the last."""
+    return bool(every) and (done == rounds or done % every == 0)
 
 
 def _mean(values: Iterable[int]) -> int | None:

@@ -23,7 +23,7 @@ _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Settings:
     """A frozen dataclass whose plain fields are checked on construction."""
 

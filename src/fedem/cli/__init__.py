@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedem.cli import about, comparing, datasets, describing, folders, training
+from fedem.cli import about, comparing, datasets, describing, folders, theory, training
 from fedem.errors import UserError
 from fedem.report.console import console, errors
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 for command in (
     training.train,
     comparing.compare,
+    theory.theory,
     about.methods,
     about.graphs,
     folders.show,

@@ -27,6 +27,7 @@ from fedem.graphs import GRAPHS
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
 from fedem.report.console import console, errors, progress, show_run, waiting
+from fedem.report.theory import plot_diagnostics
 from fedem.runs import RunFolder, new_folder
 from fedem.sections import Layer, Sections
 from fedem.settings import names_of
@@ -117,6 +118,8 @@ def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
         errors.print(f"note: {job.note}", highlight=False)
     with progress(title, job.config.run.rounds, quiet) as listener:
         carry_out(job, out=folder.path, resume=resume, listener=listener)
+    if job.config.run.diagnose_every:
+        plot_diagnostics(folder.metrics(), folder.path / "diagnostics.png")
 
 
 def _check_components(layers: list[Layer]) -> None:
