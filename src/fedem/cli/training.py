@@ -96,8 +96,10 @@ def train(
         dataset = chosen.make_data()
     if dataset.encoding is not None and not quiet:
         errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
-    jobs = [(folder, Job.prepare(chosen, dataset, None))]
-    jobs += [(RunFolder(folder.path / "baselines" / name), Job.prepare(c, dataset, None)) for name, c in others.items()]
+    with waiting("Preparing", quiet):
+        jobs = [(folder, Job.prepare(chosen, dataset, None))]
+        for name, other in others.items():
+            jobs.append((RunFolder(folder.path / "baselines" / name), Job.prepare(other, dataset, None)))
     for place, job in jobs:
         _train(job, place, resume and place.exists(), quiet)
     if not quiet:

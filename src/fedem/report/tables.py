@@ -90,6 +90,15 @@ def remarks(summary: Summary) -> list[str]:
             f"Recovered components: cosine distance to the truth {distances}; "
             f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
         )
+    if (p := summary.get("consensus_p")) is not None:
+        tau = summary["consensus_tau"]
+        lines.append(
+            f"Averaging over the graph leaves at most {100 * (1 - p):.3g}% of the squared disagreement "
+            f"{'each round' if tau == 1 else f'every {tau} rounds'}."
+        )
+    if "dissimilarity_slope" in summary:
+        constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
+        lines.append(f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}.")
     if summary.get("num_unseen_clients") and f"unseen_test_{metric_of(summary)}" not in summary:
         lines.append("Clients held out were not scored: this method shares nothing with them.")
     if deviation := summary.get("target_deviation"):
