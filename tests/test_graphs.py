@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from fedem.errors import UserError
-from fedem.graphs import GRAPHS, Complete, ErdosRenyi, Grid, Regular, Ring, SmallWorld, Star, Topology, check_mixing
+from fedem.graphs import (
+    GRAPHS,
+    Complete,
+    ErdosRenyi,
+    Grid,
+    Regular,
+    Ring,
+    SmallWorld,
+    StarGraph,
+    Topology,
+    check_mixing,
+)
 from fedem.graphs.activity import edge_numbers, matchings, random_matching
 from fedem.graphs.weights import canonical, degrees, num_components
 from fedem.randomness import client_keys
@@ -70,7 +81,7 @@ def test_edges_are_in_order(topology: Topology) -> None:
         (Grid(), [4] * 12),
         (Grid(torus=False), [2] * 4 + [3] * 6 + [4] * 2),
         (Complete(), [11] * 12),
-        (Star(), [1] * 11 + [11]),
+        (StarGraph(), [1] * 11 + [11]),
         (Regular(degree=5), [5] * 12),
         (SmallWorld(neighbours=6, rewiring=0.0), [6] * 12),
     ],
@@ -81,11 +92,11 @@ def test_degrees(topology: Topology, expected: list[int]) -> None:
 
 
 def test_the_centre_of_a_star_is_the_first_by_key() -> None:
-    assert int(degrees(12, union(Star(), KEYS)).argmax()) == int(KEYS.argmin())
+    assert int(degrees(12, union(StarGraph(), KEYS)).argmax()) == int(KEYS.argmin())
 
 
 def test_few_clients() -> None:
-    for count, topology in product((1, 2, 3), (Ring(), Grid(), Grid(torus=False), Complete(), Star())):
+    for count, topology in product((1, 2, 3), (Ring(), Grid(), Grid(torus=False), Complete(), StarGraph())):
         matrices = topology.matrices(KEYS[:count], 0)
         assert matrices.shape == (1, count, count)
         check_mixing(matrices[0], union(topology, KEYS[:count]))
@@ -109,7 +120,7 @@ def test_random_graphs_depend_on_the_seed(topology: Topology) -> None:
 def test_rules_for_the_weights() -> None:
     """A star of 4: its centre has three neighbours."""
     for weights in ("metropolis", "max_degree"):
-        matrix = Star(weights=weights).matrices(KEYS[:4], 0)[0]
+        matrix = StarGraph(weights=weights).matrices(KEYS[:4], 0)[0]
         assert matrix[matrix > 0].sort().values.tolist() == pytest.approx([0.25] * 7 + [0.75] * 3)
     (lazy,) = Complete(laziness=0.5).matrices(KEYS[:4], 0)
     assert torch.equal(lazy, 0.5 * torch.eye(4, dtype=torch.float64) + 0.125)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedem.graphs import Complete, ErdosRenyi, Grid, Ring, Star, Topology, second_modulus
+from fedem.graphs import Complete, ErdosRenyi, Grid, Ring, StarGraph, Topology, second_modulus
 from fedem.graphs.activity import edges_of
 from fedem.graphs.consensus import with_failures
 from fedem.randomness import client_keys
@@ -48,7 +48,7 @@ def test_p_is_what_all_patterns_of_failures_make(activity: str, failure: float) 
 
 def test_expectations_with_failures_of_any_matrix() -> None:
     rng = np.random.default_rng(0)
-    (matrix,) = Star(weights="metropolis").matrices(KEYS, 0).numpy()
+    (matrix,) = StarGraph(weights="metropolis").matrices(KEYS, 0).numpy()
     inner = rng.normal(size=(6, 6))
     cases = patterns(matrix, 0.4)
     outer, mean = with_failures(matrix, 0.4, inner)
@@ -56,7 +56,7 @@ def test_expectations_with_failures_of_any_matrix() -> None:
     np.testing.assert_allclose(mean, sum(chance * left for chance, left in cases), atol=1e-12)
 
 
-@pytest.mark.parametrize("topology", [Ring(), Grid(), Star(), Complete(), ErdosRenyi()], ids=str)
+@pytest.mark.parametrize("topology", [Ring(), Grid(), StarGraph(), Complete(), ErdosRenyi()], ids=str)
 def test_without_randomness_p_is_the_squared_modulus(topology: Topology) -> None:
     matrices = topology.matrices(KEYS, 0)
     found = topology.consensus(matrices, KEYS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedem.errors import UserError
-from fedem.graphs import Ring, check_mixing, fastest, fastest_mixing, fastest_mixing_sdp, second_modulus
+from fedem.graphs import Grid, Ring, check_mixing, fastest, fastest_mixing, fastest_mixing_sdp, second_modulus
 from fedem.graphs.fastest import project
 from fedem.graphs.weights import canonical, max_degree, metropolis
 
@@ -129,12 +129,35 @@ def test_the_second_modulus_of_matrices_that_are_known() -> None:
 
 
 def test_an_early_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastest, "MOST_ITERATIONS", 20)
-    found = fastest_mixing(40, path(40), TOLERANCE)
-    assert found.iterations == 20
-    assert found.bound + TOLERANCE < np.cos(np.pi / 40) <= found.value
-    with pytest.raises(UserError, match=r"After 20 iterations.*metropolis"):
-        Ring().matrices(torch.arange(40), 0)
+    monkeypatch.setattr(fastest, "MOST_ITERATIONS", 10)
+    fastest._found.cache_clear()
+    (edges,) = Grid(torus=False).edges(torch.arange(40), 0)
+    found = fastest_mixing(40, edges, TOLERANCE)
+    assert found.iterations == 10
+    assert found.bound + TOLERANCE < found.value
+    with pytest.raises(UserError, match=r"After 10 iterations.*known to within \d+% only; allowed: 1%.*metropolis"):
+        Grid(torus=False).matrices(torch.arange(40), 0)
+    fastest._found.cache_clear()
+
+
+@pytest.mark.parametrize("num_clients", [3, 50, 200, 351, 1000])
+def test_large_rings_are_proven_optimal_to_a_small_part_of_their_tiny_gap(num_clients: int) -> None:
+    (edges,) = Ring().edges(torch.arange(num_clients), 0)
+    found = fastest_mixing(num_clients, edges)
+    lowest, highest = (
+        2 - 2 * np.cos(2 * np.pi / num_clients),
+        2 - 2 * np.cos(2 * np.pi * (num_clients // 2) / num_clients),
+    )
+    assert found.value == pytest.approx((highest - lowest) / (highest + lowest), abs=1e-12)
+    assert found.value - found.bound <= 1e-4 * (1 - found.value)
+
+
+def test_what_was_found_is_remembered_and_can_not_be_spoilt() -> None:
+    (edges,) = Grid(torus=False).edges(torch.arange(12), 0)
+    first = fastest_mixing(12, edges)
+    kept = first.matrix.copy()
+    first.matrix[:] = 0
+    assert np.array_equal(fastest_mixing(12, edges).matrix, kept)
 
 
 def test_the_reference_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,13 @@ def test_all_formats_hold_the_same_graph(tmp_path: Path) -> None:
         assert edges.tolist() == EDGES, path
 
 
+def test_a_square_of_three_is_no_list_of_weights(tmp_path: Path) -> None:
+    path, keys = tmp_path / "matrix.csv", client_keys(NAMES[:3])
+    for form in ("%d", "%.18e"):
+        np.savetxt(path, ADJACENCY[:3, :3], fmt=form, delimiter=",")
+        assert File(path=str(path)).edges(keys, 0)[0].tolist() == [[0, 1], [1, 2]]
+
+
 def test_names_are_found_wherever_the_clients_stand(tmp_path: Path) -> None:
     path = tmp_path / "edges.txt"
     path.write_text("a b\nb\tc\n# the end\n  c d\n")
@@ -65,7 +72,19 @@ def test_a_folder_is_a_graph_a_round(tmp_path: Path) -> None:
         ("edges.csv", "ann,bob\nann,zoe\n", "line 2 names 'zoe'.*4 clients"),
         ("edges.csv", "ann,bob\nbob\n", "line 2 has 1 columns"),
         ("edges.txt", "# one\nann ann\n", "line 2 makes 'ann' its own neighbour"),
-        ("edges.csv", "ann,bob,1\n", "3 columns that are not all numbers"),
+        (
+            "edges.csv",
+            "ann,bob,1\n",
+            r"has 3 columns; .*two clients\. Weights can't be given: the rule graph\.weights",
+        ),
+        ("edges.csv", "0,1,0.5\n1,2,0.5\n", "line 1 has 3 columns.*Weights can't be given"),
+        ("edges.csv", "0,1,1\n1,2,1\n", "line 1 has 3 columns.*Weights can't be given"),
+        ("edges.csv", "0,1,0.5\n1,2,0.5\n0,2,1\n", "line 1 has 3 columns.*Weights can't be given"),
+        ("edges.txt", "ann bob\nbob eve 2\n", "line 2 has 3 columns.*Weights can't be given"),
+        ("edges.csv", "a,b,c,d\n", "4 columns that are not all numbers"),
+        ("edges.csv", "# who\nfrom,to\nann,bob\n", r"line 2 names 'from' and 'to', .* a header; .* begin with #"),
+        ("edges.txt", "from to\nfro too\n", "line 1 names 'from'; allowed: names"),
+        ("edges.csv", "from,ann\nann,bob\n", "line 1 names 'from'; allowed: names"),
         ("matrix.csv", "0,1,0\n1,0,1\n0,1,0\n", r"\[3, 3\].*\[4, 4\]"),
         ("matrix.csv", "0,1,0\n1,0\n", "not a rectangle"),
         ("broken.npy", "nothing", "can't be read"),

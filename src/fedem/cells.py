@@ -44,7 +44,7 @@ class Pending(NamedTuple):
 
     def carry_out(self, listener: Listener | None = None) -> None:
         """Train the cell, from where it was stopped if it was."""
-        job = Job.prepare(self.cell.config, self.dataset, None)
+        job = Job.prepare(self.cell.config, self.dataset, None, fresh=False)
         folder = self.cell.folder
         carry_out(job, out=folder.path, resume=folder.exists(), listener=listener)
 
@@ -155,7 +155,10 @@ def prepare(cells: Iterable[Cell]) -> list[Pending]:
         if recipe not in made:
             made[recipe] = cell.config.make_data()
         # Jobs are made again when their turn comes: on a GPU, each has a copy of the data.
-        job = Job.prepare(cell.config, made[recipe], None)
+        try:
+            job = Job.prepare(cell.config, made[recipe], None, fresh=not cell.folder.exists())
+        except UserError as error:
+            raise UserError(f"{cell.method}, seed {cell.seed}: {error}") from None
         if cell.folder.exists():
             _check_cell(cell.folder, job)
         else:

@@ -59,6 +59,9 @@ class Config:
         # Data that stay as they are made, or were passed from Python, are not partitioned.
         usual = DATA[data].usual if (data := chosen["data"].get("name")) in DATA else GIVEN
         merged = overlay(DEFAULTS, {"partition": {"name": usual}}, ground, asked)
+        if isinstance(path := merged["graph"].get("path"), str) and path:
+            # A run may be taken up from another folder.
+            merged["graph"]["path"] = str(Path(path).absolute())
         return cls({name: complete_section(name, merged.get(name, {})) for name in (*UNNAMED, *NAMED)})
 
     @property
@@ -217,7 +220,7 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
         if key in NAMED or key in UNNAMED:
             if key in UNNAMED and not isinstance(value, Mapping):
                 raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
-            chosen.setdefault(key, {}).update(value if isinstance(value, Mapping) else {"name": value})
+            chosen.setdefault(key, {}).update(_section_of(key, value))
         else:
             flat[key] = value
     places: dict[str, str] = {}
@@ -229,6 +232,18 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
             raise unknown("option", key, places)
         chosen.setdefault(places[key], {})[key] = value
     return chosen
+
+
+def _section_of(section: str, value: Any) -> Mapping[str, Any]:
+    """Return a section from a mapping, from an object of one of its kinds, or from a name."""
+    if isinstance(value, Mapping):
+        return value
+    name = next((name for name, kinds in NAMED.get(section, {}).items() if (type(value),) == kinds), None)
+    return (
+        {"name": value}
+        if name is None
+        else {"name": name} | {key: getattr(value, key) for key in names_of(type(value))}
+    )
 
 
 def _preset(data: Any, method: str) -> Sections:

@@ -69,8 +69,11 @@ class Job:
     personalizer: Personalizer
 
     @classmethod
-    def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None) -> Job:
-        """Check everything that can be checked before work starts."""
+    def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None, fresh: bool = True) -> Job:
+        """Check everything that can be checked before work starts.
+
+        A run that is not ``fresh`` has a state: what the mixer makes at the start, such as a graph, is in it.
+        """
         federation = dataset.federation
         if config.run.unseen:
             federation = federation.hold_out(config.run.unseen, config.run.seed)
@@ -100,7 +103,8 @@ class Job:
             )
         parts.model.probe(inputs.to(parts.device))
         parts.algorithm.check(inputs)
-        parts.mixer.check(federation.keys, mixer_seed(config.run.seed))
+        if fresh:
+            parts.mixer.check(federation.keys, mixer_seed(config.run.seed))
         if config.run.measure_alpha_every:
             check_measurable(parts.algorithm)
         if config.run.diagnose_every:
@@ -215,7 +219,7 @@ class Job:
         }
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
-        summary |= self.parts.mixer.facts(progress.state.memory)
+        summary |= self.parts.mixer.facts(progress.state.memory, self.training.cohort_size)
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fedem.algorithms.base import Algorithm
+from fedem.algorithms.fedem import FedEM
 from fedem.arrays import check_inputs
 from fedem.config import Config
 from fedem.data.tables.encoding import Encoding
 from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError
-from fedem.graphs import GRAPHS
+from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
 from fedem.mixing.graph import Graph
@@ -128,7 +129,30 @@ def _over_graph(config: Config, algorithm: Algorithm, mixer: Mixer) -> Mixer:
             f"graph.name is {config.name('graph')!r}, but method {method} needs a server; allowed over a graph: "
             "methods whose clients send a model to be averaged, such as fedem, fedavg, fedprox, ditto, apfl and pfedme."
         )
+    _check_scale(config, algorithm, topology)
+    if topology.start == "apart" and config.run.local_layers != "none":
+        raise UserError(
+            f"graph.start is 'apart' and run.local_layers {config.run.local_layers!r}, but layers that stay with their "
+            "clients start alike; allowed: graph.start alike, or run.local_layers none."
+        )
     return Graph(topology)
+
+
+def _check_scale(config: Config, algorithm: Algorithm, topology: Topology) -> None:
+    """Refuse to scale steps where the learning rate is not their length, or theirs alone."""
+    if topology.scale != "steps":
+        return
+    allowed = "allowed: updates, which scales what all steps of a round come to, or none."
+    if not algorithm.solver.obeys_rate:
+        raise UserError(
+            f"graph.scale is 'steps', but solver {config.name('solver')} has steps without a learning rate; {allowed}"
+        )
+    # Mixture weights have no steps of their own.
+    if type(algorithm).init_personal is not Algorithm.init_personal and not isinstance(algorithm, FedEM):
+        raise UserError(
+            f"graph.scale is 'steps', but clients of method {config.name('method')} train models of their own with "
+            f"the same learning rate; {allowed}"
+        )
 
 
 def _uploads_its_model(algorithm: Algorithm) -> bool:

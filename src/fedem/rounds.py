@@ -81,12 +81,13 @@ class Training:
         shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
         trained, seed = self.algorithm.model.trainable, mixer_seed(self.seed)
         groups, memory = self.mixer.init(shared, trained, self.federation.keys, seed)
+        keys = derive(self.federation.keys, PERSONAL, self.seed)
         if self.mixer.starts_apart:
             draws = derive(self.federation.keys, COMPONENTS, self.seed).tolist()
-            own = tree_stack([self.algorithm.init_shared(draw) for draw in draws])
-            groups = {name: own[name] for name in groups}
-        keys = derive(self.federation.keys, PERSONAL, self.seed)
-        personal = init_personal(self.algorithm, shared, keys)
+            groups = tree_stack([self.algorithm.init_shared(draw) for draw in draws])
+            personal = init_personal(self.algorithm, groups, keys, apart=True)
+        else:
+            personal = init_personal(self.algorithm, shared, keys)
         # As a checkpoint gives them back: a run that is resumed must add up in the same order.
         return State(0, *map(tree_sorted, (groups, personal, memory))).to(self.device)
 
@@ -101,7 +102,9 @@ class Training:
         samples = self.federation.train.take(clients)
         rate = self.schedule.rate(state.round, self.num_rounds)
         key = int(derive(self.seed, MIXER, state.round))
-        this = Round(clients, samples.sizes, self.federation.num_clients, rate, key)
+        average_size = len(self.federation.train) / self.federation.num_clients
+        trained = self.algorithm.model.trainable
+        this = Round(clients, samples.sizes, self.federation.num_clients, rate, key, average_size, trained)
         served = self.mixer.serve(state.shared, state.memory, clients, key)
         cohort = Cohort(*served, tree_index(state.personal, clients.to(self.device)), samples)
         # What the server does not hold is the clients' own, and no part of a message.
@@ -146,11 +149,14 @@ def mixer_seed(seed: int) -> int:
     return int(derive(seed, MIXER))
 
 
-def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor) -> Tree:
-    """Return the first personal trees of the clients with these ``keys``, ``[T, ...]``."""
-    if not algorithm.init_personal(shared, keys[0]):
+def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool = False) -> Tree:
+    """Return the first personal trees of the clients with these ``keys``, ``[T, ...]``.
+
+    They start beside one ``shared`` tree or, where they are ``apart``, each beside its own, ``[T, ...]``.
+    """
+    if not algorithm.init_personal(tree_index(shared, 0) if apart else shared, keys[0]):
         return {}
-    return vmap(algorithm.init_personal, in_dims=(None, 0))(shared, keys)
+    return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
 
 
 def _sent_bytes(trees: Tree, private: Set[str]) -> int:

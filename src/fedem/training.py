@@ -75,7 +75,7 @@ def run(
     listener: Listener | None = None,
 ) -> Result:
     """Carry out the run that ``config`` describes on ``dataset``."""
-    return carry_out(Job.prepare(config, dataset, model), out=out, resume=resume, listener=listener)
+    return carry_out(Job.prepare(config, dataset, model, fresh=not resume), out=out, resume=resume, listener=listener)
 
 
 def carry_out(
@@ -163,6 +163,6 @@ def reassess(path: str | Path, device: str = "auto") -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained or written."""
     folder = RunFolder(Path(path))
     config = folder.config().replace("run", device=device)
-    job = Job.prepare(config, config.make_data(), None).placed()
+    job = Job.prepare(config, config.make_data(), None, fresh=False).placed()
     with products(config.run.precision, job.parts.device):
         return job.conclude(_restore(job, folder))

@@ -97,9 +97,12 @@ def train(
     if dataset.encoding is not None and not quiet:
         errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
     with waiting("Preparing", quiet):
-        jobs = [(folder, Job.prepare(chosen, dataset, None))]
-        for name, other in others.items():
-            jobs.append((RunFolder(folder.path / "baselines" / name), Job.prepare(other, dataset, None)))
+        runs = [(folder, chosen)]
+        runs += [(RunFolder(folder.path / "baselines" / name), other) for name, other in others.items()]
+        jobs = [
+            (place, Job.prepare(settings, dataset, None, fresh=not (resume and place.exists())))
+            for place, settings in runs
+        ]
     for place, job in jobs:
         _train(job, place, resume and place.exists(), quiet)
     if not quiet:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fedem.graphs.activity import among
 from fedem.graphs.base import Topology
 from fedem.graphs.consensus import Consensus
 from fedem.graphs.fastest import Fastest, fastest_mixing, fastest_mixing_sdp
 from fedem.graphs.files import File
-from fedem.graphs.topologies import Complete, ErdosRenyi, Grid, Regular, Ring, SmallWorld, Star
+from fedem.graphs.topologies import Complete, ErdosRenyi, Grid, Regular, Ring, SmallWorld, StarGraph
 from fedem.graphs.weights import check_mixing, second_modulus
 
 __all__ = [
@@ -20,8 +21,9 @@ __all__ = [
     "Regular",
     "Ring",
     "SmallWorld",
-    "Star",
+    "StarGraph",
     "Topology",
+    "among",
     "check_mixing",
     "fastest_mixing",
     "fastest_mixing_sdp",
@@ -33,7 +35,7 @@ GRAPHS: dict[str, type[Topology]] = {
     "ring": Ring,
     "grid": Grid,
     "complete": Complete,
-    "star": Star,
+    "star": StarGraph,
     "small_world": SmallWorld,
     "regular": Regular,
     "file": File,

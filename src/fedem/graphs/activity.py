@@ -63,6 +63,13 @@ def random_matching(edges: Edges, keys: Tensor, key: int) -> Edges:
     return taken
 
 
+def among(matrix: Tensor, present: Tensor) -> Tensor:
+    """Restrict a mixing matrix to some clients, ``[T, T] -> [C, C]``: each keeps what it would give to the others."""
+    part = matrix[present][:, present].clone()
+    part.diagonal().add_(1 - part.sum(1))
+    return part
+
+
 def without_failures(matrix: Matrix, keys: Tensor, key: int, probability: float) -> Matrix:
     """Let each edge fail with ``probability``; its weight goes back to the diagonal at both ends."""
     edges = edges_of(matrix)

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from fedem.errors import UserError
-from fedem.graphs.activity import edges_of, matchings, pairwise, random_matching, without_failures
+from fedem.graphs.activity import among, edges_of, matchings, pairwise, random_matching, without_failures
 from fedem.graphs.consensus import Consensus, consensus_of, over_draws, with_failures
-from fedem.graphs.fastest import fastest_mixing
+from fedem.graphs.fastest import LARGEST_SHARE, fastest_mixing
 from fedem.graphs.weights import Edges, Matrix, canonical, check_mixing, degrees, max_degree, metropolis, num_components
-from fedem.randomness import derive
+from fedem.randomness import choose, derive
 from fedem.settings import Settings
 
 MOST_WEIGHTS = 10**8
 """weights at most in all matrices: 800 MB"""
-LARGEST_GAP = 1e-3
-"""how far a matrix that is called the fastest may be from it, where the iterations end early"""
 
 _NUM_DRAWS = 300
 _DRAWS = 3  # a purpose, beside those of fedem.graphs.activity
@@ -46,7 +44,8 @@ class Topology(Settings, ABC):
         activity: which edges are used in a round. "all"; "matchings": the edges of one colour, the colours in turn, no
             two edges of a colour having a client in common; "random_matching": a maximal matching drawn in each round.
         link_failure: the probability that an edge fails in a round, each by itself. Its weight then stays at both ends.
-        scale_steps: whether local steps are scaled by T n_t / n, so that clients count by their numbers of samples.
+        scale: what is scaled by T n_t / n, so that clients count by their numbers of samples. "steps": every local
+            step, as the paper does; "updates": what all steps of a round come to, for any method and solver; "none".
         start: whether all clients start from the same models ("alike") or each from its own ("apart").
 
     """
@@ -55,7 +54,7 @@ class Topology(Settings, ABC):
     laziness: float = field(default=0.0, metadata={"min": 0, "below": 1})
     activity: str = field(default="all", metadata={"choices": ("all", "matchings", "random_matching")})
     link_failure: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    scale_steps: bool = True
+    scale: str = field(default="updates", metadata={"choices": ("none", "steps", "updates")})
     start: str = field(default="alike", metadata={"choices": ("alike", "apart")})
 
     def __post_init__(self) -> None:
@@ -120,15 +119,34 @@ class Topology(Settings, ABC):
         ranks = order.argsort()
         return torch.from_numpy(matrix)[ranks][:, ranks].to(given.device)
 
-    def consensus(self, matrices: Tensor, keys: Tensor) -> Consensus:
-        """Say how fast clients agree: exactly, but for random matchings, whose expectations are means over draws."""
-        is_estimate = self.activity == "random_matching"
+    def consensus(self, matrices: Tensor, keys: Tensor, num_present: int | None = None) -> Consensus:
+        """Say how fast clients agree.
+
+        It is exact for links that fail; for random matchings, and where not everybody is present, expectations are
+        means over draws.
+
+        Args:
+            matrices: ``[tau, T, T]``, of :meth:`matrices`.
+            keys: ``[T]``, the clients'.
+            num_present: clients in a round, chosen at random; None for all.
+
+        """
+        is_sampled = num_present is not None and num_present < len(keys)
+        is_estimate = is_sampled or self.activity == "random_matching"
+
+        def drawn(phase: int, word: int) -> Matrix:
+            matrix = self.draw(matrices, phase, keys, word).cpu()
+            if is_sampled and num_present is not None:
+                present = choose(keys.cpu(), num_present, word)
+                part, matrix = among(matrix, present), torch.eye(len(keys), dtype=torch.float64)
+                matrix[present[:, None], present] = part
+            return matrix.numpy()
 
         def expectation(phase: int, inner: Matrix) -> tuple[Matrix, Matrix]:
             if not is_estimate:
                 return with_failures(matrices[phase].cpu().numpy(), self.link_failure, inner)
             words = derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist()
-            return over_draws((self.draw(matrices, phase, keys, word).cpu().numpy() for word in words), inner)
+            return over_draws((drawn(phase, word) for word in words), inner)
 
         return consensus_of(expectation, len(keys), len(matrices), is_estimate)
 
@@ -149,10 +167,11 @@ class Topology(Settings, ABC):
                 'Use weights = "metropolis", for which the graphs of all rounds must be connected together only.'
             )
         found = fastest_mixing(num_clients, edges)
-        if found.value - found.bound > LARGEST_GAP:
+        share = (found.value - found.bound) / (1 - found.value)
+        if share > LARGEST_SHARE:
             raise UserError(
-                f"After {found.iterations} iterations the fastest mixing matrix of this graph is known to within "
-                f'{found.value - found.bound:.1e} only; allowed: {LARGEST_GAP}. Use weights = "metropolis".'
+                f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is "
+                f'known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".'
             )
         return found.matrix
 

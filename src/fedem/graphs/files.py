@@ -21,6 +21,8 @@ from fedem.graphs.weights import Edges, canonical
 from fedem.randomness import client_keys
 
 _ARRAYS = (".npy", ".npz")
+_Line = tuple[int, list[str]]
+"""a line's number, from 1, and its words"""
 
 
 @final
@@ -31,7 +33,8 @@ class File(Topology):
     A file is a list of edges, two names of clients a line, separated by commas in a .csv file and else by white space;
     lines that begin with # are comments. An edge counts once however often and either way round it is listed. Or it is
     an adjacency matrix of zeros and ones, whose rows are in the order of the federation's clients: .npy, .npz with one
-    array, or .csv with more than two columns. A client that is its own neighbour is refused.
+    array, or .csv with more than two columns. A client that is its own neighbour is refused, and so are edges with
+    weights: the rule ``weights`` sets them.
     """
 
     path: str = ""
@@ -60,7 +63,7 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
     if path.suffix in _ARRAYS:
         return _from_matrix(path, _load(path), len(positions))
     lines = list(_lines(path))
-    if path.suffix == ".csv" and lines and len(lines[0][1]) > 2:
+    if path.suffix == ".csv" and lines and len(lines[0][1]) > 2 and not _has_weights(lines):
         if len({len(words) for _, words in lines}) > 1:
             raise UserError(f"{path} has lines of different lengths and is not a rectangle; allowed: a square matrix.")
         try:
@@ -71,12 +74,13 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
                 "line, or a square of zeros and ones."
             ) from None
         return _from_matrix(path, matrix, len(positions))
+    _refuse_header(path, lines, positions)
     pairs = [_pair(f"{path}, line {number}", words, positions) for number, words in lines]
     return canonical(np.array(pairs, dtype=np.int64))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines that hold anything: their numbers, from 1, and their words."""
+def _lines(path: Path) -> Iterator[_Line]:
+    """Yield the lines that hold anything."""
     try:
         content = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,10 +91,34 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield number, [word.strip() for word in words]
 
 
+def _has_weights(lines: list[_Line]) -> bool:
+    """Whether lines have three columns and are no square of zeros and ones: a pair and its weight, it seems."""
+    if any(len(words) != 3 for _, words in lines):
+        return False
+    try:
+        return len(lines) != 3 or any(float(word) not in (0, 1) for _, words in lines for word in words)
+    except ValueError:
+        return True
+
+
+def _refuse_header(path: Path, lines: list[_Line], positions: dict[int, int]) -> None:
+    """Refuse a first line that names nobody, where the next one names two clients."""
+    if len(lines) < 2 or not len(lines[0][1]) == len(lines[1][1]) == 2:
+        return
+    (number, words), (_, after) = lines[:2]
+    unknown = not any(key in positions for key in client_keys(words).tolist())
+    if unknown and all(key in positions for key in client_keys(after).tolist()):
+        raise UserError(
+            f"{path}, line {number} names {words[0]!r} and {words[1]!r}, who are no clients, before lines that do name "
+            "clients. It looks like a header; allowed: names of clients, and comments that begin with #."
+        )
+
+
 def _pair(where: str, words: list[str], positions: dict[int, int]) -> tuple[int, int]:
     """Look up the two clients of a line."""
     if len(words) != 2:
-        raise UserError(f"{where} has {len(words)} columns; allowed: the names of two clients.")
+        hint = " Weights can't be given: the rule graph.weights sets them." if len(words) == 3 else ""
+        raise UserError(f"{where} has {len(words)} columns; allowed: the names of two clients.{hint}")
     keys = client_keys(words).tolist()
     for word, key in zip(words, keys, strict=True):
         if key not in positions:

@@ -74,7 +74,7 @@ class Ring(Laid):
 
 @final
 @dataclass(frozen=True)
-class Star(Laid):
+class StarGraph(Laid):
     """One client, the first by key, is everybody's neighbour. It is no server: it trains like the others."""
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:

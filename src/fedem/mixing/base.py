@@ -39,6 +39,10 @@ class Round(NamedTuple):
     learning_rate: float
     key: int
     """the source of the round's random numbers"""
+    average_size: float = 1.0
+    """n / T, training samples a client"""
+    trained: frozenset[str] = frozenset()
+    """names of the leaves of u that are trained; the others are frozen, or buffers"""
 
 
 class Mixed(NamedTuple):
@@ -126,8 +130,8 @@ class Mixer(Settings, ABC):
         """Return what each client's learning rate is multiplied by, ``sizes [T] -> [T]``; None for one."""
         return None
 
-    def facts(self, memory: Tree) -> dict[str, float]:
-        """Return what is worth saying of the mixer at the end of a run."""
+    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        """Return what is worth saying of the mixer at the end of a run whose rounds had so many clients."""
         return {}
 
     def num_steps(self, key: int) -> int | None:

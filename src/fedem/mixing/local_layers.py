@@ -111,9 +111,9 @@ class LocalLayers(Mixer):
         """As the other mixer does."""
         return self.base.scales(sizes)
 
-    def facts(self, memory: Tree) -> dict[str, float]:
+    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
         """As the other mixer does."""
-        return self.base.facts(take_prefix("base", memory))
+        return self.base.facts(take_prefix("base", memory), cohort_size)
 
     def num_steps(self, key: int) -> int | None:
         """As the other mixer does."""

@@ -63,14 +63,15 @@ def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     found = topology.consensus(matrices, keys)
     about = "about " if found.is_estimate else ""
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
-    halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else f"within {found.tau} round(s)"
+    often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
+    halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, value in {
         "clients, links": f"{num_clients:,}, {len(pairs):,}",
         "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
         "own weight": _range(matrices.diagonal(dim1=1, dim2=2)),
         "spectral gap": f"{found.spectral_gap:.6f}",
-        "consensus": f"p = {about}{found.p:.6f} every tau = {found.tau} rounds",
+        "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
         "disagreement halves": f"{halved}, in squared distance",
     }.items():
         table.add_row(label, value)

@@ -90,11 +90,11 @@ def remarks(summary: Summary) -> list[str]:
             f"Recovered components: cosine distance to the truth {distances}; "
             f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
         )
-    if (p := summary.get("consensus_p")) is not None:
-        tau = summary["consensus_tau"]
+    if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
+        tau, about = summary["consensus_tau"], "about" if summary["consensus_is_estimate"] else "at most"
         lines.append(
-            f"Averaging over the graph leaves at most {100 * (1 - p):.3g}% of the squared disagreement "
-            f"{'each round' if tau == 1 else f'every {tau} rounds'}."
+            f"Averaging over the graph leaves {about} {100 * (1 - p):.3g}% of the squared disagreement "
+            f"{'each round' if tau == 1 else f'every {tau} rounds'}, on average."
         )
     if "dissimilarity_slope" in summary:
         constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]

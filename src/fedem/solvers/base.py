@@ -42,6 +42,11 @@ class Solver(Settings, ABC):
         """Steps over all of a client's samples that it takes in a round; 0 when it follows the batches."""
         return 0
 
+    @property
+    def obeys_rate(self) -> bool:
+        """Whether the learning rate sets how long its steps are."""
+        return True
+
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
         """Say which clients, of those with these ``keys`` ``[C]``, use which solver: positions in ascending order."""
         yield self, torch.arange(len(keys))

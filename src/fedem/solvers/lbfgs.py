@@ -43,6 +43,11 @@ class LBFGS(Solver):
         """As many as asked for."""
         return self.iterations
 
+    @property
+    def obeys_rate(self) -> bool:
+        """No: it tries lengths of its own."""
+        return False
+
     def init(self, parameters: Tree) -> Tree:
         """No pairs yet: ``steps`` and ``changes`` ``[H, d]``, 1 / <step, change> ``[H]`` or 0 where there is no pair.
 

@@ -41,6 +41,11 @@ class Newton(Solver):
         """As many as asked for."""
         return self.iterations
 
+    @property
+    def obeys_rate(self) -> bool:
+        """No: it tries lengths of its own."""
+        return False
+
     def init(self, parameters: Tree) -> Tree:
         """Nothing to remember."""
         return {}

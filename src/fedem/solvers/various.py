@@ -61,6 +61,11 @@ class Various(Solver):
         """Where one of them does."""
         return any(solver.differentiates_twice for solver in self.solvers)
 
+    @property
+    def obeys_rate(self) -> bool:
+        """Where all of them do."""
+        return all(solver.obeys_rate for solver in self.solvers)
+
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
         """Deal the clients out by hashing their keys; members that get nobody are left out."""
         chosen = derive(keys, SOLVER) % len(self.solvers)
