@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fedem.algorithms.base import Batch
 from fedem.algorithms.envelope import MoreauEnvelope
-from fedem.algorithms.fedavg import FedAvg
 from fedem.algorithms.fedem import FedEM
 from fedem.algorithms.quadratic import QuadraticBound
 from fedem.algorithms.surrogate import Fixed, Surrogate
@@ -221,38 +220,3 @@ def test_what_is_not_a_number_fails() -> None:
 
     found = failing(verdict_of(Broken(make_model(), SGD())))
     assert all(words in found for words in (BOUND, VALUE, SLOPE, SMOOTH, LEAST, ALONE))
-
-
-def test_functions_that_do_not_fit_are_refused() -> None:
-    class Forgetful(Copy):
-        def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
-            return {}
-
-    class Vector(Copy):
-        def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
-            return batch.weights
-
-    class Crosswise(Copy):
-        def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
-            return Fixed({"losses": scores["losses"].T}, {})
-
-    for kind, message in (
-        (Forgetful, r"Forgetful.minimise returns leaves {}; allowed: those of init_personal, {'log_weights': \[3\]}"),
-        (Vector, r"Vector.objective returns shape \[12\]; allowed: one number"),
-        (Crosswise, r"'losses' of shape \[12, 3\] for 12 samples; allowed: \[..., 12\], the samples last"),
-    ):
-        with pytest.raises(UserError, match=message):
-            verdict_of(kind(make_model(), SGD()))
-
-
-def test_bad_questions_are_refused() -> None:
-    algorithm = FedEM(make_model(), SGD())
-    for options, message in (
-        ({"client": 9}, "client is 9; allowed: 0 to 4"),
-        ({"trials": 0}, "trials is 0"),
-        ({"tolerance": 0.0}, r"tolerance 0\.0"),
-    ):
-        with pytest.raises(UserError, match=message):
-            verdict_of(algorithm, **options)
-    with pytest.raises(UserError, match="The surrogate is a FedAvg; allowed: "):
-        check(FedAvg(make_model(), SGD()), make_federation())  # type: ignore[arg-type]

@@ -14,9 +14,7 @@ from scipy.optimize import minimize
 from scipy.stats import t as student
 from torch import nn
 
-from fedem.algorithms.fedavg import FedAvg
 from fedem.algorithms.fedem import FedEM
-from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.alone import Alone
 from fedem.mixing.graph import Graph
@@ -122,20 +120,3 @@ def test_models_that_can_not_be_stacked_are_run_one_by_one() -> None:
         for model in (LINE, Model(Looking, SquaredError(), torch.float64))
     ]
     assert pair[0].history == pytest.approx(pair[1].history, rel=1e-12)
-
-
-def test_bad_questions_are_refused() -> None:
-    surrogate, federation = FedEM(make_model(), SGD()), make_federation()
-    good: dict[str, Any] = {"rounds": 1, "learning_rate": 0.1}
-    for options, message in (
-        ({"rounds": 0}, "rounds is 0; allowed: a whole number, at least 1"),
-        ({"steps": 0}, "steps is 0; allowed: a whole number, at least 1"),
-        ({"steps": 1.5}, r"steps is 1\.5; allowed"),
-        ({"learning_rate": 0.0}, r"learning_rate is 0\.0; allowed: above 0"),
-        ({"batch_size": -1}, "batch_size is -1; allowed: at least 0"),
-        ({"clients_per_round": 9}, "clients_per_round is 9"),
-    ):
-        with pytest.raises(UserError, match=message):
-            optimise(surrogate, federation, **(good | options))
-    with pytest.raises(UserError, match="The surrogate is a FedAvg; allowed: "):
-        optimise(FedAvg(make_model(), SGD()), federation, **good)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy import sparse
 from scipy.stats import linregress, t
 
 from fedem.config import Config
@@ -17,6 +18,7 @@ from fedem.diagnostics import Diagnosis
 from fedem.errors import UserError
 from fedem.job import Job
 from fedem.report.theory import draw_study, plot_diagnostics, study_remarks, study_table
+from fedem.rounds import mixer_seed
 from fedem.theory import ASSUMED, QUANTITIES, SMALL, Study, fit_trend, is_due, measure, study
 
 TINY = {"data": {"num_clients": 4, "dimension": 3, "max_samples": 30, "min_samples": 20}}
@@ -177,6 +179,7 @@ def test_a_runs_diagnostics_are_drawn(tmp_path: Path) -> None:
         ({"seeds": (1, 1)}, "seeds are 1, 1; allowed: one or more, all different"),
         ({"config": "fedprox"}, "FedProx can't be diagnosed"),
         ({"config": "local"}, "mixed by Alone can't be diagnosed"),
+        ({"config": "fedavg+"}, "run.fine_tune_epochs is 1; allowed in a study of the theorems, .*: 0"),
     ],
 )
 def test_what_cant_be_studied_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -185,6 +188,50 @@ def test_what_cant_be_studied_is_refused(arguments: dict[str, object], message: 
     with pytest.raises(UserError, match=message):
         study(**values | {"config": _config(str(values["config"]))}, listener=seen.append)
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("solver.name", "adam", "'sgd'"),
+        ("solver.momentum", 0.9, "0.0"),
+        ("solver.weight_decay", 0.1, "0.0"),
+        ("run.clients_per_round", 0.5, "1.0"),
+        ("run.unseen", 0.25, "0.0"),
+        ("run.local_layers", "batch_norm", "'none'"),
+        ("run.fine_tune_epochs", 2, "0"),
+    ],
+)
+def test_what_the_theorems_do_not_speak_of_is_refused(setting: str, value: object, allowed: str) -> None:
+    section, key = setting.split(".")
+    with pytest.raises(UserError, match=rf"^{setting} is {value!r}; allowed in a study .* plain SGD .*: {allowed}\.$"):
+        study(_config(**{section: {key: value}}), (2, 4, 8), 1.0)
+
+
+def test_the_run_that_can_not_be_prepared_is_named() -> None:
+    config = _config("dfedem", graph={"name": "erdos_renyi", "probability": 0.5})
+    graph, keys, connected = config.graph, config.make_data().federation.keys, []
+    assert graph is not None
+    for seed in range(20):
+        edges = graph.edges(keys, mixer_seed(seed))[0]
+        joined = sparse.coo_matrix((np.ones(len(edges)), edges.T), shape=(4, 4))
+        connected.append(sparse.csgraph.connected_components(joined)[0] == 1)
+    good, bad = connected.index(True), connected.index(False)
+    with pytest.raises(UserError, match=rf"^K = 2, seed {bad}: The graph has \d components") as found:
+        study(config, (2, 4, 8), 1.0, seeds=(good, bad))
+    assert isinstance(found.value.__cause__, UserError)
+    assert study(config, (1, 2, 3), 1.0, seeds=(good,)).seeds == (good,)
+
+
+def test_the_record_holds_no_setting_that_nobody_ran() -> None:
+    result = study(_config(run={"seed": 7}), (1, 2, 3), 2.0, seeds=(1, 2))
+    record = result.record()
+    assert (record["data_seed"], record["seeds"], record["initial_rate"]) == (7, [1, 2], 2.0)
+    assert record["config"]["schedule"] == {"name": "inverse_sqrt"}
+    left_out = {f"{section}.{key}" for section, values in result.config.sections.items() for key in values} - {
+        f"{section}.{key}" for section, values in record["config"].items() for key in values
+    }
+    assert left_out == {"run.rounds", "run.seed", "schedule.learning_rate"}
 
 
 @pytest.fixture
@@ -204,6 +251,7 @@ def test_the_command_writes_what_it_prints(command, tmp_path: Path) -> None:
     assert content["trends"]["consensus"] is None
     assert content["trends"]["improvement"]["rate"] == -0.75
     assert content["config"]["solver"]["momentum"] == 0
+    assert "rounds" not in content["config"]["run"]
     assert (tmp_path / "s" / "theory.png").read_bytes()[:4] == b"\x89PNG"
     code, _, err = command(*OPTIONS, "--rounds", "2,4,8", "--out", tmp_path / "s")
     assert code == 2
@@ -228,7 +276,15 @@ def test_the_command_prints_slopes_beside_rates(command, tmp_path: Path) -> None
         (["--seeds", "0"], "--seeds is 0; allowed: at least 1"),
         (["--method", "fedm"], "Did you mean 'fedem'?"),
         (["--method", "ditto"], "Ditto can't be diagnosed"),
-        (["--set", "run.local_layers=batch_norm"], "batch_norm"),
+        (["--set", "run.local_layers=batch_norm"], "run.local_layers is 'batch_norm'; allowed in a study"),
+        (["--set", "solver.momentum=0.5"], "solver.momentum is 0.5; allowed in a study"),
+        (["--set", "schedule.learning_rate=1"], "other than schedule.learning_rate, which --a0 decides on"),
+        (["--set", "schedule.name=step"], "other than schedule.name, which --a0 decides on"),
+        (
+            ["--set", "run.rounds=5"],
+            "--set got 'run.rounds=5'; allowed: settings other than run.rounds, which",
+        ),
+        (["--set", "run.seed=5"], "other than run.seed, which --seeds decides on"),
         (["--out", "file"], "file can't be written"),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedem.config import Config
+from fedem.data.base import Dataset
 from fedem.diagnostics import Dissimilarity, check_diagnosable, estimate_dissimilarity, measure
 from fedem.errors import UserError
 from fedem.job import Job
@@ -31,10 +32,17 @@ _GRAPH_RATES = {"gradient_norm2": -0.5, "weights_kl": -1.0, "consensus": -0.5}
 _LEAST_RUNS = 3  # a line through two points has no error
 _CONFIDENCE = 0.95
 _ROUNDING = 1e-9
+# A study sets these for each of its runs, so that no one value is that of all.
+_OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
 
-# What the theorems ask of a run: plain SGD, everybody in every round, nothing in the objective but f.
-ASSUMED: Layer = {
+# What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f.
+REQUIRED: Layer = {
     "solver": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
+    "run": {"clients_per_round": 1.0, "unseen": 0.0, "local_layers": "none", "fine_tune_epochs": 0},
+}
+# Where a run says nothing else. What belongs to a method, as fine-tuning does to FedAvg+, is refused and not undone.
+ASSUMED: Layer = {
+    "solver": REQUIRED["solver"],
     "batching": {"batch_size": 16, "local_steps": 10},
     "run": {"clients_per_round": 1.0},
 }
@@ -107,7 +115,11 @@ class Study:
                 for name, trend in self.trends.items()
             },
             **self.dissimilarity.record(),
-            "config": self.config.sections,
+            "data_seed": self.config.run.seed,
+            "config": {
+                section: {key: value for key, value in values.items() if key not in _OWN.get(section, ())}
+                for section, values in self.config.sections.items()
+            },
         }
 
 
@@ -122,7 +134,8 @@ def study(
     """Train for each number of rounds and each seed, on the same data, and fit the slopes.
 
     Args:
-        config: the run, but for its rounds, seed and schedule; its own seed makes the data.
+        config: the run, but for its rounds, seed and schedule; its own seed makes the data. What the theorems don't
+            speak of, such as momentum, is refused.
         rounds: the numbers K of communication rounds, three or more, increasing.
         a0: the learning rate is a0 / sqrt(K) in all K rounds.
         every: the first rounds are all measured, then the gaps widen to a tenth of the rounds gone by, and to so many
@@ -132,13 +145,10 @@ def study(
 
     """
     _check(rounds, a0, every, seeds)
+    _check_assumptions(config)
     data = config.make_data()
     scheduled = config.replace("schedule", name="inverse_sqrt", learning_rate=a0)
-    jobs = {
-        (length, seed): Job.prepare(scheduled.replace("run", rounds=length, seed=seed), data, None)
-        for length in rounds
-        for seed in seeds
-    }
+    jobs = {(length, seed): _prepare(scheduled, data, length, seed) for length in rounds for seed in seeds}
     first = next(iter(jobs.values()))
     check_diagnosable(first.training.algorithm, first.training.mixer)
     done, measured = 0, {}
@@ -182,6 +192,14 @@ def is_due(number: int, num_rounds: int, every: int) -> bool:
     return number % gap == 0 or number == num_rounds
 
 
+def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Job:
+    """Prepare one run; whatever is wrong with it may be wrong for its seed alone, such as the graph that it draws."""
+    try:
+        return Job.prepare(config.replace("run", rounds=length, seed=seed), data, None)
+    except UserError as error:
+        raise UserError(f"K = {length}, seed {seed}: {error}") from error
+
+
 def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
     """Carry out one run; returns a record for each round that was measured."""
     training, lines = job.placed().training, []
@@ -204,6 +222,18 @@ def _means(runs: Sequence[Sequence[Mapping[str, Any]]], num_rounds: int) -> dict
         return float(np.interp(numbers, [line["round"] for line in lines], [line[name] for line in lines]).mean())
 
     return {name: float(np.mean([mean(lines, name) for lines in runs])) for name in QUANTITIES}
+
+
+def _check_assumptions(config: Config) -> None:
+    """Refuse a run that the theorems don't speak of."""
+    for section, values in REQUIRED.items():
+        for key, allowed in values.items():
+            # The section of another solver has other keys; its name is the first to be looked at.
+            if (value := config.sections[section][key]) != allowed:
+                raise UserError(
+                    f"{section}.{key} is {value!r}; allowed in a study of the theorems, which speak of plain SGD with "
+                    f"all clients in every round: {allowed!r}."
+                )
 
 
 def _check(rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:

@@ -69,7 +69,7 @@ class Surrogate(Algorithm):
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
         """Return the v that minimises g(u, .); the scores are those under this u, which need not be where g was built.
 
-        Where nothing is personal, return no leaves.
+        Its leaves are of the same kinds as those of ``init_personal``; none where nothing is personal.
         """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Surrogate(Algorithm):
         """g(u, v) over a batch, a number like the objective; what was fixed a sample is in ``batch.samples``."""
 
     def draw_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """Draw any v, to try the conditions at; ``key`` is as in ``init_personal``."""
+        """Draw any v, to try the conditions at; ``key`` and leaves are as in ``init_personal``."""
         return self.init_personal(shared, key)
 
     def between(self, first: Tree, second: Tree, share: float) -> Tree:

@@ -20,6 +20,8 @@ from fedem.runs import RunFolder, new_folder
 from fedem.sections import Layer
 from fedem.theory import ASSUMED, SMALL, study
 
+_OPTIONS = {"run.rounds": "--rounds", "run.seed": "--seeds"}
+
 
 def theory(
     data: Data = None,
@@ -37,7 +39,8 @@ def theory(
     ] = 10,
     seeds: Annotated[int, typer.Option(help="Runs of each length, whose means are taken.")] = 3,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+        list[str] | None,
+        typer.Option("--set", help="Any other setting: section.key=value. May be given several times."),
     ] = None,
     device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
@@ -62,7 +65,7 @@ def theory(
     own = data_section(data, target_column, client_column)
     asked: Layer = {"method": {"name": name}, "data": own, "run": given(device=device)}
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
-    config = Config.build(ASSUMED, small, asked, *map(parse_assignment, settings or []))
+    config = Config.build(ASSUMED, small, asked, *map(_setting, settings or []))
     place = out or new_folder(Path("runs"), f"theory-{name}")
     if (place / "theory.json").exists():
         raise UserError(f"{place} holds a study already; choose another folder.")
@@ -79,6 +82,17 @@ def theory(
         for line in study_remarks(found):
             console.print(line, highlight=False)
     console.print(f"Study: {place}", soft_wrap=True, highlight=False)
+
+
+def _setting(text: str) -> Layer:
+    """Parse a setting; refuse one that an option gives."""
+    layer = parse_assignment(text)
+    ((section, values),) = layer.items()
+    (key,) = values
+    option = "--a0" if section == "schedule" else _OPTIONS.get(f"{section}.{key}")
+    if option is not None:
+        raise UserError(f"--set got {text!r}; allowed: settings other than {section}.{key}, which {option} decides on.")
+    return layer
 
 
 def _lengths(text: str) -> list[int]:

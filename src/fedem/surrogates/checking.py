@@ -15,18 +15,27 @@ from torch.func import grad
 
 from fedem.algorithms.surrogate import Fixed, Surrogate, draw_about
 from fedem.algorithms.training import inner_product, square_distance, trained_leaves
-from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.models.base import Model
 from fedem.randomness import COMPONENTS, PERSONAL, derive
 from fedem.samples import Samples
-from fedem.surrogates.client import OneClient, require_surrogate
+from fedem.surrogates.arguments import (
+    doubled,
+    place_of,
+    require,
+    require_count,
+    require_seed,
+    require_surrogate,
+    samples_of,
+)
+from fedem.surrogates.client import OneClient
 from fedem.surrogates.verdict import Condition, Verdict
 from fedem.tree import Tree, tree_flat, tree_map
 
 _WIDTHS = (0.01, 0.1, 1.0, 10.0)  # of the draws about u0: near and far
 _SHARES = (1e-3, 0.1, 1.0)  # of the way from the minimiser to another v
 _MOST_DIRECTIONS = 16
+_PROBED = 8
 _STEP, _FLAT, _SLOPE = 1e-4, 1e-5, 1e-5  # of differences in u; singular values and slopes that count as none
 _HALVINGS, _LAST, _GROWTH = 20, 6, 8.0  # of a segment; by how much quotients may grow in the last ones, 64 at a jump
 _NO_GAP, _APART = 1e-13, 1e-3  # a distance that counts as none, and how far apart two v are then at most
@@ -96,16 +105,15 @@ def check(
 
     """
     require_surrogate(surrogate)
-    if trials < 1 or not tolerance > 0:
-        raise UserError(f"trials is {trials!r} and tolerance {tolerance!r}; allowed: at least 1, and above 0.")
-    samples = data.train if isinstance(data, Federation) else data
-    if not 0 <= client < samples.num_clients or not int(samples.sizes[client]):
-        raise UserError(f"client is {client!r}; allowed: 0 to {samples.num_clients - 1}, one that has samples.")
-    inputs, targets = samples.client(client)
+    require_seed(seed)
+    require_count("trials", trials)
+    require("tolerance", tolerance, isinstance(tolerance, int | float) and tolerance > 0, "a number above 0")
+    inputs, targets = samples_of(data, client)
+    model = Model(surrogate.model.build, surrogate.model.loss, torch.float64)
+    model.probe(inputs[:_PROBED])
     surrogate.check(inputs)
-    model = surrogate.model
-    double = replace(surrogate, model=Model(model.build, model.loss, torch.float64))
-    return _Trial.of(double, OneClient(double, inputs, targets), at, seed, trials, tolerance).verdict()
+    double = replace(surrogate, model=model)
+    return _Trial.of(double, OneClient(double, inputs, targets, client), at, seed, trials, tolerance).verdict()
 
 
 @dataclass
@@ -132,16 +140,17 @@ class _Trial:
         tolerance: float,
     ) -> _Trial:
         keys = derive(derive(seed, PERSONAL), torch.arange(trials + 1))
+        shared, personal = map(doubled, client.start(int(derive(seed, COMPONENTS)), keys[trials]))
+        client.try_out(shared, personal, keys[trials])
         if at is None:
-            shared = surrogate.init_shared(int(derive(seed, COMPONENTS)))
-            at = shared, surrogate.draw_personal(shared, keys[trials])
-        shared, personal = (tree_map(_double, tree) for tree in at)
-        client.try_out(shared, personal)
+            personal = doubled(client.draw(shared, keys[trials]))
+        else:
+            shared, personal = place_of(at, shared, personal)
         draws = []
         for number in range(trials):
             width = _WIDTHS[number % len(_WIDTHS)]
             there = draw_about(shared, derive(keys[number], COMPONENTS), surrogate.model.trainable, width)
-            drawn = tree_map(_double, surrogate.draw_personal(shared, keys[number]))
+            drawn = doubled(client.draw(shared, keys[number]))
             draws.append(_Point(there, drawn, f"draw {number} (u within about {width:g} of u0)"))
         return cls(surrogate, client, shared, personal, client.fix(shared, personal), draws, tolerance)
 
@@ -235,7 +244,7 @@ class _Trial:
             value = self._majorant(there, least)
             for called, other in others:
                 for share in _SHARES:
-                    bound = self._majorant(there, self.surrogate.between(least, other, share))
+                    bound = self._majorant(there, self.client.between(least, other, share))
                     worst.see(_excess(value, bound), f"{name}, {share:g} of the way to {called}")
         return worst
 
@@ -286,7 +295,3 @@ def _difference(first: Tree, second: Tree) -> Tensor:
     """Subtract two v as a vector ``[p]``; infinities of the same sign are equal."""
     a, b = tree_flat(first), tree_flat(second)
     return torch.where(a == b, 0, a - b)
-
-
-def _double(leaf: Tensor) -> Tensor:
-    return leaf.double() if leaf.is_floating_point() else leaf

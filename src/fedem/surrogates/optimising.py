@@ -17,13 +17,14 @@ from fedem.algorithms.surrogate import Surrogate
 from fedem.engines import Batching, Cohort, OneByOne, choose_engine
 from fedem.engines.batches import blocks
 from fedem.engines.chunks import Chunk, similar
-from fedem.errors import UserError
 from fedem.federation import Federation
 from fedem.mixing.base import Mixer
 from fedem.mixing.star import Star
+from fedem.randomness import COMPONENTS, PERSONAL, derive
 from fedem.rounds import State, Training, cohort_size, mixer_seed
 from fedem.schedules import Constant
-from fedem.surrogates.client import OneClient, require_surrogate
+from fedem.surrogates.arguments import require, require_count, require_seed, require_surrogate
+from fedem.surrogates.client import OneClient
 from fedem.tree import tree_index
 
 _PROBED = 8
@@ -71,9 +72,13 @@ def optimise(
 
     """
     require_surrogate(surrogate)
-    for name, value in (("rounds", rounds), ("steps", steps)):
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{name} is {value!r}; allowed: a whole number, at least 1.")
+    require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")
+    require_count("rounds", rounds)
+    require_count("steps", steps)
+    mixers = "None for a server, or a mixer such as fedem.mixing.graph.Graph()"
+    require("mixer", mixer, mixer is None or isinstance(mixer, Mixer), mixers)
+    require_seed(seed)
+    require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
     mixer = Star() if mixer is None else mixer
     device, inputs = torch.device("cpu"), federation.train.span(0, min(_PROBED, len(federation.train))).inputs
     batching, schedule = Batching(batch_size, local_steps=steps), Constant(learning_rate)
@@ -83,10 +88,8 @@ def optimise(
     engine, _ = choose_engine("auto", 0, surrogate.model, device)
     cohort = cohort_size(clients_per_round, federation.num_clients)
     training = Training(surrogate, mixer, engine, batching, schedule, federation, rounds, cohort, seed, device)
+    _try_out(training)
     state = training.init()
-    served = mixer.own(state.shared, state.memory, torch.arange(1))
-    first = tree_index(served.shared, int(served.reads[0])), tree_index(state.personal, 0)
-    OneClient(surrogate, *federation.train.client(0)).try_out(*first)
     history: list[float] = []
     while True:
         history.append(_objective(training, state))
@@ -95,6 +98,16 @@ def optimise(
         if state.round == rounds:
             return Outcome(state, tuple(history))
         state, _ = training.step(state)
+
+
+def _try_out(training: Training) -> None:
+    """Refuse a surrogate that fails on the client with the fewest samples, or on the one with the most."""
+    surrogate, samples, seed = training.algorithm, training.federation.train, training.seed
+    assert isinstance(surrogate, Surrogate)
+    for position in sorted({int(samples.sizes.argmin()), int(samples.sizes.argmax())}):
+        client = OneClient(surrogate, *samples.client(position), position)
+        key = derive(training.federation.keys[position], PERSONAL, seed)
+        client.try_out(*client.start(int(derive(seed, COMPONENTS)), key), key)
 
 
 def _objective(training: Training, state: State) -> float:
@@ -119,7 +132,8 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
     """f_t of each client of a chunk, ``[c]``; a client that stands ``alone`` is not stacked."""
     if alone:
         group = chunk.shared if chunk.shared_dim is None else tree_index(chunk.shared, 0)
-        own = OneClient(surrogate, *chunk.samples.client(int(chunk.members[0])))
+        position = int(chunk.members[0])
+        own = OneClient(surrogate, *chunk.samples.client(position), position)
         return own.objective(group, tree_index(chunk.personal, 0))[None]
     ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
     weights = where.mask.to(surrogate.model.dtype) / where.mask.sum(1, keepdim=True)
