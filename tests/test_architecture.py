@@ -30,7 +30,8 @@ STOREYS = [
     {"job"},
     {"training"},
     {"cells"},
-    {"comparison", "theory"},
+    {"comparison", "theory", "tuning"},
+    {"experiments"},
     {"report"},
     {"cli"},
 ]

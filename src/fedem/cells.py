@@ -34,6 +34,11 @@ class Cell(NamedTuple):
     config: Config
     folder: RunFolder
 
+    @property
+    def title(self) -> str:
+        """The method's name and the seed."""
+        return f"{METHODS[self.method].title} seed {self.seed}"
+
 
 class Pending(NamedTuple):
     """A cell that was checked and is not complete yet."""

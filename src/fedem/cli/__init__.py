@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedem.cli import about, comparing, datasets, describing, folders, theory, training
+from fedem.cli import about, comparing, datasets, describing, experimenting, folders, theory, training
 from fedem.errors import UserError
 from fedem.report.console import console, errors
 
@@ -36,6 +36,7 @@ for command in (
     app.command()(command)
 datasets.group.command()(describing.describe)
 app.add_typer(datasets.group, name="data")
+app.add_typer(experimenting.group, name="experiment")
 
 
 def main() -> None:

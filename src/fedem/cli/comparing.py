@@ -25,6 +25,7 @@ from fedem.cli.options import (
     data_section,
     given,
     listed,
+    read_seeds,
 )
 from fedem.comparison import Comparison, summarize
 from fedem.errors import UserError
@@ -85,7 +86,7 @@ def compare(
         "data": data_section(data, target_column, client_column),
     }
     shared, own = sort_settings(settings or [], names)
-    numbers = _seeds(seeds)
+    numbers = read_seeds(seeds)
     place = out or new_folder(Path("runs"), f"compare-{Path(data).stem if data else 'synthetic'}")
     cells = plan(place, names, numbers, [asked, *shared], own)
     check_folder(place, resume)
@@ -130,13 +131,3 @@ def _save(cells: Sequence[Cell], place: Path) -> Comparison:
         for ending, content in draw(comparison).items():
             write_atomically(place / f"{comparison.metric}.{ending}", content)
     return comparison
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in listed(text.rstrip(", "))]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
-        raise UserError(f"--seeds is {text!r}; allowed: how many (from 1), or which, such as 0,4,7.")
-    return numbers if "," in text else list(range(numbers[0]))

@@ -9,7 +9,7 @@ import typer
 
 from fedem.data import DATA
 from fedem.data.tables.readers import READERS
-from fedem.errors import unknown
+from fedem.errors import UserError, unknown
 from fedem.sections import Values
 
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
@@ -56,3 +56,14 @@ def given(**values: Any) -> Values:
 def listed(text: str | None) -> list[str]:
     """Split what is listed with commas."""
     return [name.strip() for name in text.split(",")] if text else []
+
+
+def read_seeds(text: str) -> list[int]:
+    """Read how many seeds, or which."""
+    try:
+        numbers = [int(word) for word in listed(text.rstrip(", "))]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
+        raise UserError(f"--seeds is {text!r}; allowed: how many (from 1), or which, such as 0,4,7.")
+    return numbers if "," in text else list(range(numbers[0]))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fedem.cells import Cell
 from fedem.comparison import Comparison, Spread
-from fedem.methods import METHODS
+from fedem.config import Config
 from fedem.records import Record
 from fedem.report.tables import metric_of
 from fedem.training import Listener
@@ -17,7 +16,20 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-Watch = Callable[[Cell], AbstractContextManager[Listener | None]]
+
+class Titled(Protocol):
+    """A run that has a name of its own: a comparison's or an experiment's."""
+
+    @property
+    def title(self) -> str:
+        """What it is called."""
+
+    @property
+    def config(self) -> Config:
+        """What it does."""
+
+
+Watch = Callable[[Any], AbstractContextManager[Listener | None]]
 """Follows a cell while it is trained."""
 
 _NONE = "-"
@@ -138,22 +150,22 @@ def _number(value: float, name: str, comparison: Comparison, digits: int = 3) ->
 
 
 @contextmanager
-def cells_progress(console: Console, pending: Sequence[Cell], quiet: bool) -> Iterator[Watch]:
-    """Show one bar over all rounds that are to be trained, and a line for each cell that is done."""
+def cells_progress(console: Console, pending: Sequence[Titled], quiet: bool) -> Iterator[Watch]:
+    """Show one bar over all rounds that are to be trained, and a line for each run that is done."""
     if quiet:
         yield _unwatched
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     total = sum(cell.config.run.rounds for cell in pending)
-    done: list[Cell] = []
+    done: list[Titled] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total, count="")
 
         @contextmanager
-        def watch(cell: Cell) -> Iterator[Listener]:
-            name = f"{METHODS[cell.method].title} seed {cell.seed}"
+        def watch(cell: Titled) -> Iterator[Listener]:
+            name = cell.title
             before = sum(other.config.run.rounds for other in done)
             latest: Record = {}
             bar.update(task, description=f"{name:20s}", count=f"run {len(done) + 1} of {len(pending)}")
@@ -180,5 +192,5 @@ def _score(record: Record) -> str:
 
 
 @contextmanager
-def _unwatched(cell: Cell) -> Iterator[None]:
+def _unwatched(cell: Titled) -> Iterator[None]:
     yield None
