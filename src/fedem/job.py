@@ -21,11 +21,12 @@ from fedem.federation import Federation
 from fedem.inexactness import check_measurable, measure
 from fedem.parts import ModelSource, Parts, Shapes
 from fedem.personal import Personalizer, Predictors
-from fedem.records import Record, client_rows, name_scores
+from fedem.records import Record, client_rows, name_entropy, name_scores
 from fedem.recovery import Recovery, recover
 from fedem.result import Result, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size, mixer_seed
 from fedem.settling import all_targets, check_batches, check_encoding, settle_loss, settle_partition
+from fedem.splits import thinned
 
 _PROBED = 5
 """samples that a model is tried on"""
@@ -178,14 +179,20 @@ class Job:
         scores = {role: self.scores(entry) for role, entry in found.items()}
         summary = self._summary(progress, found["last"], scores)
         weights = found["last"].log_weights(self.parts.algorithm)
+        summary |= name_entropy(weights)
         clients = client_rows("train", self.federation.names, scores["last"], weights)
         unseen = self.federation.unseen
         if unseen is not None and self.parts.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
+            run, samples = self.config.run, unseen.train
+            if run.unseen_share < 1:
+                samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
-                fitted = self.personalizer.personalize(progress.state, unseen.train, unseen.keys)
+                fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
             theirs = evaluate(self.parts.algorithm, self.engine, fitted, unseen)
             summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
-            clients += client_rows("unseen", unseen.names, theirs, fitted.log_weights(self.parts.algorithm))
+            their_weights = fitted.log_weights(self.parts.algorithm)
+            summary |= {f"unseen_{key}": value for key, value in name_entropy(their_weights).items()}
+            clients += client_rows("unseen", unseen.names, theirs, their_weights)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.parts.device)}
         tuned = {}
         if self.config.run.fine_tune_epochs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedem.evaluate import Scores
@@ -22,6 +23,15 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
     return record
+
+
+def name_entropy(log_weights: Tensor) -> Record:
+    """Name the mean entropy of the clients' mixture weights ``[T, M]``, in nats; nothing where they mix one model."""
+    if log_weights.shape[1] == 1:
+        return {}
+    # 0 log 0 is 0.
+    terms = log_weights.double().exp() * log_weights.double().clamp(min=torch.finfo(torch.float64).min)
+    return {"weights_entropy": float(-terms.sum(1).mean())}
 
 
 def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], log_weights: Tensor) -> list[Record]:

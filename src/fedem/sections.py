@@ -38,6 +38,7 @@ class RunSettings(Settings):
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
     clients_per_round: float = field(default=1.0, metadata={"above": 0})
     unseen: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    unseen_share: float = field(default=1.0, metadata={"min": 0, "max": 1})
     device: str = "auto"
     engine: str = field(default="auto", metadata={"choices": ENGINES})
     chunk_size: int = field(default=0, metadata={"min": 0})

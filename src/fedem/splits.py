@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedem.errors import UserError
 from fedem.randomness import SPLIT, client_keys, derive
-from fedem.samples import offsets_of
+from fedem.samples import Samples, offsets_of
 
 
 def check_shares(validation: float, test: float) -> None:
@@ -65,3 +65,19 @@ def split_rows(
     chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
     counts = (sizes - num_validation - num_test, num_validation, num_test)
     return [(rows[mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
+
+
+def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
+    """Keep a ``share`` of each client's samples, drawn at random by ``seed`` and the clients' ``keys`` ``[T]``.
+
+    A smaller share is a part of a larger one. Counts are rounded, so a client may keep none.
+    """
+    sizes, offsets = samples.sizes, samples.offsets
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    position = torch.arange(len(owner)) - offsets[:-1][owner]
+    words = derive(derive(keys, SPLIT, seed)[owner], position)
+    order = torch.from_numpy(np.lexsort((words.numpy(), owner.numpy())))
+    counts = (share * sizes.double()).round().long()
+    kept = order[position < counts[owner]].sort().values.to(samples.pool.device)
+    rows = kept if samples.rows is None else samples.rows.index_select(0, kept)
+    return Samples(samples.pool, offsets_of(counts), rows)
