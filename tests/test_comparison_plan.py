@@ -90,7 +90,7 @@ def test_a_method_that_can_not_train_the_model_is_found_before_any_training(
 
     monkeypatch.setattr(fedem.METHODS["fedem"].algorithm, "check", check)
     code, _, err = run("compare", "--methods", "local,fedem", *TINY, "--out", "c")
-    assert (code, err) == (2, "error: Method fedem can't train this model.\n")
+    assert (code, err) == (2, "error: fedem, seed 0: Method fedem can't train this model.\n")
     assert not (tmp_path / "c").exists()
 
 
