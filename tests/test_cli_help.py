@@ -15,7 +15,19 @@ from fedem.settings import names_of
 
 @pytest.mark.parametrize(
     "command",
-    ["train", "compare", "theory", "methods", "graphs", "show", "evaluate", "personalize", "predict", "version"],
+    [
+        "train",
+        "compare",
+        "tune",
+        "theory",
+        "methods",
+        "graphs",
+        "show",
+        "evaluate",
+        "personalize",
+        "predict",
+        "version",
+    ],
 )
 def test_every_command_has_help_that_teaches(run, command: str) -> None:
     code, out, _ = run(command, "--help")

@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from fedem.cli import about, comparing, datasets, describing, experimenting, folders, theory, training
+from fedem.cli import about, comparing, datasets, describing, experimenting, folders, theory, training, tuning
 from fedem.errors import UserError
 from fedem.report.console import console, errors
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 for command in (
     training.train,
     comparing.compare,
+    tuning.tune,
     theory.theory,
     about.methods,
     about.graphs,
