@@ -20,6 +20,8 @@ from fedem.settings import names_of
         "compare",
         "tune",
         "theory",
+        "report",
+        "plot",
         "methods",
         "graphs",
         "show",

@@ -150,7 +150,7 @@ def test_methods_look_different() -> None:
     ]
     from fedem.report import figures
 
-    looks = {str(figures._look(row.method)) for row in rows}
+    looks = {str(figures.look(row.method)) for row in rows}
     assert len(looks) == len(fedem.METHODS)
     drawing = draw(Comparison("synthetic", "accuracy", 1, 5, 0, [0], rows, {}, []))["svg"].decode()
     assert all(row.title in drawing for row in rows)

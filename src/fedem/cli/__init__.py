@@ -7,7 +7,18 @@ import sys
 import click
 import typer
 
-from fedem.cli import about, comparing, datasets, describing, experimenting, folders, theory, training, tuning
+from fedem.cli import (
+    about,
+    comparing,
+    datasets,
+    describing,
+    experimenting,
+    folders,
+    reporting,
+    theory,
+    training,
+    tuning,
+)
 from fedem.errors import UserError
 from fedem.report.console import console, errors
 
@@ -26,6 +37,8 @@ for command in (
     comparing.compare,
     tuning.tune,
     theory.theory,
+    reporting.report,
+    reporting.plot,
     about.methods,
     about.graphs,
     folders.show,

@@ -64,16 +64,17 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
         rounds = [number for number, _ in points]
         means = [scale * (spread.mean or 0.0) for _, spread in points]
         widths = [scale * (spread.deviation or 0.0) for _, spread in points]
-        look = _look(row.method)
+        how = look(row.method)
         every = max(1, len(points) // 8)
         axes.plot(
-            rounds, means, label=_label(row, comparison), zorder=2 + height / 100, markevery=every, markersize=4, **look
+            rounds, means, label=_label(row, comparison), zorder=2 + height / 100, markevery=every, markersize=4, **how
         )
         low, high = ([mean + sign * width for mean, width in zip(means, widths, strict=True)] for sign in (-1, 1))
-        axes.fill_between(rounds, low, high, color=look["color"], alpha=haze, linewidth=0, zorder=1)
+        axes.fill_between(rounds, low, high, color=how["color"], alpha=haze, linewidth=0, zorder=1)
 
 
-def _look(method: str) -> dict[str, Any]:
+def look(method: str) -> dict[str, Any]:
+    """Return a method's colour, line and marker, the same in every picture."""
     position = list(METHODS).index(method)
     return {
         "color": COLOURS[position % len(COLOURS)],

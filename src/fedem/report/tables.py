@@ -91,7 +91,7 @@ def remarks(summary: Summary) -> list[str]:
             f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
         )
     if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
-        tau, about = summary["consensus_tau"], "about" if summary["consensus_is_estimate"] else "at most"
+        tau, about = summary["consensus_tau"], "about" if summary.get("consensus_is_estimate") else "at most"
         lines.append(
             f"Averaging over the graph leaves {about} {100 * (1 - p):.3g}% of the squared disagreement "
             f"{'each round' if tau == 1 else f'every {tau} rounds'}, on average."

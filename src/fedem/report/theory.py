@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-_TITLES = {
+TITLES = {
     "objective": "objective f",
     "gradient_norm2": "|grad f|^2",
     "improvement": "gain of the weights",
@@ -38,7 +38,7 @@ def study_table(study: Study) -> Table:
     title = METHODS[study.config.name("method")].title
     seeds = "one seed" if len(study.seeds) == 1 else f"{len(study.seeds)} seeds"
     table = Table(title=f"{title}, means over K rounds at learning rate {study.initial_rate:g} / sqrt(K), {seeds}")
-    for heading in ("K", "learning rate", *(_TITLES[name] for name in QUANTITIES)):
+    for heading in ("K", "learning rate", *(TITLES[name] for name in QUANTITIES)):
         table.add_column(heading, justify="right")
     for point in study.points:
         means = (f"{point.means[name]:.3g}" for name in QUANTITIES)
@@ -99,7 +99,7 @@ def draw_study(study: Study) -> bytes:
             if trend.rate is not None:
                 bound = line[0] * (rounds / rounds[0]) ** trend.rate
                 axes.loglog(rounds, bound, color="black", linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}")
-            _frame(axes, f"mean {_TITLES[name]}", "K, communication rounds")
+            _frame(axes, f"mean {TITLES[name]}", "K, communication rounds")
             axes.set_xticks(rounds, [f"{number:g}" for number in rounds])
             axes.set_xticks([], minor=True)
             axes.legend(frameon=False)
@@ -126,7 +126,7 @@ def plot_diagnostics(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
             points = [(number, value) for number, value in curve if value > 0 or not falling]
             axes.plot(*zip(*points, strict=True), color=COLOURS[position], marker="o", markersize=2.5, linewidth=1.3)
             axes.set_yscale("log" if falling else "linear")
-            _frame(axes, _TITLES[name], "communication rounds")
+            _frame(axes, TITLES[name], "communication rounds")
         ending = path.suffix.removeprefix(".")
         how: dict[str, Any] = {"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}
         write_atomically(path, saved(figure, ending, **how))

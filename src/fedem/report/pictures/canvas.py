@@ -1,0 +1,171 @@
+"""What all pictures of runs have in common: their ink, their frames, lines in bands, and how they are written.
+
+Pictures are drawn in an ink and in colours that a page can replace, so that they are at home in the light and in the
+dark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.report.figures import COLOURS, SETTINGS, look, saved
+from fedem.report.gathered import Gathered, Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, GRID = "#20262c", "#dde2e7"
+WIDTH = 7.0
+MOST_POINTS, MOST_DOTS = 200, 1000
+_NAMES, _FACTOR = 4, 10
+_NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
+# How files are written, by ending; a date in them would make each a new one.
+FORMATS: dict[str, dict[str, Any]] = {
+    "svg": {"metadata": _NOTHING},
+    "png": {"dpi": 160},
+    "pdf": {"metadata": {"CreationDate": None}},
+}
+_STYLE: dict[str, Any] = SETTINGS | {
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, what it is called and what there is to see."""
+
+    title: str
+    sentence: str
+    figure: Figure
+
+
+Painter = Callable[[Gathered], Picture | None]
+"""Draws runs; None where there is nothing of the kind to be drawn."""
+
+
+@contextmanager
+def inked() -> Iterator[None]:
+    """Draw and write in the pictures' style."""
+    from matplotlib import style
+
+    with style.context(["default", _STYLE]):
+        yield
+
+
+def paint(painter: Painter, data: Gathered) -> Picture | None:
+    """Draw a picture, which then is to be written by :func:`inline` or :func:`alone`."""
+    with inked():
+        return painter(data)
+
+
+def inline(picture: Picture, name: str) -> str:
+    """Return an SVG element for a page: colours are the page's, and every id starts with ``name``."""
+    with inked():
+        text = saved(picture.figure, "svg", transparent=True, metadata=_NOTHING).decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'\sheight="[^"]*pt"', "", text, count=1)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
+    for number, colour in enumerate(COLOURS):
+        text = text.replace(colour, f"var(--colour-{number})")
+    return text.replace("<svg", f'<svg role="img" aria-labelledby="{name}-title"', 1)
+
+
+def alone(picture: Picture, ending: str) -> bytes:
+    """Return a file of its own: the picture under its title, on white; the same bytes for the same figures."""
+    with inked():
+        picture.figure.suptitle(picture.title, x=0.01, ha="left", fontsize=11)
+        return saved(picture.figure, ending, facecolor="white", **FORMATS[ending])
+
+
+def panels(count: int, columns: int = 2, height: float = 3.0) -> tuple[Figure, list[Axes]]:
+    """Return a figure of ``count`` panels, so many in a row."""
+    from matplotlib.figure import Figure
+
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for spare in axes[count:]:
+        spare.set_axis_off()
+    return figure, axes[:count]
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """Name the lines of one panel below all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    # Many names must not take the panels' room.
+    figure.set_figheight(figure.get_figheight() + 0.19 * ((len(labels) - 1) // _NAMES))
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(_NAMES, len(labels)), handlelength=2.6)
+
+
+def band(axes: Axes, places: Numbers, curves: Numbers, method: str, label: str) -> None:
+    """Draw the mean of ``curves`` ``[seeds, n]`` in a band from the lowest seed to the highest."""
+    keep = thinned(len(places))
+    places, curves, how = places[keep], curves[:, keep], look(method)
+    every = max(1, len(places) // 6)
+    axes.plot(places, curves.mean(0), label=label, markevery=every, markersize=3.5, **how)
+    if len(curves) > 1:
+        axes.fill_between(places, curves.min(0), curves.max(0), color=how["color"], alpha=0.18, linewidth=0)
+
+
+def dots(axes: Axes, places: Numbers, colour: str) -> None:
+    """Draw clients as dots at ``places`` ``[n, 2]``."""
+    # Drawn one by one, and not as an image, so that a page can choose the colour.
+    axes.plot(places[:, 0], places[:, 1], "o", color=colour, markersize=3.2, markeredgewidth=0, alpha=0.55)
+
+
+def thinned(count: int, most: int = MOST_POINTS) -> NDArray[np.int64]:
+    """Return positions among ``count``, both ends included, no more than a picture can show."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+
+
+def widely(axes: Axes, which: str, arrays: Sequence[Numbers]) -> None:
+    """Make an axis logarithmic where positive values differ by large factors."""
+    values = np.concatenate([array[np.isfinite(array)] for array in arrays]) if arrays else np.zeros(0)
+    if len(values) and values.min() > 0 and values.max() / values.min() >= _FACTOR:
+        logarithmic(axes, which)
+
+
+def logarithmic(axes: Axes, which: str) -> None:
+    """Make an axis logarithmic, with plain numbers beside it."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,), numticks=6))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def decile(data: Gathered, method: str) -> float | None:
+    """Return a method's bottom decile, the mean over seeds."""
+    return data.comparison.rows[list(data.runs).index(method)].figures["bottom_decile"].mean

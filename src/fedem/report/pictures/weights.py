@@ -1,0 +1,157 @@
+"""Mixture weights: a heat map, the simplex of three components, and how mixed clients are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.report.figures import COLOURS, look
+from fedem.report.gathered import Gathered, Numbers
+from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, legend, panels, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BINS = 25
+_SETTLED = 0.9
+_HEIGHT = np.sqrt(3) / 2
+
+
+def heat_map(data: Gathered) -> Picture | None:
+    """Draw every client's weights, clients sorted by their largest component; of each mixture's first seed."""
+    if not (methods := mixtures(data)):
+        return None
+    figure, axes = panels(len(methods), columns=1, height=1.9)
+    for place, method in zip(axes, methods, strict=True):
+        weights = _first(data, method)
+        # An image, and not a patch a client: its size in a page does not grow with the federation.
+        image = place.imshow(
+            weights[by_dominant(weights)].T,
+            aspect="auto",
+            interpolation="nearest",
+            vmin=0,
+            vmax=1,
+            extent=(0, len(weights), weights.shape[1] - 0.5, -0.5),
+        )
+        place.grid(visible=False)
+        place.set(title=_panel(data, method), xlabel="clients, sorted by dominant component", ylabel="component")
+        place.set_yticks(range(weights.shape[1]))
+    figure.colorbar(image, ax=axes, label="mixture weight", aspect=30)
+    weights = _first(data, methods[0])
+    shares = [100 * np.mean(weights.argmax(1) == component) for component in range(weights.shape[1])]
+    sentence = (
+        f"In {data.name(methods[0])} each component is the largest for "
+        f"{min(shares):.0f} to {max(shares):.0f} % of the clients, and {100 * _settled(weights):.0f} % of the clients "
+        f"give more than {100 * _SETTLED:.0f} % of their weight to one."
+    )
+    return Picture("Mixture weights of the clients", sentence, figure)
+
+
+def simplex(data: Gathered) -> Picture | None:
+    """Draw clients as points of a triangle, for mixtures of three; of each mixture's first seed."""
+    methods = [method for method in mixtures(data) if _first(data, method).shape[1] == 3]
+    if not methods:
+        return None
+    figure, axes = panels(len(methods), height=3.4)
+    for place, method in zip(axes, methods, strict=True):
+        weights = _first(data, method)
+        shown = weights[thinned(len(weights), MOST_DOTS)]
+        _triangle(place)
+        for component in range(3):
+            dots(place, in_triangle(shown[shown.argmax(1) == component]), COLOURS[component])
+        some = f", {len(shown):,} of {len(weights):,} clients" if len(shown) < len(weights) else ""
+        place.set_title(_panel(data, method) + some)
+    weights = _first(data, methods[0])
+    inside = np.mean((weights > 0.1).all(1))
+    edges = np.mean((weights > 0.1).sum(1) == 2)
+    sentence = (
+        f"Of {data.name(methods[0])}'s clients {100 * inside:.0f} % mix all three components (each above 10 %), "
+        f"{100 * edges:.0f} % mix two and {100 * (1 - inside - edges):.0f} % use one."
+    )
+    return Picture("Clients in the simplex of three components", sentence, figure)
+
+
+def entropy(data: Gathered) -> Picture | None:
+    """Draw how many components clients use, all seeds together."""
+    if not (methods := mixtures(data)):
+        return None
+    found = {
+        method: effective(np.concatenate([run.clients.weights for run in data.runs[method]])) for method in methods
+    }
+    most = max(_first(data, method).shape[1] for method in methods)
+    figure, (axes,) = panels(1, height=3.2)
+    for method, numbers in found.items():
+        counts, edges = np.histogram(numbers, _BINS, (1, most))
+        how = look(method)
+        axes.stairs(
+            100 * counts / len(numbers),
+            edges,
+            color=how["color"],
+            linestyle=how["linestyle"],
+            label=data.titles[method],
+        )
+    axes.set(xlabel="components in use: exp(entropy of the weights)", ylabel="share of clients in %", xlim=(1, most))
+    axes.set_ylim(bottom=0)
+    legend(figure, axes)
+    first = methods[0]
+    sentence = (
+        f"The median client of {data.name(first)} uses the equivalent of {np.median(found[first]):.2f} of "
+        f"{_first(data, first).shape[1]} components."
+    )
+    return Picture("How mixed the clients are", sentence, figure)
+
+
+def mixtures(data: Gathered) -> list[str]:
+    """Return the methods whose clients have mixture weights in all seeds."""
+    return [
+        method
+        for method, runs in data.runs.items()
+        if all(run.clients.weights.size and np.isfinite(run.clients.weights).all() for run in runs)
+    ]
+
+
+def by_dominant(weights: Numbers) -> NDArray[np.int64]:
+    """Return the clients' positions sorted by largest component, then by its weight, ``[T, M] -> [T]``."""
+    return np.lexsort((-weights.max(1), weights.argmax(1))).astype(np.int64)
+
+
+def in_triangle(weights: Numbers) -> Numbers:
+    """Return places in an equilateral triangle of side one, ``[T, 3] -> [T, 2]``."""
+    return np.asarray(weights @ np.array([[0.0, 0.0], [1.0, 0.0], [0.5, _HEIGHT]]), dtype=np.float64)
+
+
+def effective(weights: Numbers) -> Numbers:
+    """Return the exponential of the weights' entropy: from 1, a component alone, to M, all alike; ``[T, M] -> [T]``."""
+    logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
+    return np.asarray(np.exp(-(weights * logs).sum(1)), dtype=np.float64)
+
+
+def _settled(weights: Numbers) -> float:
+    return float(np.mean(weights.max(1) > _SETTLED))
+
+
+def _first(data: Gathered, method: str) -> Numbers:
+    return data.runs[method][0].clients.weights
+
+
+def _panel(data: Gathered, method: str) -> str:
+    return f"{data.titles[method]}, seed {data.runs[method][0].seed}"
+
+
+def _triangle(axes: Axes) -> None:
+    corners = in_triangle(np.eye(3))
+    axes.plot(*corners[[0, 1, 2, 0]].T, color=INK, linewidth=1)
+    for component, (corner, offset) in enumerate(zip(corners, ((0, -12), (0, -12), (0, 4)), strict=True)):
+        axes.annotate(
+            f"component {component}",
+            corner,
+            offset,
+            textcoords="offset points",
+            ha="center",
+            color=COLOURS[component],
+        )
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    axes.set(xlim=(-0.2, 1.2), ylim=(-0.12, 1.0))
