@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test install check format bench clean
+.PHONY: train test install check format bench docs clean
 
 # FedEM on the paper's synthetic mixture beside FedAvg and Local; fewer test samples than the paper's 5,000 a client.
 train: install
@@ -36,5 +36,9 @@ bench: install
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.images
 
+# The banner that is silenced tells of another program's plans.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +74,7 @@ def run(
     if not quiet:
         console.print(experiment_table(experiment, tabulate(experiment, entries)))
     if failed:
-        raise UserError(" ".join(f"{title}: {message}" for title, message in failed.items()))
+        raise UserError(" ".join(_told(failed)))
     left = sum(not entry.is_complete for entry in entries)
     if left:
         errors.print(f"{left} runs are being trained by other processes.", highlight=False)
@@ -135,6 +136,14 @@ def _planned(
     folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
     asked = [{"run": given(rounds=rounds, device=device)}, *shared]
     return experiment, plan(experiment, folder, numbers, chosen, asked, own, quick), folder
+
+
+def _told(failed: dict[str, str]) -> Iterator[str]:
+    """Say what went wrong, once for all runs with which the same did."""
+    for message in dict.fromkeys(failed.values()):
+        titles = [title for title, own in failed.items() if own == message]
+        others = f" and {len(titles) - 1} other runs" if len(titles) > 1 else ""
+        yield f"{titles[0]}{others}: {message}"
 
 
 def _only(text: str) -> tuple[str, list[str]]:

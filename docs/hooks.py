@@ -1,0 +1,41 @@
+"""What the site has and the files have not: the gallery's scripts as pages, and docstrings without marks of roles."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+# Docstrings say :class:`~fedem.data.files.FromFile`; the tilde asks for the last word alone.
+_ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
+_SCRIPT = re.compile(r"\(gallery/(\w+)\.py\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page beside each script."""
+    for script in sorted(Path(config.docs_dir, "gallery").glob("*.py")):
+        files.append(File.generated(config, f"gallery/{script.stem}.md", content=as_page(script)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Lead links to scripts, which is where they must go in the repository, to their pages."""
+    return _SCRIPT.sub(r"(gallery/\1.md)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave the name of a role's target, as code."""
+    return _ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
+
+
+def as_page(script: Path) -> str:
+    """Return a script as Markdown: the docstring's first line is the title, the others are the text."""
+    source = script.read_text(encoding="utf-8")
+    module = ast.parse(source)
+    title, _, prose = (ast.get_docstring(module) or "").partition("\n")
+    code = "\n".join(source.splitlines()[module.body[0].end_lineno :]).strip()
+    return f"# {title.rstrip('.')}\n\n{prose.strip()}\n\n[{script.name}]({script.name})\n\n```python\n{code}\n```\n"
