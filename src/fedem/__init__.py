@@ -13,7 +13,7 @@ from fedem.data import Dataset, FromFile, Synthetic
 from fedem.data.frames import from_datasets, from_frame, from_huggingface
 from fedem.errors import UserError
 from fedem.federation import Federation
-from fedem.methods import METHODS
+from fedem.methods import METHODS, Method
 from fedem.models import Model
 from fedem.result import PersonalModel, Result
 from fedem.samples import Samples
@@ -27,6 +27,7 @@ __all__ = [
     "Dataset",
     "Federation",
     "FromFile",
+    "Method",
     "Model",
     "PersonalModel",
     "Result",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +61,26 @@ def _rows(table: Mapping[str, type[Settings]]) -> dict[str, Kinds]:
     return {name: (kind,) for name, kind in table.items()}
 
 
+class _MethodKinds(Mapping[str, Kinds]):
+    """The table of methods as it is at any moment: users may add rows of their own."""
+
+    def __getitem__(self, name: str) -> Kinds:
+        row = METHODS[name]
+        return row.algorithm, row.mixer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHODS)
+
+    def __len__(self) -> int:
+        return len(METHODS)
+
+
 # A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
 UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,)}
-NAMED: dict[str, dict[str, Kinds]] = {
+NAMED: dict[str, Mapping[str, Kinds]] = {
     "data": _rows(DATA),
     "partition": _rows(PARTITIONS),
-    "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
+    "method": _MethodKinds(),
     "graph": _rows(GRAPHS),
     "model": _rows(MODELS),
     "loss": _rows(LOSSES),

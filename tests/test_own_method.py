@@ -1,0 +1,60 @@
+"""A user's own method: one class and a row in the table, from outside of the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_federation
+from torch import Tensor
+
+import fedem
+from fedem.algorithms.base import Local
+from fedem.algorithms.single import SingleModel
+from fedem.algorithms.training import Penalty, trained_leaves
+from fedem.errors import UserError
+from fedem.mixing.star import Star
+from fedem.tree import Tree
+
+
+@dataclass(frozen=True, eq=False)
+class Shrinking(SingleModel):
+    """FedAvg whose clients are pulled towards zero."""
+
+    strength: float = field(default=0.1, metadata={"min": 0})
+
+    def penalty(self, local: Local) -> Penalty | None:
+        def value(candidate: Tree) -> Tensor:
+            leaves = trained_leaves(self.model, candidate).values()
+            return self.strength / 2 * sum((leaf.square().sum() for leaf in leaves), torch.zeros(()))
+
+        return value
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = fedem.Method(Shrinking, Star, "Shrinking", "FedAvg towards zero", "", "nothing", "a model", "takes it")
+    monkeypatch.setitem(fedem.METHODS, "shrinking", row)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_row_of_ones_own_is_trained_saved_and_loaded(tmp_path: Path) -> None:
+    federation = make_federation(dtype=float)
+    options = {"rounds": 3, "learning_rate": 0.1, "dtype": "float64", "weight_decay": 0.0}
+    result = fedem.train(federation, "shrinking", strength=0.5, out=tmp_path / "run", **options)
+    assert result.config.values("method") == {"strength": 0.5}
+    # A pull towards zero is what weight decay is.
+    decayed = fedem.train(federation, "fedavg", **options | {"weight_decay": 0.5})
+    for name, leaf in result.state().shared.items():
+        torch.testing.assert_close(leaf, decayed.state().shared[name])
+    inputs = federation.test.inputs[:2]
+    assert torch.equal(fedem.Result.load(tmp_path / "run").predict("ann", inputs), result.predict("ann", inputs))
+    with pytest.raises(UserError, match="strength is -1"):
+        fedem.train(federation, "shrinking", strength=-1.0)
+
+
+def test_without_its_row_the_name_is_unknown() -> None:
+    with pytest.raises(UserError, match="Unknown method 'shrinking'"):
+        fedem.train(make_federation(), "shrinking")
