@@ -139,7 +139,7 @@ def test_a_comparison_says_which_seed_has_a_broken_graph(tmp_path: Path, run) ->
 
 def test_layers_that_stay_with_clients_can_not_start_apart() -> None:
     data = fedem.Synthetic(num_clients=5, dimension=3, num_test=5).make(0)
-    model = lambda: torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))  # noqa: E731
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     graph = {"name": "ring", "start": "apart"}
     with pytest.raises(UserError, match=r"graph\.start is 'apart' and run\.local_layers 'batch_norm'"):
         fedem.train(data.federation, "dfedem", model=model, graph=graph, local_layers="batch_norm", rounds=1)

@@ -207,7 +207,7 @@ def test_refusals(topology: Topology, count: int, match: str) -> None:
 )
 def test_settings_that_are_refused(settings: dict[str, object], match: str) -> None:
     with pytest.raises(UserError, match=match):
-        Ring(**settings)  # type: ignore[arg-type]
+        Ring(**settings)
 
 
 @pytest.mark.parametrize(

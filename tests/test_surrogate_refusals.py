@@ -221,7 +221,7 @@ def test_questions_to_optimise_that_are_refused(options: dict[str, Any], message
 
 
 def test_a_constructor_of_its_own_is_refused() -> None:
-    class Own(RobustRegression):  # type: ignore[misc, valid-type]
+    class Own(RobustRegression):
         def __init__(self) -> None:
             super().__init__(LINE, SGD())
 
