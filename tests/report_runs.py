@@ -7,20 +7,29 @@ from pathlib import Path
 import numpy as np
 
 import fedem
-from fedem.report.gathered import Gathered
+from fedem.report.gathered import Gathered, gather
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import Picture, paint
+from fedem.sections import Layer
 
 METHODS = ("fedem", "fedavg", "local")
 SEEDS = (0, 1)
 TINY = {"num_clients": 14, "dimension": 5, "num_test": 30, "num_validation": 10, "min_samples": 12, "max_samples": 40}
 
 
-def trained(out: Path, method: str, seed: int, data: dict[str, object] | None = None, **run: object) -> fedem.Result:
+def trained(
+    out: Path,
+    method: str,
+    seed: int,
+    data: dict[str, object] | None = None,
+    sections: Layer | None = None,
+    **run: object,
+) -> fedem.Result:
     """Train a tiny synthetic federation into a folder."""
     settings = {"rounds": 4, "evaluate_every": 2, "seed": seed, "diagnose_every": 2 if method == "fedem" else 0}
     config = fedem.Config.build(
-        {"method": {"name": method}, "data": TINY | (data or {}), "run": settings | {"unseen": 0.2} | run}
+        {"method": {"name": method}, "data": TINY | (data or {}), "run": settings | {"unseen": 0.2} | run},
+        sections or {},
     )
     return fedem.run(config, config.make_data(), out=out)
 
@@ -44,6 +53,12 @@ def regressed(folder: Path, test: float = 0.4) -> Path:
     for method, place in (("fedem", folder), ("fedavg", folder / "baselines/fedavg")):
         fedem.train(federation, method, out=place, rounds=2, learning_rate=0.05, loss="squared_error")
     return folder
+
+
+def gathered(*paths: Path) -> Gathered:
+    """Gather runs that are all on the same data."""
+    (data,) = gather(paths)
+    return data
 
 
 def drawn(name: str, data: Gathered) -> Picture:

@@ -8,58 +8,29 @@ import json
 from pathlib import Path
 
 import pytest
+from declared import SMALL, declare, nobody_watches
 
 from fedem.config import Config
 from fedem.errors import UserError
-from fedem.experiments import Experiment, find, listed, plan, read, sort_settings, tabulate, work_off
+from fedem.experiments import (
+    Experiment,
+    LatestData,
+    find,
+    listed,
+    plan,
+    sort_settings,
+    tabulate,
+    work_off,
+)
 from fedem.methods import METHODS
 from fedem.report.experiments import experiment_markdown
 
 DECLARED = Path(__file__).parent.parent / "experiments"
-SMALL = """
-title = "A small one"
-place = "Nowhere"
-seeds = 2
-figures = ["test_accuracy", "recovery.component_distances"]
-
-[settings]
-"data.name" = "synthetic"
-"data.num_clients" = 4
-"data.dimension" = 3
-"data.num_test" = 10
-"run.rounds" = 2
-
-[axes.method]
-FedEM = { "method.name" = "fedem" }
-FedAvg = { "method.name" = "fedavg" }
-
-[axes.rate]
-slow = { "schedule.learning_rate" = 0.01 }
-fast = { "schedule.learning_rate" = 0.5 }
-
-[[without]]
-method = "FedAvg"
-rate = "slow"
-
-[paper]
-"FedEM / fast" = [74.7, ""]
-"""
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Experiment:
     return declare(tmp_path, SMALL)
-
-
-def declare(place: Path, text: str) -> Experiment:
-    (place / "small").mkdir(exist_ok=True)
-    (place / "small" / "experiment.toml").write_text(text)
-    return read(place / "small")
-
-
-@contextlib.contextmanager
-def nobody_watches(entry: object):
-    yield None
 
 
 def test_a_plan_has_every_choice_and_seed_once(small: Experiment, tmp_path: Path) -> None:
@@ -96,10 +67,10 @@ def test_runs_share_their_data_and_are_never_done_twice(small: Experiment, tmp_p
         made.append(config.run.seed)
         return config.make_data()
 
-    assert work_off(entries[:2], nobody_watches, make) == {}
+    assert work_off(entries[:2], nobody_watches, LatestData(make)) == {}
     assert made == [0]
     before = {entry.title: (entry.folder.path / "summary.json").stat().st_mtime_ns for entry in entries[:2]}
-    assert work_off(entries, nobody_watches, make) == {}
+    assert work_off(entries, nobody_watches, LatestData(make)) == {}
     assert made == [0, 0, 1]
     assert all(entry.is_complete for entry in entries)
     for entry in entries[:2]:
@@ -115,9 +86,9 @@ def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_p
     (tmp_path / "out" / ".claims").mkdir(parents=True)
     with (tmp_path / "out" / ".claims" / entries[1].folder.path.name).open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        work_off(entries, nobody_watches)
+        work_off(entries, nobody_watches, LatestData())
         assert [entry.is_complete for entry in entries] == [True, False, True]
-    work_off(entries, nobody_watches)
+    work_off(entries, nobody_watches, LatestData())
     assert all(entry.is_complete for entry in entries)
 
 
@@ -133,12 +104,12 @@ def test_a_killed_run_is_gone_on_with(small: Experiment, tmp_path: Path) -> None
         yield listen
 
     with pytest.raises(KeyboardInterrupt):
-        work_off(entries, killing)
+        work_off(entries, killing, LatestData())
     assert entries[0].folder.exists()
     assert not entries[0].is_complete
-    work_off(entries, nobody_watches)
+    work_off(entries, nobody_watches, LatestData())
     whole = plan(small, tmp_path / "whole", [0])
-    work_off(whole, nobody_watches)
+    work_off(whole, nobody_watches, LatestData())
     for entry, reference in zip(entries, whole, strict=True):
         first, second = entry.folder.summary(), reference.folder.summary()
         assert first is not None
@@ -149,14 +120,14 @@ def test_a_killed_run_is_gone_on_with(small: Experiment, tmp_path: Path) -> None
 def test_one_failure_does_not_stop_the_others(small: Experiment, tmp_path: Path) -> None:
     shared, own = sort_settings(small, ["FedAvg:schedule.learning_rate=1e30"])
     entries = plan(small, tmp_path / "out", [0], asked=shared, own=own)
-    failed = work_off(entries, nobody_watches)
+    failed = work_off(entries, nobody_watches, LatestData())
     assert [entry.is_complete for entry in entries if entry.labels["method"] == "FedEM"] == [True, True]
     assert set(failed) <= {"FedAvg, fast, seed 0"}
 
 
 def test_our_figures_stand_beside_the_papers(small: Experiment, tmp_path: Path) -> None:
     entries = plan(small, tmp_path / "out", [0, 1])
-    work_off([entry for entry in entries if entry.labels["method"] == "FedEM"], nobody_watches)
+    work_off([entry for entry in entries if entry.labels["method"] == "FedEM"], nobody_watches, LatestData())
     lines = {tuple(line.labels.values()): line for line in tabulate(small, entries)}
     fast = lines["FedEM", "fast"]
     summaries = [entry.folder.summary() for entry in entries if entry.labels == fast.labels]
@@ -180,8 +151,17 @@ def test_our_figures_stand_beside_the_papers(small: Experiment, tmp_path: Path) 
         (('place = "Nowhere"', 'plaice = "Nowhere"'), "plaice"),
         (('"run.rounds" = 2', '"rounds" = 2'), "has 'rounds'; allowed: \"section.key\" = value"),
         (('"FedEM / fast" = [74.7, ""]', '"FedEM / quick" = [74.7, ""]'), "a label of each axis"),
-        (('"FedEM / fast" = [74.7, ""]', '"FedEM / fast" = [74.7]'), "has 1 figures for 'FedEM / fast'; allowed: 2"),
+        (
+            ('"FedEM / fast" = [74.7, ""]', '"FedEM / fast" = [74.7]'),
+            "'FedEM / fast' = [74.7]; allowed: 2 numbers",
+        ),
         (("seeds = 2", "seeds = two"), "can't be read as an experiment"),
+        (("seeds = 2", 'seeds = "2"'), "has seeds = '2'; allowed: a whole number from 1"),
+        (('"test_accuracy", "recovery', '3, "recovery'), "allowed: a list of names"),
+        (('"test_accuracy", "recovery', '"test_accuracy / FedProx", "recovery'), "Unknown label"),
+        (('rate = "slow"', 'rate = "slower"'), "allowed: tables of labels by axis (method, rate)"),
+        (("[paper]", "[quick.FedProx]\n[paper]"), "Unknown label"),
+        (('{ "schedule.learning_rate" = 0.5 }', "0.5"), 'has 0.5; allowed: { "section.key" = value }'),
     ],
 )
 def test_mistakes_in_a_file_are_told(tmp_path: Path, change: tuple[str, str], message: str) -> None:
@@ -229,3 +209,16 @@ def test_every_declared_experiment_runs_quickly_on_synthetic_data(name: str, run
         "experiment", "status", name, "--quick", *only, "--experiments", DECLARED, "--out", tmp_path / "x"
     )
     assert (code, "to do" in out) == (0, False)
+
+
+def test_the_convergence_plots_are_drawn_from_the_experiments_folder(run, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    options = ["--quick", "--data", "Synthetic", "--experiments", DECLARED, "--out", folder]
+    assert run("experiment", "run", "convergence", *options, "--only", "method=FedAvg,FedEM")[0] == 0
+    runs = sorted(folder.glob("synthetic_*"))
+    assert len(runs) == 2
+    assert run("plot", *runs, "--figure", "rounds,bytes", "--out", tmp_path / "figures")[0] == 0
+    for name in ("rounds", "bytes"):
+        picture = (tmp_path / "figures" / f"{name}.svg").read_text()
+        assert "FedAvg" in picture
+        assert "FedEM (M=3)" in picture

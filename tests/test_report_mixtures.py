@@ -13,21 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from report_runs import compared, drawn, regressed
+from report_runs import compared, drawn, gathered, regressed
 
 import fedem
-from fedem.report.gathered import Clients, Gathered, gather
+from fedem.report.gathered import Gathered
 from fedem.report.pictures import components, gains, weights
+from fedem.report.reading import Clients
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Gathered:
-    return gather([compared(tmp_path_factory.mktemp("runs"))])
+    return gathered(compared(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> Gathered:
-    return gather([regressed(tmp_path_factory.mktemp("runs") / "run")])
+    return gathered(regressed(tmp_path_factory.mktemp("runs") / "run"))
 
 
 # --- mixture weights

@@ -11,21 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 from numpy.typing import NDArray
-from report_runs import METHODS, SEEDS, compared, drawn, regressed
+from report_runs import METHODS, SEEDS, compared, drawn, gathered, regressed
 
-from fedem.report.gathered import Clients, Gathered, gather
+from fedem.report.gathered import Gathered
 from fedem.report.pictures import FIGURES, curves, fairness
 from fedem.report.pictures.canvas import Picture, paint, thinned
+from fedem.report.reading import Clients
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Gathered:
-    return gather([compared(tmp_path_factory.mktemp("runs"))])
+    return gathered(compared(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> Gathered:
-    return gather([regressed(tmp_path_factory.mktemp("runs") / "run")])
+    return gathered(regressed(tmp_path_factory.mktemp("runs") / "run"))
 
 
 def lines_of(picture: Picture, panel: int) -> dict[str, NDArray[np.float64]]:
@@ -71,7 +72,7 @@ def test_errors_are_drawn_too(errors: Gathered) -> None:
 
 
 def test_without_test_samples_sizes_are_left(tmp_path: Path) -> None:
-    untested = gather([regressed(tmp_path / "run", test=0)])
+    untested = gathered(regressed(tmp_path / "run", test=0))
     found = {name for name, kind in FIGURES.items() if paint(kind.painter, untested) is not None}
     assert found == {"weights", "simplex", "entropy", "components", "sizes"}
 

@@ -11,10 +11,10 @@ import typer
 from fedem.checkpoint import write_atomically
 from fedem.cli.options import Quiet, Rounds, TrainingDevice, given, listed, read_seeds
 from fedem.errors import UserError
-from fedem.experiments import Entry, Experiment, find, plan, read, sort_settings, tabulate, work_off
+from fedem.experiments import Entry, Experiment, LatestData, check, find, plan, read, sort_settings, tabulate, work_off
 from fedem.experiments import listed as names_in
 from fedem.report.comparisons import cells_progress
-from fedem.report.console import console, errors, writing
+from fedem.report.console import console, errors, waiting, writing
 from fedem.report.experiments import experiment_markdown, experiment_table, experiments_table, status_table
 
 group = typer.Typer(help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True)
@@ -56,7 +56,8 @@ def run(
 ) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
-    It may be stopped at any time and started again; several processes may share the work.
+    All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
+    may share the work.
 
     Examples:
       fedem experiment run table2 --data Synthetic --seeds 3
@@ -68,8 +69,11 @@ def run(
     pending = [entry for entry in entries if not entry.is_complete]
     if not quiet and len(pending) < len(entries):
         errors.print(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.", highlight=False)
+    made = LatestData()
+    with waiting("Making the data, checking every run", quiet):
+        check(entries, made)
     with cells_progress(errors, pending, quiet) as watch:
-        failed = work_off(pending, watch)
+        failed = work_off(pending, watch, made)
     _write(experiment, entries, folder)
     if not quiet:
         console.print(experiment_table(experiment, tabulate(experiment, entries)))

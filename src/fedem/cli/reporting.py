@@ -19,7 +19,7 @@ from fedem.report.pictures.canvas import FORMATS, alone, paint
 _ALL = "all"
 Folders = Annotated[
     list[Path] | None,
-    typer.Argument(help="Folders of runs, with their baselines, or of comparisons.", show_default=False),
+    typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
 ]
 
 
@@ -30,8 +30,8 @@ def report(
 ) -> None:
     """Put what came out of runs on one page: tables, figures and what there is to see in them, the configuration.
 
-    The page needs nothing else: no network, no scripts, no data. All runs must be on the same data; runs of a method
-    are told apart by their seeds.
+    The page needs nothing else: no network, no scripts, no data. Each data set has its table and its figures; runs of
+    a method are told apart by what differs in their settings, and by their seeds.
 
     Examples:
       fedem report runs/compare-synthetic
@@ -41,9 +41,9 @@ def report(
     """
     if out.suffix != ".html":
         raise UserError(f"--out is {out}; allowed: a file ending in .html.")
-    data = gather(folders or [])
+    sets = gather(folders or [])
     with waiting("Drawing", quiet):
-        page = build_page(data)
+        page = build_page(sets)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page.encode())
@@ -58,7 +58,7 @@ def plot(
     names: Annotated[bool, typer.Option("--list", help="Tell which figures there are, and draw nothing.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a report's figures to files of their own, OUT/NAME.svg.
+    """Write a report's figures to files of their own, OUT/NAME.svg; with several data sets, OUT/DATA/NAME.svg.
 
     Examples:
       fedem plot --list
@@ -76,16 +76,22 @@ def plot(
     for name in asked:
         if name not in FIGURES:
             raise unknown("figure", name, (*FIGURES, _ALL))
-    data = gather(folders or [])
+    sets = gather(folders or [])
+    drawn: dict[Path, bytes] = {}
+    found: set[str] = set()
     with waiting("Drawing", quiet):
-        found = {name: paint(FIGURES[name].painter, data) for name in asked}
-        drawn = {name: alone(picture, ending) for name, picture in found.items() if picture is not None}
-    missing = [name for name in asked if name not in drawn]
+        for data in sets:
+            for name in asked:
+                if (picture := paint(FIGURES[name].painter, data)) is not None:
+                    drawn[out / data.place / f"{name}.{ending}"] = alone(picture, ending)
+                    found.add(name)
+    missing = [name for name in asked if name not in found]
     if missing and figure != _ALL:
         needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)
         raise UserError(f"These runs have nothing for {', '.join(missing)}: {needs}.")
     with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in drawn.items():
-            write_atomically(out / f"{name}.{ending}", content)
-    console.print(f"Figures: {', '.join(drawn)} in {out}", soft_wrap=True, highlight=False)
+        for path, content in drawn.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+    told = ", ".join(name for name in asked if name in found)
+    console.print(f"Figures: {told} in {out}", soft_wrap=True, highlight=False)

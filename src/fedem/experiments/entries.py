@@ -1,26 +1,21 @@
 """The runs of an experiment: a choice on every axis and a seed, each an ordinary run in a folder of its own.
 
-All runs of a seed with the same data have the same clients and splits. What is complete is never run again, and several
-processes may work on one experiment.
+All runs of a seed with the same data have the same clients and splits.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.config import Config, parse_assignment
-from fedem.data.base import Dataset
 from fedem.errors import UserError, unknown
-from fedem.experiments.declared import Experiment
-from fedem.job import Job
+from fedem.experiments.declared import ALL, Experiment
 from fedem.runs import RunFolder
 from fedem.sections import Layer
-from fedem.training import Listener, carry_out
 
 
 class Entry(NamedTuple):
@@ -42,6 +37,17 @@ class Entry(NamedTuple):
         """Whether there is nothing left to do."""
         return self.folder.summary() is not None
 
+    def check_complete(self) -> None:
+        """Refuse a complete run with other settings than those asked for: its figures would pass for theirs."""
+        if not self.is_complete:
+            return
+        made = self.folder.config()
+        # What was settled with the data in hand can't be known without them.
+        settled = self.config.replace("run", partition_hash=made.run.partition_hash)
+        if settled.loss is None:
+            settled = Config(settled.sections | {"loss": made.sections["loss"]})
+        self.folder.reopen(settled)
+
 
 def plan(
     experiment: Experiment,
@@ -52,7 +58,7 @@ def plan(
     own: Mapping[str, Sequence[Layer]] | None = None,
     quick: bool = False,
 ) -> list[Entry]:
-    """Return the runs, those with the same data and seed together; every configuration is checked.
+    """Return the runs, those with the same data and seed together; configurations and complete runs are checked.
 
     Args:
         experiment: what was declared.
@@ -64,6 +70,8 @@ def plan(
         quick: with the settings of the short trial.
 
     """
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"The seeds are {', '.join(map(str, seeds))}; allowed: one or several, each once.")
     axes = _chosen(experiment, only or {})
     entries = []
     for labels in (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values())):
@@ -71,15 +79,22 @@ def plan(
             continue
         layers = [*experiment.settings]
         for axis, label in labels.items():
-            layers += [*experiment.axes[axis][label], *(own or {}).get(label, ())]
-        for label in ("all", *labels.values()) if quick else ():
+            layers += experiment.axes[axis][label]
+        for label in (ALL, *labels.values()) if quick else ():
             layers += experiment.quick.get(label, ())
         layers += asked
+        for label in labels.values():
+            layers += (own or {}).get(label, ())
         for seed in seeds:
-            config = Config.build(*layers, {"run": {"seed": seed}})
+            try:
+                config = Config.build(*layers, {"run": {"seed": seed}})
+            except UserError as error:
+                raise UserError(f"{', '.join(labels.values())}, seed {seed}: {error}") from None
             entries.append(Entry(labels, seed, config, RunFolder(out / _folder(labels, seed))))
     if not entries:
         raise UserError("No run is left: every one is excluded.")
+    for entry in entries:
+        entry.check_complete()
     return sorted(entries, key=lambda entry: (entry.seed, repr(recipe(entry.config))))
 
 
@@ -121,63 +136,3 @@ def _folder(labels: Mapping[str, str], seed: int) -> str:
 def recipe(config: Config) -> tuple[Any, ...]:
     """Return what makes a run's data."""
     return config.data, config.partition, config.run.seed, config.run.unseen
-
-
-def work_off(
-    entries: Sequence[Entry],
-    watch: Callable[[Entry], AbstractContextManager[Listener | None]],
-    make: Callable[[Config], Dataset] = Config.make_data,
-) -> dict[str, str]:
-    """Train what is not complete, one run after the other; those that another process is training are left to it.
-
-    Args:
-        entries: of a plan.
-        watch: a context for each run, which yields what is told of its rounds.
-        make: how data are made; they are kept while runs with the same come one after the other.
-
-    Returns:
-        what went wrong, by the title of the run
-
-    """
-    kept: tuple[Any, Dataset] | None = None
-    failed: dict[str, str] = {}
-    for entry in entries:
-        if entry.is_complete:
-            continue
-        with _claimed(entry) as mine:
-            if not mine or entry.is_complete:
-                continue
-            try:
-                if kept is None or kept[0] != recipe(entry.config):
-                    kept = None  # lest two data sets be in memory
-                    kept = (recipe(entry.config), make(entry.config))
-                begun = entry.folder.exists()
-                with watch(entry) as listener:
-                    _train(entry, kept[1], begun, listener)
-            except UserError as error:  # the others can go on without it
-                failed[entry.title] = str(error)
-    return failed
-
-
-def _train(entry: Entry, dataset: Dataset, begun: bool, listener: Listener | None) -> None:
-    job = Job.prepare(entry.config, dataset, None, fresh=not begun)
-    carry_out(job, out=entry.folder.path, resume=begun, listener=listener)
-
-
-@contextmanager
-def _claimed(entry: Entry) -> Iterator[bool]:
-    """Yield whether the run is ours: no other process works on it as long as this one does."""
-    place = entry.folder.path.parent / ".claims"
-    place.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield True
-        return
-    with (place / entry.folder.path.name).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True

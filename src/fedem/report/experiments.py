@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedem.comparison import Spread
 from fedem.experiments import Entry, Experiment, Line
+from fedem.experiments.declared import SLASH
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,6 +21,12 @@ _NAMES = {
     "unseen_train_accuracy": "unseen, train, %",
     "recovery.cluster_accuracy": "assigned rightly, %",
     "recovery.component_distances": "cosine distance",
+    "test_loss": "test loss",
+    "train_loss": "train loss",
+    "weights_entropy": "entropy, took part",
+    "unseen_weights_entropy": "entropy, unseen",
+    "seconds_per_round": "s a round",
+    "seconds_total": "s in all",
     "num_parameters": "parameters",
 }
 
@@ -70,7 +77,9 @@ def _headings(experiment: Experiment) -> list[str]:
     """A heading each; where the paper has no figures, none for them."""
     columns = []
     for name in experiment.figures:
-        columns += [_NAMES.get(name, name), *(("paper", "diff.") if experiment.paper else ())]
+        figure, _, reference = experiment.parted(name)
+        heading = _NAMES.get(figure, figure) + (f"{SLASH}{reference}" if reference else "")
+        columns += [heading, *(("paper", "diff.") if experiment.paper else ())]
     return [*experiment.axes, "seeds", *columns]
 
 
@@ -94,9 +103,11 @@ def _rows(experiment: Experiment, lines: Sequence[Line]) -> list[list[str]]:
 def _spread(spread: Spread, scale: int) -> str:
     if spread.mean is None:
         return "-"
-    form = "{:.1f}" if scale == 100 else "{:.3g}"
-    text = form.format(scale * spread.mean)
-    return text if spread.deviation is None else f"{text} ±{form.format(scale * spread.deviation)}"
+    mean = scale * spread.mean
+    text = f"{mean:.1f}" if scale == 100 else f"{mean:,.0f}" if abs(mean) >= 1000 else f"{mean:.3g}"
+    if spread.deviation is None:
+        return text
+    return f"{text} ±{100 * spread.deviation:.1f}" if scale == 100 else f"{text} ±{spread.deviation:.2g}"
 
 
 def _table(title: str) -> Table:

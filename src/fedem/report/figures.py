@@ -75,7 +75,11 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
 
 def look(method: str) -> dict[str, Any]:
     """Return a method's colour, line and marker, the same in every picture."""
-    position = list(METHODS).index(method)
+    return look_at(list(METHODS).index(method))
+
+
+def look_at(position: int) -> dict[str, Any]:
+    """Return the colour, line and marker at a ``position`` of the list of looks."""
     return {
         "color": COLOURS[position % len(COLOURS)],
         "linestyle": _STROKES[position // len(COLOURS) % len(_STROKES)],

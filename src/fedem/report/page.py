@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
+from fedem.methods import METHODS
 from fedem.report.comparisons import comparison_remarks, comparison_table
 from fedem.report.gathered import Gathered
 from fedem.report.pictures import FIGURES
@@ -24,7 +26,8 @@ _PAGE = """<!doctype html>
 <body>
 <header>
 <h1>{title}</h1>
-<p>{facts}</p>
+<p>Averages over clients are weighted by training samples; ± is the sample standard deviation over the seeds; bands
+reach from the lowest seed to the highest; seconds and bytes (all clients together) are those of a round.</p>
 </header>
 <nav aria-label="Contents"><ul>
 {contents}
@@ -42,35 +45,52 @@ _FIGURE = """<figure id="figure-{name}">
 </figure>"""
 
 
-def build_page(data: Gathered) -> str:
-    """Return the page's HTML: the same text for the same runs."""
-    drawn = dict(_figures(data))
-    titles = {name: title for name, (title, _) in drawn.items()}
-    contents = {"scores": "Scores"} | {f"figure-{name}": title for name, title in titles.items()}
+class _Figure(NamedTuple):
+    place: str
+    title: str
+    element: str
+
+
+def build_page(sets: Sequence[Gathered]) -> str:
+    """Return the page's HTML, of runs on one or several data sets: the same text for the same runs."""
+    drawn = [list(_figures(data)) for data in sets]
+    contents = {"scores": "Scores"}
+    for data, figures in zip(sets, drawn, strict=True):
+        # A page about several data sets has too many figures to list them all.
+        listed = {data.place: data.titled("Figures")} if data.place else {each.place: each.title for each in figures}
+        contents |= {f"figure-{place}": title for place, title in listed.items()}
     contents |= {"runs": "Runs", "configuration": "Configuration"}
     sections = [
-        _section("scores", "Scores after the last round", _headline(data)),
-        _section("figures", "Figures", "\n".join(figure for _, figure in drawn.values())),
-        _section("runs", "Runs", _runs(data)),
-        _section("configuration", "Configuration, and how to run it again", _configuration(data)),
+        _section("scores", "Scores after the last round", "\n".join(map(_headline, sets))),
+        *(
+            _section(
+                f"figure-{data.place}" if data.place else "figures",
+                data.titled("Figures"),
+                "\n".join(each.element for each in figures),
+            )
+            for data, figures in zip(sets, drawn, strict=True)
+        ),
+        _section("runs", "Runs", "\n".join(map(_runs, sets))),
+        _section("configuration", "Configuration, and how to run it again", "\n".join(map(_configuration, sets))),
     ]
+    methods = dict.fromkeys(METHODS[runs[0].method].title for data in sets for runs in data.runs.values())
     return _PAGE.format(
-        title=escape(f"{data.comparison.data}: {', '.join(map(data.name, data.runs))}"),
+        title=escape(f"{', '.join(data.comparison.data for data in sets)}: {', '.join(methods)}"),
         style=STYLE,
-        facts=escape(_facts(data)),
         contents="\n".join(f'<li><a href="#{place}">{escape(title)}</a></li>' for place, title in contents.items()),
         sections="\n".join(sections),
     )
 
 
-def _figures(data: Gathered) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield names with titles and elements of the figures that apply."""
+def _figures(data: Gathered) -> Iterator[_Figure]:
+    """Yield the figures that apply."""
     for name, kind in FIGURES.items():
         picture = paint(kind.painter, data)
         if picture is not None:
+            place = f"{data.place}-{name}" if data.place else name
             title, sentence = escape(picture.title), escape(picture.sentence)
-            element = _FIGURE.format(name=name, title=title, sentence=sentence, drawing=inline(picture, name))
-            yield name, (picture.title, element)
+            element = _FIGURE.format(name=place, title=title, sentence=sentence, drawing=inline(picture, place))
+            yield _Figure(place, picture.title, element)
 
 
 def _section(place: str, title: str, content: str) -> str:
@@ -81,26 +101,30 @@ def _facts(data: Gathered) -> str:
     comparison = data.comparison
     held_out = f", {comparison.num_unseen_clients} held out of training" if comparison.num_unseen_clients else ""
     lengths = sorted({run.summary["rounds"] for runs in data.runs.values() for run in runs})
-    seeds = ", ".join(map(str, comparison.seeds))
+    unit = "accuracy in %" if data.accuracy else "mean squared error"
+    seeds = f"{'seed' if len(comparison.seeds) == 1 else 'seeds'} {', '.join(map(str, comparison.seeds))}"
     return (
-        f"{comparison.num_clients} clients{held_out}; {' or '.join(map(str, lengths))} rounds; "
-        f"{'seed' if len(comparison.seeds) == 1 else 'seeds'} {seeds}. Averages over clients are weighted by training "
-        "samples; ± is the sample standard deviation over the seeds; bands reach from the lowest seed to the highest; "
-        "seconds and bytes (all clients together) are those of a round."
+        f"{comparison.data}: {comparison.num_clients} clients{held_out}; {' or '.join(map(str, lengths))} rounds; "
+        f"{unit}, {seeds}{'' if data.has_equal_seeds else ', of which not every row has all'}"
     )
 
 
 def _headline(data: Gathered) -> str:
     # The table of the terminal, in HTML.
-    table = comparison_table(data.comparison)
-    headings = [str(column.header).replace("\n", " ") for column in table.columns]
-    rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+    columns = comparison_table(data.comparison).columns
+    cells = {str(column.header).replace("\n", " "): [str(cell) for cell in column.cells] for column in columns}
+    if not data.has_equal_seeds:
+        counts = [str(len(runs)) for runs in data.runs.values()]
+        cells["seeds"] = counts + [""] * (len(cells["method"]) - len(counts))
     lines = comparison_remarks(data.comparison)
+    for title, places in data.differences.items():
+        lines.append(f"The rows of {title} differ in {', '.join(places)}.")
     for method, runs in data.runs.items():
         seed = f", seed {runs[0].seed}" if len(runs) > 1 else ""
         lines += [f"{data.name(method)}{seed}: {line}" for line in remarks(runs[0].summary)]
     listed = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return _table(str(table.title), headings, rows) + (f"\n<ul>{listed}</ul>" if lines else "")
+    table = _table(_facts(data), cells, zip(*cells.values(), strict=True))
+    return table + (f"\n<ul>{listed}</ul>" if lines else "")
 
 
 def _runs(data: Gathered) -> str:
@@ -121,9 +145,8 @@ def _runs(data: Gathered) -> str:
                     str(run.folder.path),
                 ]
             )
-    return _table(
-        "Every run: scores of its last state, the round that was best by validation, seconds in all", headings, rows
-    )
+    caption = "Every run: scores of its last state, the round that was best by validation, seconds in all"
+    return _table(data.titled(caption), headings, rows)
 
 
 def _configuration(data: Gathered) -> str:
@@ -133,7 +156,7 @@ def _configuration(data: Gathered) -> str:
     for method, runs in data.runs.items():
         seed = f", seed {runs[0].seed}; the other seeds differ in run.seed alone" if len(runs) > 1 else ""
         parts.append(
-            f"<details><summary>{escape(data.titles[method] + seed)}</summary>\n"
+            f"<details><summary>{escape(data.titled(data.titles[method]) + seed)}</summary>\n"
             f"<pre>{escape(runs[0].config.to_toml())}</pre></details>"
         )
     return "\n".join(parts)

@@ -39,8 +39,12 @@ header p, caption {{ color: var(--soft); text-align: left; font-size: 0.9rem; }}
 nav ul {{ display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; padding: 0; list-style: none; font-size: 0.9rem; }}
 figure {{ margin: 2rem 0; }}
 .see {{ margin: 0.25rem 0 0.75rem; }}
-.wide {{ overflow-x: auto; }}
-.wide svg {{ display: block; max-width: max(100%, 32rem); height: auto; }}
+/* What is wider than the screen is moved under a finger; a shade says so, until its end covers the shade. */
+.wide {{ overflow-x: auto; background:
+  linear-gradient(var(--ground), var(--ground)) right / 2rem 100% no-repeat local,
+  linear-gradient(to left, var(--grid), transparent) right / 1rem 100% no-repeat scroll; }}
+.wide svg {{ display: block; max-width: 100%; height: auto; }}
+caption {{ max-width: calc(min(100vw, 46rem) - 2rem); }}
 table {{ border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 0.3rem 0.6rem 0.3rem 0; text-align: right; vertical-align: bottom;
   border-bottom: 1px solid var(--grid); white-space: nowrap; }}
@@ -49,12 +53,20 @@ th:first-child, td:first-child {{ text-align: left; }}
 pre {{ overflow-x: auto; padding: 0.75rem; border: 1px solid var(--grid); border-radius: 4px; font-size: 0.8rem; }}
 summary {{ cursor: pointer; }}
 @media print {{
-  body {{ max-width: none; padding: 0; font-size: 10pt; }}
+  html {{ font-size: 10pt; }}
+  body {{ max-width: none; padding: 0; }}
   nav {{ display: none; }}
-  figure, tr {{ break-inside: avoid; }}
+  table {{ font-size: 0.8rem; }}
+  figure, tr, details {{ break-inside: avoid; }}
   h2, h3 {{ break-after: avoid; }}
-  .wide {{ overflow: visible; }}
-  .wide svg {{ max-width: 100%; }}
-  pre {{ white-space: pre-wrap; }}
+  .wide {{ overflow: visible; background: none; }}
+  .wide svg {{ min-width: 0 !important; max-width: 80%; }}
+  td:last-child {{ overflow-wrap: anywhere; white-space: normal; }}
+  tr:first-child {{ break-before: avoid; }}
+  caption {{ max-width: none; }}
+  pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+  /* Paper can't be opened. */
+  details::details-content {{ content-visibility: visible; }}
+  details pre {{ columns: 3; font-size: 0.7rem; }}
 }}
 """

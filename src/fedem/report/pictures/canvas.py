@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.report.figures import COLOURS, SETTINGS, look, saved
-from fedem.report.gathered import Gathered, Numbers
+from fedem.report.figures import COLOURS, SETTINGS, saved
+from fedem.report.gathered import Gathered
+from fedem.report.reading import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 INK, GRID = "#20262c", "#dde2e7"
 WIDTH = 7.0
 MOST_POINTS, MOST_DOTS = 200, 1000
-_NAMES, _FACTOR = 4, 10
+_NAMES, _FACTOR, _LEAST = 4, 10, 0.7
 _NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
 # How files are written, by ending; a date in them would make each a new one.
 FORMATS: dict[str, dict[str, Any]] = {
@@ -81,7 +82,8 @@ def inked() -> Iterator[None]:
 def paint(painter: Painter, data: Gathered) -> Picture | None:
     """Draw a picture, which then is to be written by :func:`inline` or :func:`alone`."""
     with inked():
-        return painter(data)
+        picture = painter(data)
+        return None if picture is None else replace(picture, title=data.titled(picture.title))
 
 
 def inline(picture: Picture, name: str) -> str:
@@ -90,7 +92,11 @@ def inline(picture: Picture, name: str) -> str:
         text = saved(picture.figure, "svg", transparent=True, metadata=_NOTHING).decode()
     text = text[text.index("<svg") :]
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
-    text = re.sub(r'\sheight="[^"]*pt"', "", text, count=1)
+    # The page chooses the size: on a phone it shrinks a picture as long as its letters stay legible.
+    width = re.search(r'\swidth="([\d.]+)pt"\sheight="[^"]*"', text)
+    assert width is not None
+    least = f'{width[0].partition(" height")[0]} style="min-width: {_LEAST * float(width[1]):.0f}pt"'
+    text = text.replace(width[0], least, 1)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
     for number, colour in enumerate(COLOURS):
@@ -126,12 +132,12 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(_NAMES, len(labels)), handlelength=2.6)
 
 
-def band(axes: Axes, places: Numbers, curves: Numbers, method: str, label: str) -> None:
-    """Draw the mean of ``curves`` ``[seeds, n]`` in a band from the lowest seed to the highest."""
+def band(axes: Axes, places: Numbers, curves: Numbers, data: Gathered, method: str) -> None:
+    """Draw the mean of a method's ``curves`` ``[seeds, n]`` in a band from the lowest seed to the highest."""
     keep = thinned(len(places))
-    places, curves, how = places[keep], curves[:, keep], look(method)
+    places, curves, how = places[keep], curves[:, keep], data.looks[method]
     every = max(1, len(places) // 6)
-    axes.plot(places, curves.mean(0), label=label, markevery=every, markersize=3.5, **how)
+    axes.plot(places, curves.mean(0), label=data.titles[method], markevery=every, markersize=3.5, **how)
     if len(curves) > 1:
         axes.fill_between(places, curves.min(0), curves.max(0), color=how["color"], alpha=0.18, linewidth=0)
 

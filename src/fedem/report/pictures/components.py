@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fedem.checkpoint import MANIFEST
-from fedem.report.gathered import Gathered, Numbers, Run
+from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import Picture, panels
+from fedem.report.reading import Numbers, Run
 from fedem.result import Result
 from fedem.sections import GIVEN
 from fedem.tree import Tree

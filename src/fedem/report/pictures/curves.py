@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedem.diagnostics import Diagnosis
-from fedem.report.gathered import Gathered, Numbers, Run
+from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import INK, Picture, band, legend, logarithmic, panels, widely
+from fedem.report.reading import Numbers, Run
 from fedem.report.theory import TITLES as DIAGNOSED
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def against_rounds(data: Gathered) -> Picture | None:
         for method, runs in data.runs.items():
             rounds, values = common_curve(runs, name)
             if len(rounds):
-                band(place, rounds, _shown(data, name, values), method, data.titles[method])
+                band(place, rounds, _shown(data, name, values), data, method)
         _frame(data, place, name, label, "communication rounds")
         place.set_xlim(left=0)
         place.locator_params(axis="x", integer=True)
@@ -47,7 +48,7 @@ def against_bytes(data: Gathered) -> Picture | None:
             sent = sent_by(runs, rounds) / size
             # A method that sends nothing has no place on this axis.
             if len(sent) and sent[-1] > 0:
-                band(place, sent, _shown(data, name, values), method, data.titles[method])
+                band(place, sent, _shown(data, name, values), data, method)
                 amounts.append(sent)
         widely(place, "x", amounts)
         _frame(data, place, name, label, f"{unit} sent up and down, all clients together")
@@ -70,7 +71,7 @@ def diagnostics(data: Gathered) -> Picture | None:
             if other == name:
                 # All but f tend to zero; where one has arrived, a logarithmic axis has no place for it.
                 kept = (values > 0).all(0) | (name == "objective")
-                band(place, rounds[kept], values[:, kept], method, data.titles[method])
+                band(place, rounds[kept], values[:, kept], data, method)
         if name != "objective":
             logarithmic(place, "y")
         place.set(title=DIAGNOSED[name], xlabel="communication rounds")
@@ -167,5 +168,7 @@ def _amount(sent: float) -> str:
 
 
 def _listed(parts: list[str], most: int = 4) -> str:
-    kept = parts[:most] + ([f"{len(parts) - most} further methods are in the picture"] if len(parts) > most else [])
+    # To say that there is one more takes as long as to say what it is.
+    rest = parts[most:] if len(parts) <= most + 1 else [f"{len(parts) - most} further methods are in the picture"]
+    kept = parts[:most] + rest
     return kept[0] if len(kept) == 1 else f"{', '.join(kept[:-1])} and {kept[-1]}"

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedem.report.figures import look
-from fedem.report.gathered import Gathered, Numbers
+from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import INK, MOST_POINTS, Picture, band, decile, legend, panels, widely
+from fedem.report.reading import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,9 +24,9 @@ def sorted_scores(data: Gathered) -> Picture | None:
     figure, (axes,) = panels(1, height=3.8)
     for method in methods:
         places, curves = sorted_curves(data, method)
-        band(axes, places, data.scaled(curves), method, data.titles[method])
+        band(axes, places, data.scaled(curves), data, method)
         if (mark := decile(data, method)) is not None:
-            how = {"color": look(method)["color"], "markersize": 7, "fillstyle": "none"}
+            how = {"color": data.looks[method]["color"], "markersize": 7, "fillstyle": "none"}
             axes.plot(decile_place(data, method), data.scaled(np.array(mark)), "o", **how)
     axes.axvline(10, color=INK, linewidth=0.8, linestyle=(0, (2, 3)), label="bottom decile")
     axes.set(xlabel="clients, from the worst, in %", ylabel=data.label, xlim=(0, 100))
@@ -44,7 +44,7 @@ def histogram(data: Gathered) -> Picture | None:
     figure, (axes,) = panels(1, height=3.4)
     for method, values in scores.items():
         counts, _ = np.histogram(values, edges)
-        how = look(method)
+        how = data.looks[method]
         label, colour = data.titles[method], how["color"]
         axes.stairs(100 * counts / len(values), edges, color=colour, linestyle=how["linestyle"], label=label)
         if (mark := decile(data, method)) is not None:
@@ -62,7 +62,7 @@ def histogram(data: Gathered) -> Picture | None:
 
 def sizes(data: Gathered) -> Picture | None:
     """Draw how many training samples clients have, and how clients of each size fare."""
-    counts = np.concatenate([run.clients.sizes for run in next(iter(data.runs.values()))])
+    counts = np.concatenate([run.clients.sizes for run in data.by_seed.values()])
     counts = counts[np.isfinite(counts)]
     if not len(counts):
         return None
@@ -74,7 +74,7 @@ def sizes(data: Gathered) -> Picture | None:
     axes[0].set(xlabel="training samples of a client", ylabel="clients, all seeds")
     for method in methods:
         places, curves = by_size(data, method)
-        band(axes[1], places, data.scaled(curves), method, data.titles[method])
+        band(axes[1], places, data.scaled(curves), data, method)
     if methods:
         widely(axes[1], "x", [counts])
         axes[1].set(xlabel="training samples (fifths of the clients)", ylabel=f"mean {data.label}")
@@ -144,7 +144,8 @@ def _decile_sentence(data: Gathered, methods: list[str]) -> str:
     if not marks:
         return "Every line goes from the worst client to the best."
     order = sorted(marks, key=lambda name: marks[name], reverse=data.accuracy)
-    best, worst = order[0], "fedavg" if "fedavg" in order[1:] else order[-1]
+    best, known = order[0], data.best_of("fedavg")
+    worst = known if known in order[1:] else order[-1]
     if best == worst:
         return f"{data.name(best)}'s bottom decile is {data.told(marks[best])}."
     return (

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedem.report.figures import look
-from fedem.report.gathered import Gathered, Numbers
+from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, panels, thinned, widely
+from fedem.report.reading import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +26,11 @@ class Pairs(NamedTuple):
 def against_baselines(data: Gathered) -> Picture | None:
     """Draw each client's score beside its score with a baseline, and the sorted differences."""
     method = subject(data)
-    found = {name: pairs(data, name, method) for name in _BASELINES if name in data.runs} if method else {}
-    found = {name: entry for name, entry in found.items() if len(entry.before)}
-    if method is None or not found:
+    if method is None:
+        return None
+    baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
+    found = {name: entry for name in baselines if len((entry := pairs(data, name, method)).before)}
+    if not found:
         return None
     title = data.titles[method]
     figure, axes = panels(2 * len(found))
@@ -36,7 +38,7 @@ def against_baselines(data: Gathered) -> Picture | None:
     for number, (name, entry) in enumerate(found.items()):
         before, after = data.scaled(entry.before), data.scaled(entry.after)
         left, right = axes[2 * number : 2 * number + 2]
-        colour = look(method)["color"]
+        colour = data.looks[method]["color"]
         shown = thinned(len(before), MOST_DOTS)
         dots(left, np.stack([before, after], 1)[shown], colour)
         if len(shown) < len(before):
@@ -55,15 +57,19 @@ def against_baselines(data: Gathered) -> Picture | None:
 
 def subject(data: Gathered) -> str | None:
     """Return whose gains are looked at: FedEM's, else those of the best method that is no baseline."""
-    others = [method for method in data.runs if method not in _BASELINES]
-    return "fedem" if "fedem" in others else next(iter(others), None)
+    others = (method for method, runs in data.runs.items() if runs[0].method not in _BASELINES)
+    return data.best_of("fedem") or next(others, None)
 
 
 def pairs(data: Gathered, baseline: str, method: str) -> Pairs:
-    """Return the scores of the clients that both methods know, seed by seed."""
-    before, after = [], []
-    for first, second in zip(data.runs[baseline], data.runs[method], strict=True):
-        known = dict(zip(first.clients.names, first.clients.scores.tolist(), strict=True))
+    """Return the scores of the clients that both methods know, for the seeds that both have."""
+    before: list[float] = []
+    after: list[float] = []
+    seeds = {run.seed: run.clients for run in data.runs[baseline]}
+    for second in data.runs[method]:
+        if (first := seeds.get(second.seed)) is None:
+            continue
+        known = dict(zip(first.names, first.scores.tolist(), strict=True))
         before += [known.get(name, np.nan) for name in second.clients.names]
         after += second.clients.scores.tolist()
     both = np.array([before, after], dtype=np.float64)

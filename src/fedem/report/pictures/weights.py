@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.report.figures import COLOURS, look
-from fedem.report.gathered import Gathered, Numbers
+from fedem.report.figures import COLOURS
+from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, legend, panels, thinned
+from fedem.report.reading import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +85,7 @@ def entropy(data: Gathered) -> Picture | None:
     figure, (axes,) = panels(1, height=3.2)
     for method, numbers in found.items():
         counts, edges = np.histogram(numbers, _BINS, (1, most))
-        how = look(method)
+        how = data.looks[method]
         axes.stairs(
             100 * counts / len(numbers),
             edges,
