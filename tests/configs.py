@@ -32,7 +32,7 @@ NAMED: dict[str, Mapping[str, tuple[type[Settings], ...]]] = {
     "method": {name: (row.algorithm, row.mixer) for name, row in METHODS.items()},
     **{section: {name: (kind,) for name, kind in table.items()} for section, table in ONE_KIND.items()},
 }
-SECTIONS = {"run", "batching", *NAMED}
+SECTIONS = {"run", "batching", "compression", *NAMED}
 
 
 def build(*layers: Mapping[str, Mapping[str, Any]]) -> Config:

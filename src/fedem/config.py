@@ -10,6 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fedem.compression import Compression
 from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
 from fedem.engines import Batching
@@ -73,6 +74,11 @@ class Config:
     def batching(self) -> Batching:
         """The [batching] section."""
         return Batching(**self.sections["batching"])
+
+    @property
+    def compression(self) -> Compression:
+        """The [compression] section."""
+        return Compression(**self.sections["compression"])
 
     @property
     def data(self) -> DataSource:

@@ -96,10 +96,12 @@ def measure(training: Training, before: State, after: State) -> Diagnosis:
     # All samples of a client at once, unless its model needs memory for each: then in the batches that it trains on.
     batch_size = training.batching.batch_size if training.algorithm.model.is_large else 0
     totals: Tree = {}
-    chunks = training.engine.train(_measuring(training), cohort, Batching(batch_size), training.federation.keys, 0.0)
-    for chunk in chunks:
-        for name, part in _weighted(chunk.uploads, shares[chunk.positions.to(device)]).items():
+    members = training.team.share(samples.sizes)
+    keys, batching = training.federation.keys[members], Batching(batch_size)
+    for chunk in training.engine.train(_measuring(training), cohort.take(members), batching, keys, 0.0):
+        for name, part in _weighted(chunk.uploads, shares[members[chunk.positions].to(device)]).items():
             totals[name] = totals[name] + part if name in totals else part
+    (totals,) = training.team.total(totals)
     return Diagnosis(
         objective=float(totals["objective"]),
         gradient_norm2=_square_norm(take_prefix("gradient", totals)),

@@ -15,6 +15,7 @@ from fedem.diagnostics import check_diagnosable, estimate_dissimilarity
 from fedem.diagnostics import measure as diagnose
 from fedem.engines import Engine
 from fedem.engines.memory import free_bytes, peak_bytes
+from fedem.engines.sharing import share_out
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
 from fedem.federation import Federation
@@ -27,6 +28,7 @@ from fedem.result import Result, checkpoint_facts
 from fedem.rounds import RoundLog, State, Training, cohort_size, mixer_seed
 from fedem.settling import all_targets, check_batches, check_encoding, settle_loss, settle_partition
 from fedem.splits import thinned
+from fedem.team import ALONE, Team
 
 _PROBED = 5
 """samples that a model is tried on"""
@@ -70,10 +72,13 @@ class Job:
     personalizer: Personalizer
 
     @classmethod
-    def prepare(cls, config: Config, dataset: Dataset, source: ModelSource | None, fresh: bool = True) -> Job:
+    def prepare(
+        cls, config: Config, dataset: Dataset, source: ModelSource | None, fresh: bool = True, team: Team = ALONE
+    ) -> Job:
         """Check everything that can be checked before work starts.
 
-        A run that is not ``fresh`` has a state: what the mixer makes at the start, such as a graph, is in it.
+        A run that is not ``fresh`` has a state: what the mixer makes at the start, such as a graph, is in it. The
+        processes of a ``team`` prepare the same run, each for itself.
         """
         federation = dataset.federation
         if config.run.unseen:
@@ -122,7 +127,10 @@ class Job:
             cohort_size(config.run.clients_per_round, federation.num_clients),
             config.run.seed,
             parts.device,
+            team,
         )
+        team.check(training.cohort_size, parts.device)
+        engine = share_out(engine, team)
         personalizer = parts.personalizer(config, engine)
         return cls(config, parts, shapes, engine, note, federation, dataset.truth, training, personalizer)
 
@@ -217,7 +225,7 @@ class Job:
             **self.parts.describe(self.config, progress.state),
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
-            "engine": type(self.engine).__name__,
+            "engine": type(self.training.engine).__name__,
             **name_scores(scores["last"]),
             # The test part took no part in choosing it.
             "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,

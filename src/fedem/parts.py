@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedem.algorithms.base import Algorithm
+from fedem.algorithms.compressed import Compressed
 from fedem.algorithms.fedem import FedEM
 from fedem.arrays import check_inputs
 from fedem.config import Config
@@ -20,13 +21,16 @@ from fedem.errors import UserError
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
 from fedem.mixing.base import Mixer
+from fedem.mixing.changes import Changes
 from fedem.mixing.graph import Graph
 from fedem.mixing.local_layers import LocalLayers
 from fedem.mixing.star import Star
 from fedem.models.base import Model
-from fedem.personal import Personalizer, Predictors
+from fedem.personal import Personalizer
+from fedem.randomness import client_keys
 from fedem.records import Record
 from fedem.rounds import State
+from fedem.tree import tree_index
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 
@@ -83,17 +87,22 @@ class Parts:
         mixer = _over_graph(config, algorithm, mixer)
         if config.run.local_layers == "batch_norm":
             mixer = _with_local_layers(config.name("method"), algorithm, mixer)
+        if config.compression.is_on:
+            algorithm, mixer = _compressed(config, algorithm, mixer)
         return cls(model, algorithm, mixer, find_device(config.run.device))
 
     def describe(self, config: Config, state: State) -> Record:
         """Say what was trained: the head of every summary."""
-        first = Predictors(*self.mixer.own(state.shared, state.memory, torch.tensor([0])), state.personal)
+        read = self.mixer.own(state.shared, state.memory, torch.tensor([0]))
+        shared = tree_index(read.shared, int(read.reads[0]))
+        # A server over a network has no client's tree; a new one is of the same kind.
+        personal = self.algorithm.init_personal(shared, client_keys(["(anybody)"])[0].to(self.device))
         return {
             "method": config.name("method"),
             "data": config.name("data"),
             "rounds": state.round,
             "seed": config.run.seed,
-            "num_components": len(first.of(self.algorithm, 0).log_weights),
+            "num_components": len(self.algorithm.predictor(shared, personal).log_weights),
             "num_parameters": self.model.num_parameters,
             "device": str(self.device),
         }
@@ -177,6 +186,19 @@ def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer
             "allowed with methods that upload it as it is, such as fedavg, fedprox, ditto and fedem."
         )
     return LocalLayers(mixer, leaves)
+
+
+def _compressed(config: Config, algorithm: Algorithm, mixer: Mixer) -> tuple[Algorithm, Mixer]:
+    """Make messages smaller."""
+    if not isinstance(mixer, Star):
+        raise UserError(
+            f"[compression] is on, but with method {config.name('method')}, graph.name {config.name('graph')} and "
+            f"run.local_layers {config.run.local_layers} clients don't all update one model; allowed with it: a method "
+            "whose server averages, such as fedem and fedavg, graph.name none and run.local_layers none."
+        )
+    wrapped = Compressed.of(algorithm, config.compression)
+    downloads = config.compression.downloads
+    return wrapped, mixer if downloads == "none" else Changes(downloads, wrapped.leading)
 
 
 def find_device(name: str) -> torch.device:

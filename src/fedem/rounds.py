@@ -22,7 +22,8 @@ from fedem.federation import Federation
 from fedem.mixing.base import Mixed, Mixer, Round
 from fedem.randomness import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.schedules import Schedule
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map, tree_sorted, tree_stack, tree_to
+from fedem.team import ALONE, Team, placed
+from fedem.tree import Tree, tree_bytes, tree_floats, tree_index, tree_map, tree_sorted, tree_stack, tree_to
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +68,8 @@ class Training:
     cohort_size: int
     seed: int
     device: torch.device
+    team: Team = ALONE
+    """the processes that share each cohort; all hold the whole state"""
 
     @cached_property
     def _deal(self) -> SolverDeal:
@@ -109,30 +112,57 @@ class Training:
         cohort = Cohort(*served, tree_index(state.personal, clients.to(self.device)), samples)
         # What the server does not hold is the clients' own, and no part of a message.
         private = served.shared.keys() - state.shared.keys()
-        finished: list[tuple[Tensor, Tree]] = []
-        upload_bytes = 0
-
-        def summands() -> Iterator[tuple[Tensor, Tree]]:
-            nonlocal upload_bytes
-            for chunk in self.train_cohort(cohort, clients, state.round, rate, self.mixer.num_steps(key)):
-                upload_bytes = _sent_bytes(chunk.uploads, private)
-                finished.append((clients[chunk.positions], chunk.personal))
-                yield chunk.positions, vmap(self.algorithm.summand)(chunk.uploads)
-
-        mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
+        mixed, memory, personal, upload_bytes = self._train_and_mix(state, this, cohort, private)
+        download_bytes = self._download_bytes(state, clients, _public(served.shared, private))
         share = int(samples.sizes.sum()) / len(self.federation.train)
         state = State(
             state.round + 1,
             _write(self.algorithm, state.shared, mixed, share),
-            _replace_rows(state.personal, finished),
+            tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal),
             memory,
         )
         _check_finite(state, rate)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
-        messages, download_bytes = mixed.num_messages, _sent_bytes(served.shared, private)
-        return state, RoundLog(clients, rate, seconds, messages * upload_bytes, messages * download_bytes)
+        bytes_up, bytes_down = (mixed.num_messages * way // len(clients) for way in (upload_bytes, download_bytes))
+        return state, RoundLog(clients, rate, seconds, bytes_up, bytes_down)
+
+    def _train_and_mix(
+        self, state: State, this: Round, cohort: Cohort, private: Set[str]
+    ) -> tuple[Mixed, Tree, Tree, int]:
+        """Let the team train the cohort, each process its share, and mix all uploads.
+
+        Returns:
+            what they came to, the mixer's next memory, the cohort's personal trees ``[C, ...]``, and the uploads' bytes
+        """
+        count, own = len(this.clients), self.team.share(this.sizes)
+        finished: list[tuple[Tensor, Tree]] = []
+        sent = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+        def summands() -> Iterator[tuple[Tensor, Tree]]:
+            members, num_steps = this.clients[own], self.mixer.num_steps(this.key)
+            for chunk in self.train_cohort(cohort.take(own), members, state.round, this.learning_rate, num_steps):
+                sent.add_(self.algorithm.upload_bytes(_public(chunk.uploads, private)))
+                finished.append((own[chunk.positions], chunk.personal))
+                yield own[chunk.positions], vmap(self.algorithm.summand)(chunk.uploads)
+
+        if self.mixer.adds_up or self.team.size == 1:
+            mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
+            means, personal, total = self.team.total(mixed.means, placed(finished, count), {"bytes": sent})
+            return mixed._replace(means=means), memory, personal, int(total["bytes"])
+        uploads = placed(summands(), count)
+        uploads, personal, total = self.team.total(uploads, placed(finished, count), {"bytes": sent})
+        mixed, memory = self.mixer.mix(state.shared, state.memory, this, [(torch.arange(count), uploads)])
+        return mixed, memory, personal, int(total["bytes"])
+
+    def _download_bytes(self, state: State, clients: Tensor, served: Tree) -> int:
+        """Count what the cohort downloads; a mixer may have news for those who took part in the last round."""
+        whole, news = tree_bytes(tree_index(served, 0)), self.mixer.news(state.memory)
+        if news is None or state.round == 0:
+            return len(clients) * whole
+        following = int(torch.isin(clients, self.sample(state.round - 1)).sum())
+        return following * tree_bytes(news) + (len(clients) - following) * whole
 
     def train_cohort(
         self, cohort: Cohort, clients: Tensor, round_index: int, rate: float, num_steps: int | None
@@ -159,9 +189,9 @@ def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool 
     return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
 
 
-def _sent_bytes(trees: Tree, private: Set[str]) -> int:
-    """Count the bytes of one of ``trees`` ``[c, ...]``, but for what is ``private``."""
-    return tree_bytes({name: leaf[0] for name, leaf in trees.items() if name not in private})
+def _public(trees: Tree, private: Set[str]) -> Tree:
+    """Return what of ``trees`` is not ``private``."""
+    return {name: leaf for name, leaf in trees.items() if name not in private}
 
 
 def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
@@ -174,15 +204,6 @@ def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tr
     new = max(0, int(groups.max()) + 1 - count)
     grown = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(new, *leaf.shape[1:])]), shared) if new else shared
     return tree_map(lambda leaf, rows: leaf.index_copy(0, groups, rows.to(leaf.dtype)), grown, written)
-
-
-def _replace_rows(tree: Tree, rows: list[tuple[Tensor, Tree]]) -> Tree:
-    """Return a copy of ``tree`` ``[T, ...]`` with some rows replaced."""
-    if not tree:
-        return tree
-    where = torch.cat([positions for positions, _ in rows])
-    news = tree_cat([part for _, part in rows])
-    return tree_map(lambda old, new: old.index_copy(0, where.to(old.device), new), tree, news)
 
 
 def _check_finite(state: State, rate: float) -> None:

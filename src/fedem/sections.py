@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedem.compression import Compression
 from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
 from fedem.engines import ENGINES, Batching
@@ -76,7 +77,7 @@ class _MethodKinds(Mapping[str, Kinds]):
 
 
 # A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
-UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,)}
+UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,), "compression": (Compression,)}
 NAMED: dict[str, Mapping[str, Kinds]] = {
     "data": _rows(DATA),
     "partition": _rows(PARTITIONS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedem.records import Record
 from fedem.result import Result, name_tuned
 from fedem.runs import RunFolder
 from fedem.sections import GIVEN
+from fedem.team import joined
 
 Listener = Callable[[Record], None]
 """Called with each round's record."""
@@ -74,14 +76,18 @@ def run(
     resume: bool = False,
     listener: Listener | None = None,
 ) -> Result:
-    """Carry out the run that ``config`` describes on ``dataset``."""
-    return carry_out(Job.prepare(config, dataset, model, fresh=not resume), out=out, resume=resume, listener=listener)
+    """Carry out the run that ``config`` describes on ``dataset``; processes started together share the work."""
+    with joined() as team:
+        job = Job.prepare(config, dataset, model, fresh=not resume, team=team)
+        return carry_out(job, out=out, resume=resume, listener=listener)
 
 
 def carry_out(
     job: Job, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
 ) -> Result:
-    """Carry out a job that is prepared already."""
+    """Carry out a job that is prepared already; of a team the leader alone writes, and tells the listener."""
+    if job.training.team.size > 1:
+        job.training.team.agree("settings or data", job.config.to_toml() + job.federation.fingerprint)
     with products(job.config.run.precision, job.parts.device):
         return _in_folder(job.placed(), RunFolder(Path(out)) if out is not None else None, resume, listener)
 
@@ -89,20 +95,22 @@ def carry_out(
 def _in_folder(job: Job, folder: RunFolder | None, resume: bool, listener: Listener | None) -> Result:
     if resume and folder is None:
         raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
+    if not job.training.team.leads:
+        return _carry_out(job, None, None, None)
     if folder is None:
-        return _carry_out(job, None, Progress(job.training.init(), None, None, []), listener)
+        return _carry_out(job, None, None, listener)
     if not resume:
         folder.create(job.config)
     elif not folder.exists():
         raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
     with folder.locked():
         resumed = resume and folder.reopen(job.config)
-        progress = _restore(job, folder) if resumed else Progress(job.training.init(), None, None, [])
-        return _carry_out(job, folder, progress, listener)
+        return _carry_out(job, folder, _restore(job, folder) if resumed else None, listener)
 
 
-def _carry_out(job: Job, folder: RunFolder | None, progress: Progress, listener: Listener | None) -> Result:
-    rounds = job.config.run.rounds
+def _carry_out(job: Job, folder: RunFolder | None, restored: Progress | None, listener: Listener | None) -> Result:
+    rounds, told = job.config.run.rounds, job.training.team.tell(restored)
+    progress = Progress(job.training.init(), None, None, []) if told is None else _placed(told, job)
     with _Recorder(folder, progress.state.round, listener) as record:
         while progress.state.round < rounds:
             record(job.advance(progress))
@@ -124,9 +132,14 @@ def _restore(job: Job, folder: RunFolder) -> Progress:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
     if facts["data"] != job.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
-    placed = {role: state.to(job.parts.device) for role, state in states.items()}
-    history = [line for line in folder.metrics() if line["round"] <= placed["last"].round]
-    return Progress(placed["last"], placed.get("best"), facts["best_validation"], history, facts["seconds"])
+    history = [line for line in folder.metrics() if line["round"] <= states["last"].round]
+    return Progress(states["last"], states.get("best"), facts["best_validation"], history, facts["seconds"])
+
+
+def _placed(progress: Progress, job: Job) -> Progress:
+    """Move what was read from files to where the job is done."""
+    best = None if progress.best is None else progress.best.to(job.parts.device)
+    return replace(progress, state=progress.state.to(job.parts.device), best=best)
 
 
 class _Recorder:
@@ -165,4 +178,4 @@ def reassess(path: str | Path, device: str = "auto") -> Result:
     config = folder.config().replace("run", device=device)
     job = Job.prepare(config, config.make_data(), None, fresh=False).placed()
     with products(config.run.precision, job.parts.device):
-        return job.conclude(_restore(job, folder))
+        return job.conclude(_placed(_restore(job, folder), job))

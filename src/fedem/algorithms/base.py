@@ -21,7 +21,7 @@ from torch import Tensor
 from fedem.models.base import Model
 from fedem.settings import Settings
 from fedem.solvers import Solver
-from fedem.tree import Tree
+from fedem.tree import Tree, tree_bytes
 
 
 class Batch(NamedTuple):
@@ -132,6 +132,18 @@ class Algorithm(Settings, ABC):
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """Take the server's step from u and the mean of the summands, ``share`` of all samples having taken part."""
         return mean
+
+    def upload_bytes(self, uploads: Tree) -> int:
+        """Count the bytes of some clients' messages, ``uploads [c, ...]``."""
+        return tree_bytes(uploads)
+
+    def pack(self, upload: Tree) -> Tree:
+        """Return what of one client's upload goes over a network."""
+        return upload
+
+    def unpack(self, message: Tree) -> Tree:
+        """Return the upload again from what :meth:`pack` left of it."""
+        return message
 
     @abstractmethod
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:

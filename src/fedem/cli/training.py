@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -31,7 +31,17 @@ from fedem.report.theory import plot_diagnostics
 from fedem.runs import RunFolder, new_folder
 from fedem.sections import Layer, Sections
 from fedem.settings import names_of
+from fedem.team import Team, joined
 from fedem.training import carry_out
+
+
+class _Run(NamedTuple):
+    """A run to be carried out."""
+
+    folder: Path
+    config: Config
+    begun: bool
+    """whether it is taken up again"""
 
 
 def train(
@@ -71,43 +81,63 @@ def train(
 
       fedem train --out runs/synthetic-fedem-seed0 --resume
 
+      torchrun --nproc-per-node 4 -m fedem train --data synthetic
+
     """
-    if resume and out is None:
-        raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
-    asked: Sections = {
-        "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device),
-        "method": given(name=method, num_components=components),
-        "graph": given(name=graph),
-        "data": data_section(data, target_column, client_column),
-    }
-    options: list[Layer] = [asked, *map(parse_assignment, settings or [])]
-    layers: list[Layer] = [unbound(read_toml(config), *options) if config else {}, *options]
+    with joined() as team:
+        runs = None
+        if team.leads:  # it reads files and decides; the others are told
+            if resume and out is None:
+                raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
+            asked: Sections = {
+                "run": given(
+                    rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device
+                ),
+                "method": given(name=method, num_components=components),
+                "graph": given(name=graph),
+                "data": data_section(data, target_column, client_column),
+            }
+            options: list[Layer] = [asked, *map(parse_assignment, settings or [])]
+            runs = _plan(config, options, listed(baselines) if baselines else [], out, resume)
+        _carry_out(team.tell(runs), team, quiet or not team.leads)
+
+
+def _plan(file: Path | None, options: list[Layer], baselines: list[str], out: Path | None, resume: bool) -> list[_Run]:
+    """Say what is to be trained, the method and then its baselines, and in which folders.
+
+    Of the ``options``, which win over the ``file``, the first are those with names of their own on the command line.
+    """
+    layers: list[Layer] = [unbound(read_toml(file), *options) if file else {}, *options]
     if resume and out is not None:
         layers.insert(0, RunFolder(out).config().sections)
-    if components is not None:
+    if "num_components" in options[0].get("method", {}):
         _check_components(layers)
     chosen = Config.build(*layers, preset=not resume)
-    names = resolve_methods(listed(baselines)) if baselines else []
+    names = resolve_methods(baselines) if baselines else []
     others = {name: _baseline(layers, name, out if resume else None) for name in names}
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
     folder = RunFolder(out if out else new_folder(Path("runs"), name))
     folder.prepare(resume)
-    with waiting("Making the data", quiet):
-        dataset = chosen.make_data()
+    runs = [(folder, chosen)]
+    runs += [(RunFolder(folder.path / "baselines" / name), other) for name, other in others.items()]
+    return [_Run(place.path, settings, resume and place.exists()) for place, settings in runs]
+
+
+def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
+    """Make the data, prepare all runs, and only then train."""
+    with waiting("Making the data", quiet), team.leader_first():
+        dataset = runs[0].config.make_data()
     if dataset.encoding is not None and not quiet:
         errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
     with waiting("Preparing", quiet):
-        runs = [(folder, chosen)]
-        runs += [(RunFolder(folder.path / "baselines" / name), other) for name, other in others.items()]
-        jobs = [
-            (place, Job.prepare(settings, dataset, None, fresh=not (resume and place.exists())))
-            for place, settings in runs
-        ]
-    for place, job in jobs:
-        _train(job, place, resume and place.exists(), quiet)
+        jobs = [Job.prepare(run.config, dataset, None, fresh=not run.begun, team=team) for run in runs]
+    for run, job in zip(runs, jobs, strict=True):
+        _train(job, run, quiet)
+    folder = RunFolder(runs[0].folder)
     if not quiet:
         show_run(folder)
-    console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
+    if team.leads:
+        console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
 
 
 def _baseline(layers: list[Layer], name: str, resumed: Path | None) -> Config:
@@ -117,14 +147,14 @@ def _baseline(layers: list[Layer], name: str, resumed: Path | None) -> Config:
     return configure(without_own(layers), name)
 
 
-def _train(job: Job, folder: RunFolder, resume: bool, quiet: bool) -> None:
-    title = METHODS[job.config.name("method")].title
-    if job.note:
+def _train(job: Job, run: _Run, quiet: bool) -> None:
+    title, leads = METHODS[job.config.name("method")].title, job.training.team.leads
+    if job.note and leads:
         errors.print(f"note: {job.note}", highlight=False)
     with progress(title, job.config.run.rounds, quiet) as listener:
-        carry_out(job, out=folder.path, resume=resume, listener=listener)
-    if job.config.run.diagnose_every:
-        plot_diagnostics(folder.metrics(), folder.path / "diagnostics.png")
+        carry_out(job, out=run.folder, resume=run.begun, listener=listener)
+    if job.config.run.diagnose_every and leads:
+        plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
 
 
 def _check_components(layers: list[Layer]) -> None:

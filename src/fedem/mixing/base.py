@@ -89,6 +89,9 @@ class Mixer(Settings, ABC):
 
     no_welcome: ClassVar[str] = ""
     """why there is nothing for clients unseen in training, where that is so"""
+    adds_up: ClassVar[bool] = False
+    """whether means of some uploads and of the others add up to those of all (of integer leaves: the largest), and the
+    memory does not depend on uploads; then processes that share a cohort need not send them to each other"""
 
     @abstractmethod
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
@@ -113,6 +116,10 @@ class Mixer(Settings, ABC):
     @abstractmethod
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Return this round's means and the next memory."""
+
+    def news(self, memory: Tree) -> Tree | None:
+        """Return a message for those who took part in the last round, instead of what all download; None for none."""
+        return None
 
     @abstractmethod
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:

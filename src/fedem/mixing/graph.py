@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Graph(OwnGroups):
     they keep.
     """
 
+    adds_up: ClassVar[bool] = True
     topology: Topology = field(default_factory=Ring)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -16,6 +16,8 @@ from fedem.tree import Tree
 @dataclass(frozen=True)
 class Star(OneGroup):
     """One group that everyone reads and writes."""
+
+    adds_up: ClassVar[bool] = True
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """n_t / n over the cohort alone: clients that did not take part have nothing new to say."""
