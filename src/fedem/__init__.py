@@ -12,6 +12,7 @@ from fedem.config import Config
 from fedem.data import Dataset, FromFile, Synthetic
 from fedem.data.frames import from_datasets, from_frame, from_huggingface
 from fedem.errors import UserError
+from fedem.export import export_client, load_exported
 from fedem.federation import Federation
 from fedem.methods import METHODS, Method
 from fedem.models import Model
@@ -35,10 +36,12 @@ __all__ = [
     "Synthetic",
     "UserError",
     "__version__",
+    "export_client",
     "from_datasets",
     "from_frame",
     "from_huggingface",
     "graphs",
+    "load_exported",
     "run",
     "surrogates",
     "train",

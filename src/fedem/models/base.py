@@ -115,7 +115,8 @@ class Model:
         """Number of trained numbers of one component."""
         return sum(leaf.numel() for name, leaf in self.evaluation.named_parameters() if name in self.trainable)
 
-    def _prepare(self, inputs: Tensor) -> Tensor:
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """Turn samples as they are stored into numbers as the module takes them: bytes become shares of 255."""
         if inputs.dtype == torch.uint8:
             return inputs.to(self.dtype) / 255
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs.long()
@@ -126,7 +127,7 @@ class Model:
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            outputs: Tensor = functional_call(module, state, (self._prepare(inputs),))
+            outputs: Tensor = functional_call(module, state, (self.prepare(inputs),))
         return outputs.to(self.dtype)
 
     def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,264 @@
+"""The folder of an exported model: written whole or not at all, and read again.
+
+========================  ==========================================================
+model.json                what the model is, and how inputs are made for it
+model.safetensors         components ``[M, ...]`` and log weights ``[M]``
+model.pt                  TorchScript: inputs -> predictions
+model.onnx                ONNX: the same
+README.txt                how to use these
+========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.base import Mixture
+from fedem.checkpoint import write_atomically, write_json
+from fedem.config import Config
+from fedem.errors import UserError
+from fedem.export.formats import (
+    FORMATS,
+    TENSORS,
+    Captured,
+    capture,
+    check_formats,
+    reason,
+    sample_inputs,
+    try_file,
+)
+from fedem.models import MODELS, Model
+from fedem.models.losses import LOSSES
+from fedem.parts import ModelSource, Shapes, find_device
+from fedem.result import PersonalModel, Result, shape_facts, take_shapes
+from fedem.sections import GIVEN
+from fedem.tree import add_prefix, take_prefix, tree_sorted, tree_to
+
+_VERSION = 1
+_FACTS, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
+_START = {"weights": "", "jitter": 0.0}
+"""settings of models that say where training starts from, which may not be there where an exported model is used"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What came of an export."""
+
+    path: Path
+    differences: Mapping[str, float]
+    """by format that was written: how far its predictions are from the model's, relative to the largest"""
+    refused: Mapping[str, str]
+    """by format that was not: why"""
+
+
+def export_client(
+    result: Result,
+    client: str | None,
+    out: str | Path,
+    formats: Iterable[str] = (TENSORS,),
+    which: str = "last",
+) -> Exported:
+    """Write the model of a client, fine-tuned if the run fine-tunes, to a new folder.
+
+    Args:
+        result: the trained federation.
+        client: its name; None for the components alone, uniformly weighted, as a newcomer without samples gets them.
+        out: the folder, which must not be there yet.
+        formats: some of "safetensors", which :func:`load_exported` reads, "torchscript" and "onnx".
+        which: "last" or "best".
+
+    """
+    if client is None:
+        nothing = torch.zeros(0, *result.shapes.inputs, dtype=result.shapes.input_dtype)
+        personal = result.personalize(nothing, [], which=which)
+    else:
+        personal = result.client(client, which)
+    about = {"client": client, "state": which, "round": result.state(which).round}
+    return export_personal(personal, result.config, out, formats, about)
+
+
+def export_personal(
+    personal: PersonalModel,
+    config: Config,
+    out: str | Path,
+    formats: Iterable[str] = (TENSORS,),
+    about: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write a personal model to a new folder; ``about`` is what else model.json is to say of it.
+
+    Every file is loaded again and its predictions are compared with the model's. A format that does not allow the model
+    is left out; none at all is an error.
+    """
+    asked, place = check_formats(formats), _free(Path(out))
+    own = _on_cpu(personal)
+    inputs = sample_inputs(own)
+    # Files compute with all bits, whatever the run did.
+    exact = copy(own.model)
+    exact.precision = "float32"
+    predictions = replace(own, model=exact).predict(inputs)
+    if not bool(torch.isfinite(predictions).all()):
+        raise UserError("The model predicts NaN or infinite numbers, so it can't be exported.")
+    differences: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    with _appearing(place) as folder:
+        _write_facts(folder, own, config, about or {})
+        if TENSORS in asked:
+            _write_tensors(folder / _TENSORS, own.mixture)
+            again = load_exported(folder, own.model.build if config.name("model") == GIVEN else None, "cpu")
+            if not torch.equal(again.predict(inputs), own.predict(inputs)):
+                raise UserError(f"{_TENSORS} did not come back as it was written; {place} is left out.")
+            differences[TENSORS] = 0.0
+        captured: Captured | None = None
+        for name in (name for name in asked if name in FORMATS):
+            path = folder / FORMATS[name].file
+            try:
+                captured = captured or capture(own, inputs)
+                FORMATS[name].write(captured, path)
+                differences[name] = try_file(name, path, inputs, predictions)
+            # Compilers at work on anybody's code: whatever they raise is the reason.
+            except Exception as error:
+                path.unlink(missing_ok=True)
+                refused[name] = reason(error)
+        if not differences:
+            raise UserError("; ".join(f"Format {name!r} is refused: {why}" for name, why in refused.items()) + ".")
+        write_atomically(folder / _README, _readme(own.shapes, own.model, differences).encode())
+    return Exported(place, differences, refused)
+
+
+def load_exported(path: str | Path, model: ModelSource | None = None, device: str = "auto") -> PersonalModel:
+    """Read a personal model back; it predicts what the original did, to the bit.
+
+    Args:
+        path: the folder.
+        model: the user's own model, if the run was trained with one.
+        device: where to put it.
+
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path)
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+        if facts["version"] != _VERSION:
+            raise UserError(f"{folder} has version {facts['version']!r} of the format; allowed: {_VERSION}.")
+        shapes = take_shapes(facts)
+        built = _build(facts, shapes, model)
+        tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
+        mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
+    except FileNotFoundError as error:
+        hint = " (export it with the format safetensors)" if (folder / _FACTS).is_file() else ""
+        raise UserError(f"There is no exported model in {folder}: {error.filename} is missing{hint}.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+        raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / _FACTS} is no description of a model ({type(error).__name__}: {error}).") from None
+    count = len(mixture.log_weights)
+    wanted = {name: (count, *leaf.shape) for name, leaf in built.init(0).items()}
+    if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
+        raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {facts['model']['name']!r}.")
+    place = find_device(device)
+    return PersonalModel(built, Mixture(tree_to(mixture.components, place), mixture.log_weights.to(place)), shapes)
+
+
+def _build(facts: Mapping[str, Any], shapes: Shapes, model: ModelSource | None) -> Model:
+    """Build the model that model.json describes."""
+    spec, loss = dict(facts["model"]), dict(facts["loss"])
+    name = spec.pop("name")
+    if model is None and name == GIVEN:
+        raise UserError("This model was passed from Python when it was trained; pass model=... again to load it.")
+    source = partial(MODELS[name](**spec).build, shapes.inputs, shapes.outputs) if model is None else model
+    built = Model(source, LOSSES[loss.pop("name")](**loss), getattr(torch, facts["dtype"]), facts["precision"])
+    built.not_stackable = facts["not_stackable"]
+    return built
+
+
+def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
+    from fedem import __version__
+
+    spec = config.sections["model"]
+    facts = {
+        "version": _VERSION,
+        "fedem": __version__,
+        "method": config.name("method"),
+        **about,
+        "mixture_weights": personal.mixture_weights.tolist(),
+        "model": {key: _START.get(key, value) for key, value in spec.items()},
+        "loss": config.sections["loss"],
+        "dtype": config.run.dtype,
+        "precision": config.run.precision,
+        "not_stackable": personal.model.not_stackable,
+        **shape_facts(personal.shapes),
+    }
+    write_json(folder / _FACTS, facts)
+
+
+def _write_tensors(path: Path, mixture: Mixture) -> None:
+    from safetensors.torch import save
+
+    tensors = {**add_prefix("components", mixture.components), "log_weights": mixture.log_weights}
+    write_atomically(path, save({name: leaf.detach().contiguous() for name, leaf in tensors.items()}))
+
+
+def _readme(shapes: Shapes, model: Model, differences: Mapping[str, float]) -> str:
+    """Say what the files are and what goes in and comes out."""
+    kind = str(shapes.input_dtype).removeprefix("torch.")
+    size = ", ".join(map(str, ("n", *shapes.inputs)))
+    classes = model.loss.metric == "accuracy"
+    comes = "probabilities of the classes" if classes else "predicted means, in the targets' own units"
+    lines = [
+        "A personal model, trained with fedem: a mixture of models with weights of one client's own.",
+        "",
+        f"Inputs: {kind} [{size}], any n. Predictions: {comes}, [n, outputs].",
+        "model.json says what the model is; the names of classes are under labels, in the order of the outputs.",
+    ]
+    if shapes.features is not None:
+        lines.append("Inputs are made of a table's columns: encoding, in model.json, says how.")
+    if TENSORS in differences:
+        lines += ["", f"{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs)."]
+    if "torchscript" in differences:
+        lines += ["", f"{FORMATS['torchscript'].file}: TorchScript, needs torch alone: torch.jit.load(path)(inputs)."]
+    if "onnx" in differences:
+        lines += ["", f"{FORMATS['onnx'].file}: ONNX, from 'inputs' to 'predictions', for onnxruntime and others."]
+    return "\n".join(lines) + "\n"
+
+
+def _on_cpu(personal: PersonalModel) -> PersonalModel:
+    cpu = torch.device("cpu")
+    components, log_weights = personal.mixture
+    return replace(personal, mixture=Mixture(tree_to(components, cpu), log_weights.to(cpu)))
+
+
+def _free(path: Path) -> Path:
+    """Refuse a folder that is there already, or can't be made."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} is there already; choose a folder that is not.")
+    return path
+
+
+@contextmanager
+def _appearing(place: Path) -> Iterator[Path]:
+    """Give a folder to write to that takes its place once all is in it, and goes if something fails."""
+    folder = place.absolute().with_name(f".{place.name}.{token_hex(4)}.tmp")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"The folder {place} can't be written: {error.strerror}.") from None
+    try:
+        yield folder
+        os.replace(folder, place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

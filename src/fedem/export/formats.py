@@ -1,0 +1,172 @@
+"""Files that hold a personal model with its computation, and how each is tried before it counts as written.
+
+Shapes: n samples, K classes (or target dimensions).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from fedem.checkpoint import write_atomically
+from fedem.errors import UserError, unknown
+from fedem.export.module import PersonalModule
+from fedem.result import PersonalModel
+
+TENSORS = "safetensors"
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""how far a file's predictions may be from the model's, relative to the largest of them; by the parameters' type"""
+_SAMPLES = 5
+_INPUT, _OUTPUT = "inputs", "predictions"
+
+
+class Captured(NamedTuple):
+    """A module, what torch.export made of it, and the inputs it was made with."""
+
+    module: PersonalModule
+    program: ExportedProgram
+    inputs: Tensor
+
+
+class Format(NamedTuple):
+    """A kind of file that computes."""
+
+    file: str
+    """its name"""
+    packages: tuple[str, ...]
+    """what must be installed to write and try it"""
+    write: Callable[[Captured, Path], None]
+    load: Callable[[Path], Callable[[Tensor], Tensor]]
+    """``[n, ...] -> [n, K]``"""
+
+
+def check_formats(names: Iterable[str]) -> tuple[str, ...]:
+    """Refuse formats that don't exist, or whose packages are missing; returns each once."""
+    asked = tuple(dict.fromkeys(names))
+    if not asked:
+        raise UserError(f"No format is given; allowed: {', '.join((TENSORS, *FORMATS))}.")
+    for name in asked:
+        if name not in (TENSORS, *FORMATS):
+            raise unknown("format", name, (TENSORS, *FORMATS))
+        packages = FORMATS[name].packages if name in FORMATS else ()
+        if missing := [package for package in packages if find_spec(package) is None]:
+            raise UserError(
+                f"Format {name!r} needs {', '.join(missing)}, which is not installed: pip install 'fedem[{name}]'."
+            )
+    return asked
+
+
+def sample_inputs(personal: PersonalModel) -> Tensor:
+    """Draw inputs of the kind that the model was trained on, ``[5, ...]``; the same each time."""
+    shape, dtype = (_SAMPLES, *personal.shapes.inputs), personal.shapes.input_dtype
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    # Whole numbers are bytes or places in a list: which there are, the layers that look them up know.
+    tables = [part.num_embeddings for part in personal.model.evaluation.modules() if isinstance(part, nn.Embedding)]
+    highest = 256 if dtype == torch.uint8 else min(tables, default=2)
+    return torch.randint(highest, shape, generator=generator, dtype=dtype)
+
+
+def capture(personal: PersonalModel, inputs: Tensor) -> Captured:
+    """Record what the model computes, for any number of samples; raises whatever torch.export has against it."""
+    module = PersonalModule(personal)
+    # It refuses what a trace would get wrong without a word: Python that decides by values or by the number of samples.
+    with _quietly(), torch.no_grad():
+        program = torch.export.export(module, (inputs,), dynamic_shapes=({0: Dim("n")},))
+    return Captured(module, program, inputs)
+
+
+def largest_difference(found: Tensor, wanted: Tensor) -> float:
+    """Return the largest difference, relative to the largest number that is wanted."""
+    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+    return float((found - wanted).abs().max() / scale)
+
+
+def try_file(name: str, path: Path, inputs: Tensor, predictions: Tensor) -> float:
+    """Load a file again and run it, on all samples and on one alone; returns the largest difference."""
+    with _quietly():
+        function = FORMATS[name].load(path)
+        differences = [largest_difference(function(inputs[:n]), predictions[:n]) for n in (len(inputs), 1)]
+    worst, allowed = max(differences), TOLERANCES[predictions.dtype]
+    # Written so that NaN is refused as well.
+    if not all(difference <= allowed for difference in differences):
+        raise UserError(f"its predictions differ by {worst:.1e} of the largest; allowed: {allowed:.0e}")
+    return worst
+
+
+def reason(error: Exception) -> str:
+    """Say in one line why a format was refused."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep torch from telling users what is none of theirs: that TorchScript is no longer developed, and the like."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def _write_torchscript(captured: Captured, path: Path) -> None:
+    with _quietly(), torch.no_grad():
+        traced = torch.jit.trace(captured.module, (captured.inputs,), check_trace=False)
+        buffer = io.BytesIO()
+        torch.jit.save(traced, buffer)
+    write_atomically(path, _without_origin(buffer))
+
+
+def _without_origin(archive: io.BytesIO) -> bytes:
+    """Leave out of TorchScript which lines of which files on this machine each operation came from."""
+    slim = io.BytesIO()
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(slim, "w") as new:
+        for name in old.namelist():
+            if not name.endswith(".debug_pkl"):
+                new.writestr(name, old.read(name))
+    return slim.getvalue()
+
+
+def _load_torchscript(path: Path) -> Callable[[Tensor], Tensor]:
+    function: Callable[[Tensor], Tensor] = torch.jit.load(path)
+    return function
+
+
+def _write_onnx(captured: Captured, path: Path) -> None:
+    names: dict[str, Any] = {"input_names": [_INPUT], "output_names": [_OUTPUT]}
+    with _quietly():
+        program = torch.onnx.export(captured.program, dynamo=True, verbose=False, **names)
+        assert program is not None, "torch returns None only when it writes a file itself"
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # where on this machine each operation came from
+        write_atomically(path, program.model_proto.SerializeToString())
+
+
+def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
+    from onnxruntime import InferenceSession
+
+    session = InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run([_OUTPUT], {_INPUT: inputs.numpy()})[0])
+
+
+FORMATS: dict[str, Format] = {
+    "torchscript": Format("model.pt", (), _write_torchscript, _load_torchscript),
+    "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+}
