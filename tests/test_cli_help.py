@@ -28,6 +28,9 @@ from fedem.settings import names_of
         "evaluate",
         "personalize",
         "predict",
+        "export",
+        "deploy",
+        "peer",
         "version",
     ],
 )

@@ -237,16 +237,7 @@ class Result:
         if config.name("model") == GIVEN and model is None:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
         states, facts = folder.load()
-        names, encoding = facts.pop("feature_names"), facts.pop("encoding", None)
-        labels = facts.pop("labels", None)
-        shapes = Shapes(
-            tuple(facts.pop("input_shape")),
-            getattr(torch, facts.pop("input_dtype")),
-            facts.pop("num_outputs"),
-            None if names is None else tuple(names),
-            None if encoding is None else Encoding.from_json(encoding),
-            None if labels is None else tuple(labels),
-        )
+        shapes = take_shapes(facts)
         parts = Parts.build(config.replace("run", device=device), shapes, model)
         parts.model.not_stackable = facts.pop("not_stackable")
         parts.model.bytes_per_sample = facts.pop("bytes_per_sample")
@@ -272,12 +263,32 @@ def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict
     """Return what a checkpoint must say besides its tensors, so that it can be loaded without the data."""
     return {
         "clients": list(names),
+        **shape_facts(shapes),
+        "not_stackable": model.not_stackable,
+        "bytes_per_sample": model.bytes_per_sample,
+    }
+
+
+def shape_facts(shapes: Shapes) -> dict[str, Any]:
+    """Return shapes as plain values, as JSON has them."""
+    return {
         "input_shape": list(shapes.inputs),
         "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
         "num_outputs": shapes.outputs,
         "feature_names": None if shapes.features is None else list(shapes.features),
         "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
         "labels": None if shapes.labels is None else list(shapes.labels),
-        "not_stackable": model.not_stackable,
-        "bytes_per_sample": model.bytes_per_sample,
     }
+
+
+def take_shapes(facts: dict[str, Any]) -> Shapes:
+    """Take out of ``facts`` the shapes that :func:`shape_facts` put there."""
+    names, encoding, labels = facts.pop("feature_names"), facts.pop("encoding", None), facts.pop("labels", None)
+    return Shapes(
+        tuple(facts.pop("input_shape")),
+        getattr(torch, facts.pop("input_dtype")),
+        facts.pop("num_outputs"),
+        None if names is None else tuple(names),
+        None if encoding is None else Encoding.from_json(encoding),
+        None if labels is None else tuple(labels),
+    )

@@ -11,12 +11,16 @@ from fedem.cli import (
     about,
     comparing,
     datasets,
+    deploying,
     describing,
     experimenting,
+    exporting,
     folders,
+    peering,
     reporting,
     theory,
     training,
+    trying,
     tuning,
 )
 from fedem.errors import UserError
@@ -45,12 +49,17 @@ for command in (
     folders.evaluate,
     folders.personalize,
     folders.predict,
+    exporting.export,
     about.version,
 ):
     app.command()(command)
 datasets.group.command()(describing.describe)
 app.add_typer(datasets.group, name="data")
 app.add_typer(experimenting.group, name="experiment")
+app.add_typer(peering.group, name="peer")
+for deployed in (trying.trial, trying.certificates, trying.key):
+    deploying.group.command()(deployed)
+app.add_typer(deploying.group, name="deploy")
 
 
 def main() -> None:

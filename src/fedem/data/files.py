@@ -19,7 +19,7 @@ from fedem.data.tables.encoding import Encoding
 from fedem.data.tables.readers import READERS, read_table
 from fedem.data.tables.targets import TASKS, Target
 from fedem.errors import UserError
-from fedem.federation import PARTS
+from fedem.federation import PARTS, Federation
 from fedem.randomness import client_keys
 from fedem.samples import Pool
 
@@ -62,9 +62,7 @@ class Tabular(Pooled):
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
-        pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.targets(table)))
-        train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
-        encoded = replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)
+        encoded = _encoded(federation, table, encoding)
         return Dataset(
             encoded,
             feature_names=encoding.input_names,
@@ -74,6 +72,28 @@ class Tabular(Pooled):
             seed=seed,
             unseen=unseen,
         )
+
+    def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
+        """Read and split as :meth:`make` does, but encode by what was learnt elsewhere: nothing is fitted.
+
+        Args:
+            encoding: of all clients.
+            seed: decides the split, together with the clients' names and the content of their rows.
+            owner: whose the rows are, where no column says so.
+
+        """
+        # What was text among all rows stays so among a few, and rows go by their content.
+        texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
+        table = self.read().without(encoding.ignored).as_text(texts)
+        if table.target not in table.columns:
+            raise self._lacking(table.target, "targets are needed to train")
+        if table.client not in table.columns:
+            if owner is None:
+                raise self._lacking(table.client, "the name of the client is needed then")
+            table = table.owned_by(owner)
+        unscaled = replace(encoding.target, mean=0.0, deviation=1.0)
+        collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), unscaled)
+        return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
         """Return the table without the columns left out, and what its targets are."""
@@ -123,6 +143,13 @@ class FromFile(Tabular):
         return UserError(
             f"{self.path} has no column {column!r} (see data.target_column and data.client_column); {why}."
         )
+
+
+def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:
+    """Return the federation with the table's rows as ``encoding`` makes them inputs and targets."""
+    pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.targets(table)))
+    train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
+    return replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)
 
 
 def _collection(table: Table, inputs: NDArray[np.generic], target: Target) -> Collection:

@@ -136,6 +136,11 @@ class Table:
         texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
         return replace(self, columns={**self.columns, **texts})
 
+    def owned_by(self, client: str) -> Table:
+        """Give all rows to one client."""
+        owner = Column(np.array([client] * len(self), dtype=object), np.zeros(len(self), dtype=bool))
+        return replace(self, columns={**self.columns, self.client: owner})
+
     def place(self, row: int) -> str:
         """Say where a row stands: its file and line, or its position counted from 0."""
         for piece in self.pieces:

@@ -1,0 +1,260 @@
+"""How peers find each other: torch's elastic agents, which meet at a store that belongs to none of them.
+
+Every peer's process runs an agent. The agents meet, and each starts a worker that knows how many they are and its rank.
+When a worker fails because somebody is gone, or when somebody new is waiting, the agents stop their workers and meet
+again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedem.errors import UserError
+from fedem.settings import Settings
+
+_FEDERATION = "fedem"
+"""what all who meet at one store are looking for"""
+_RESTARTS = 10**9
+"""of a worker whose neighbours fail: it is never its own fault"""
+_BEATS = 3
+"""heartbeats that an agent may miss"""
+_RETRY = 0.5
+
+Worker = Callable[["Desk", Any], None]
+"""Takes part until the run is over. It must be a function of a module, since it runs in a process of its own."""
+
+
+class MeetingOverError(UserError):
+    """The others have finished without this process."""
+
+
+@dataclass(frozen=True)
+class Meeting(Settings):
+    """Where and how peers meet.
+
+    Attributes:
+        host: where the store is.
+        port: of the store.
+        min_peers: processes without which nobody begins.
+        max_peers: processes at most. When they are there, nobody waits for more.
+        patience: seconds of silence after which a process counts as gone. Machines' clocks must agree to within it.
+        round_timeout: seconds that a process waits for its neighbours in a round, if they are silent but not gone.
+        join_timeout: seconds that a process waits for the store, and for ``min_peers``.
+
+    """
+
+    host: str = "127.0.0.1"
+    port: int = field(default=29400, metadata={"min": 1, "max": 65535})
+    min_peers: int = field(default=2, metadata={"min": 1})
+    max_peers: int = field(default=1000, metadata={"min": 1})
+    patience: int = field(default=15, metadata={"min": _BEATS})
+    round_timeout: int = field(default=600, metadata={"min": 1})
+    join_timeout: int = field(default=600, metadata={"min": 1})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_peers < self.min_peers:
+            raise UserError(
+                f"Meeting.max_peers is {self.max_peers}; allowed: at least min_peers, which is {self.min_peers}."
+            )
+
+    @classmethod
+    def at(cls, place: str, **settings: int) -> Meeting:
+        """Read ``HOST:PORT``."""
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(f"The meeting place is {place!r}; allowed: HOST:PORT, such as 127.0.0.1:29400.")
+        return cls(host.strip("[]"), int(port), **settings)
+
+    def reach(self) -> str:
+        """Wait for the store to be there; returns the address of this machine that others of the meeting can reach."""
+        deadline = time.monotonic() + self.join_timeout
+        while True:
+            try:
+                with socket.create_connection((self.host, self.port), timeout=self.join_timeout) as connection:
+                    return str(connection.getsockname()[0])
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"Nobody answers at {self.host}:{self.port} ({error}); `fedem peer meet` must run there."
+                    ) from None
+                time.sleep(_RETRY)
+
+
+def host_meeting(port: int) -> Any:
+    """Open the store at which peers meet, on all addresses of this machine; it lives as long as what is returned."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
+
+    try:
+        return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # peers are elsewhere
+    except RuntimeError as error:
+        raise UserError(f"Port {port} can't be opened ({str(error).splitlines()[0]}).") from None
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What an agent and its workers, which come and go, tell each other: files of a folder that goes with the agent."""
+
+    folder: Path
+    agent: int
+    """the agent's process"""
+    round_timeout: int
+
+    @property
+    def has_met(self) -> bool:
+        """Whether a worker of this agent was accepted by others before."""
+        return self._met.exists()
+
+    def note_met(self) -> None:
+        """Remember that the others accepted this process."""
+        self._met.touch()
+
+    @property
+    def _met(self) -> Path:
+        return self.folder / "met"
+
+    @property
+    def _reason(self) -> Path:
+        return self.folder / "reason"
+
+    def leave(self, reason: str) -> None:
+        """Make the agent leave the meeting for good; nobody comes back from here."""
+        self._reason.write_text(reason, encoding="utf-8")
+        os.kill(self.agent, signal.SIGTERM)
+        signal.pause()
+
+    def reason(self) -> str | None:
+        """Return why a worker had to leave, if one had."""
+        return self._reason.read_text(encoding="utf-8") if self._reason.exists() else None
+
+
+def attend(meeting: Meeting, worker: Worker, task: Any, tell: Callable[[str], None]) -> None:
+    """Take part until the worker returns, however often the peers change; ``tell`` gets notes for the user.
+
+    Raises:
+        UserError: the others refuse this process, or have finished without it, or too few are there.
+        KeyboardInterrupt: this process was told to stop.
+
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
+
+    where = f"{meeting.host}:{meeting.port}"
+    with tempfile.TemporaryDirectory(prefix="fedem-") as folder, _torch_settings():
+        desk = Desk(Path(folder), os.getpid(), meeting.round_timeout)
+        while True:
+            try:
+                return _run_agent(meeting, worker, desk, task)
+            except SignalException:
+                if (reason := desk.reason()) is not None:
+                    raise UserError(reason) from None
+                raise KeyboardInterrupt from None
+            except RendezvousClosedError:
+                raise MeetingOverError(
+                    f"Those who met at {where} have finished. What this process has learnt is kept; to go on with "
+                    "others, a new meeting place is needed."
+                ) from None
+            except RendezvousTimeoutError:
+                raise UserError(
+                    f"Fewer than {meeting.min_peers} peers came to {where} within {meeting.join_timeout} seconds."
+                ) from None
+            except RendezvousConnectionError:
+                # Whoever opens the store again finds all of them waiting.
+                tell(f"warning: The meeting place {where} is gone; waiting for it.")
+                time.sleep(_RETRY)
+
+
+def _run_agent(meeting: Meeting, worker: Worker, desk: Desk, task: Any) -> None:
+    """Meet and work until the worker returns."""
+    import torch.distributed.elastic.rendezvous.registry as registry
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    address = meeting.reach()
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    beat = meeting.patience // _BEATS
+    handler = registry.get_rendezvous_handler(
+        RendezvousParameters(
+            "c10d",
+            f"{meeting.host}:{meeting.port}",
+            _FEDERATION,
+            meeting.min_peers,
+            meeting.max_peers,
+            address,
+            is_host=False,
+            join_timeout=meeting.join_timeout,
+            # All learn of a change within a heartbeat; those who come later make everybody meet once more.
+            last_call_timeout=beat,
+            keep_alive_interval=beat,
+            keep_alive_max_attempt=_BEATS,
+        )
+    )
+    spec = WorkerSpec("peer", 1, handler, entrypoint=worker, args=(desk, task), max_restarts=_RESTARTS)
+    spec.local_addr = address
+    # A server that has imported what a worker needs makes one in no time, again and again.
+    multiprocessing.set_forkserver_preload([worker.__module__])
+    LocalElasticAgent(
+        spec,
+        DefaultLogsSpecs(os.devnull),
+        start_method="forkserver",
+        exit_barrier_timeout=meeting.patience,
+        shutdown_timeout=meeting.patience,
+    ).run()
+    # Torch's own launcher closes a meeting for everybody when one of them fails; here it ends when the run does.
+    handler.shutdown()
+
+
+@contextmanager
+def _torch_settings() -> Iterator[None]:
+    """Have torch form each group anew, and say nothing of workers that meet again; then as it was."""
+    import logging
+
+    # Shared with the agents, the store of a group would be that of a process that may be gone by the next meeting.
+    names = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    before = {name: os.environ.get(name) for name in names}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    os.environ |= names
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address; None where the system does not say."""
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                # SIOCGIFADDR of Linux: a name of 16 bytes in, the address in bytes 20 to 24 out.
+                found = fcntl.ioctl(probe.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
+            except OSError:
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,261 @@
+"""The server's side in Flower: a strategy that runs any method whose server averages, and the app around it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, NamedTuple, TypeVar
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
+
+from fedem.deploy.gathering import advance, averages, check_server, first_state
+from fedem.deploy.messages import (
+    EVALUATE,
+    KEEP,
+    TRAIN,
+    Answer,
+    Scored,
+    check_kept,
+    check_reply,
+    check_scores,
+    to_record,
+    upload_kind,
+    write_ask,
+)
+from fedem.deploy.plan import Plan
+from fedem.deploy.settings import RunConfig
+from fedem.errors import UserError
+from fedem.randomness import COHORT, choose, client_keys
+from fedem.records import Record
+from fedem.result import checkpoint_facts
+from fedem.rounds import State, cohort_size
+from fedem.runs import RunFolder
+from fedem.tree import tree_bytes, tree_index
+
+log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
+_WAYS = ("bytes_up", "bytes_down")
+_POLL = 1.0
+"""seconds between looks at who is connected"""
+
+Checked = TypeVar("Checked", Answer, Scored)
+
+
+class Asked(NamedTuple):
+    """A round under way."""
+
+    started: float
+    connected: int
+    """nodes at its start"""
+    needed: int
+    """good answers without which u stays as it is"""
+
+
+class MethodStrategy(Strategy):
+    """Flower's loop over rounds, with the method and the mixer of a plan inside. Rounds that are done stay done."""
+
+    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, seconds: float, lines: IO[str]):
+        self.plan, self.run, self.folder, self.state = plan, run, folder, state
+        self.config = folder.config()
+        self._kind = upload_kind(plan, tree_index(state.shared, 0))
+        self._lines, self._started = lines, time.perf_counter() - seconds
+        self._asked = Asked(0.0, 0, 1)
+        self._entry: Record = {}
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken in all, as far as it is kept."""
+        return time.perf_counter() - self._started
+
+    @property
+    def arrays(self) -> ArrayRecord:
+        """U as it is sent."""
+        return to_record(tree_index(self.state.shared, 0))
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next round."""
+        return self.config.schedule.rate(self.state.round, self.config.run.rounds)
+
+    def summary(self) -> None:
+        """Say what is run."""
+        log.info("\t├── Method: %s, experiment %s", self.config.name("method"), self.run.experiment)
+        log.info("\t├── Rounds done: %d of %d", self.state.round, self.config.run.rounds)
+        log.info("\t└── Folder: %s", self.folder.path.absolute())
+
+    def connected(self, grid: Grid) -> list[int]:
+        """Wait for as many nodes as there must be; returns those that are connected."""
+        deadline = time.monotonic() + self.run.wait
+        while len(nodes := sorted(grid.get_node_ids())) < self.run.min_clients:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients "
+                    f"{self.run.min_clients}. `continue = true` goes on after round {self.state.round}."
+                )
+            time.sleep(min(_POLL, self.run.wait))
+        return nodes
+
+    def messages(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
+        """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
+        content = write_ask(self.plan, arrays, self.state.round, self.rate, self.run.experiment)
+        group = str(self.state.round)
+        return [Message(content, node, kind, ttl=self.run.timeout, group_id=group) for node in nodes]
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the round's cohort, chosen by hashing the seed, the round and the nodes' numbers."""
+        nodes = self.connected(grid)
+        wanted = self.config.run.clients_per_round
+        # A number of clients is one to aim at: fewer may be connected.
+        count = min(len(nodes), cohort_size(wanted, max(len(nodes), math.ceil(wanted))))
+        keys = client_keys([str(node) for node in nodes])
+        cohort = [nodes[at] for at in choose(keys, count, COHORT, self.config.run.seed, self.state.round).tolist()]
+        self._asked = Asked(time.perf_counter(), len(nodes), min(self.run.min_clients, len(cohort)))
+        return self.messages(TRAIN, arrays, cohort)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Mix the good answers; with too few of them u stays as it is."""
+        answers = _sift(replies, lambda reply: check_reply(reply, self.plan, self._kind))
+        before, rate = self.state, self.rate
+        self.state = replace(before, round=before.round + 1)
+        taken = len(answers) >= self._asked.needed
+        if not taken:
+            log.warning(
+                "Round %d: %d good answers, needed %d; the model stays as it is.",
+                self.state.round,
+                len(answers),
+                self._asked.needed,
+            )
+        elif (mixed := advance(self.plan, before, answers, self._asked.connected, rate)) is None:
+            taken = False
+            log.warning("Round %d: the mean is not finite; the model stays as it is.", self.state.round)
+        else:
+            self.state = mixed
+        down = tree_bytes(tree_index(before.shared, 0))
+        self._entry = {
+            "round": self.state.round,
+            "learning_rate": rate,
+            "clients": len(answers) if taken else 0,
+            "seconds": time.perf_counter() - self._asked.started,
+            "bytes_up": sum(answer.num_bytes for answer in answers),
+            "bytes_down": down * len(answers),
+        }
+        return self.arrays, None
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask everybody, when it is due."""
+        done, run = self.state.round, self.config.run
+        due = done == run.rounds or (run.evaluate_every and done % run.evaluate_every == 0)
+        return self.messages(EVALUATE, arrays, self.connected(grid)) if due else []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average over clients; then the round is complete, and written down. No client's own figures are."""
+        scored = _sift(replies, lambda reply: check_scores(reply, self.plan))
+        found: Record = {}
+        if len(scored) >= self.run.min_clients:
+            found = averages(self.plan, scored)
+        elif scored:
+            log.warning("%d clients sent scores, needed %d; they are not averaged.", len(scored), self.run.min_clients)
+        self._entry |= found
+        self._lines.write(self.folder.line(self._entry))
+        self._lines.flush()
+        self.save()
+        return MetricRecord(found) if found else None
+
+    def save(self) -> None:
+        """Write a checkpoint: the server's tree, and nothing of any client."""
+        facts = checkpoint_facts((), self.plan.shapes, self.plan.parts.model)
+        self.folder.save({"last": self.state}, facts | {"plan": self.plan.fingerprint, "seconds": self.seconds})
+
+    def hand_over(self, grid: Grid) -> int:
+        """Give everybody the final tree to keep; returns how many have."""
+        nodes = list(grid.get_node_ids())
+        replies = grid.send_and_receive(self.messages(KEEP, self.arrays, nodes), timeout=self.run.timeout)
+        kept = 0
+        for reply in replies:
+            try:
+                check_kept(reply, self.plan)
+                kept += 1
+            except UserError as error:
+                log.warning("%s", error)
+        log.info("%d of %d clients keep their models.", kept, len(nodes))
+        return kept
+
+    def conclude(self) -> Record:
+        """Sum the run up."""
+        parts, history = self.plan.parts, self.folder.metrics()
+        scored = [line for line in history if f"train_{parts.model.loss.metric}" in line]
+        last = scored[-1] if scored else {}
+        return {
+            **parts.describe(self.config, self.state),
+            "num_clients": max((line["clients"] for line in history), default=0),
+            "engine": "Flower",
+            **{key: value for key, value in last.items() if key.startswith(("train_", "validation_", "test_"))},
+            "seconds_per_round": statistics.median(line["seconds"] for line in history),
+            **{f"{way}_per_round": round(statistics.mean(line[way] for line in history)) for way in _WAYS},
+            "seconds_total": self.seconds,
+        }
+
+
+def _sift(replies: Iterable[Message], check: Callable[[Message], Checked]) -> list[Checked]:
+    """Return the good answers in the order of the clients' names; of two by the same name, the first."""
+    good: dict[str, Checked] = {}
+    for reply in replies:
+        try:
+            answer = check(reply)
+            if answer.client in good:
+                raise UserError(
+                    f"Client {answer.client!r} answered twice; node {reply.metadata.src_node_id} is left out."
+                )
+            good[answer.client] = answer
+        except UserError as error:
+            log.warning("%s", error)
+    return [good[name] for name in sorted(good)]
+
+
+def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
+    """Carry out a run, new or continued; returns the last state."""
+    check_server(plan)
+    config = plan.config.replace("run", rounds=run.rounds) if run.rounds else plan.config
+    folder, seconds = RunFolder(Path(run.folder) / run.experiment), 0.0
+    if run.continued:
+        going_on = folder.reopen(config)
+    else:
+        folder.create(config)
+        going_on = False
+    with folder.locked():
+        state = first_state(plan)
+        if going_on:
+            states, facts = folder.load()
+            if facts.get("plan") != plan.fingerprint:
+                raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
+            state, seconds = states["last"].to(plan.parts.device), facts["seconds"]
+        with folder.open_metrics(state.round) as lines, torch.no_grad():
+            strategy = MethodStrategy(plan, run, folder, state, seconds, lines)
+            strategy.start(grid, strategy.arrays, config.run.rounds - state.round, run.timeout)
+        strategy.hand_over(grid)
+        folder.finish(strategy.conclude(), [])
+    return strategy.state
+
+
+def make_server_app(folder: Path) -> ServerApp:
+    """Return the app of the server under the plan in ``folder``."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(Plan.load(folder), RunConfig.read(context.run_config), grid)
+
+    return app

@@ -1,0 +1,119 @@
+"""Flower's server and clients in one process: messages are handed over, and some go wrong on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import deployments
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.proto.node_pb2 import NodeInfo
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedem.deploy import client_app
+from fedem.deploy.keeping import Kept, place
+from fedem.deploy.server import serve
+from fedem.deploy.settings import RunConfig
+from fedem.job import Job
+from fedem.rounds import State
+from fedem.tree import Tree
+
+Spoil = Callable[[int, Message, Message], Message | None]
+"""(node, what it was asked, its answer) -> the answer that arrives, if one does"""
+
+
+class LocalGrid(Grid):
+    """Nodes with a config each; ``node_configs`` may change while a run goes on, as nodes come and go."""
+
+    def __init__(self, app: ClientApp, node_configs: dict[int, dict[str, Any]], run_config: dict[str, Any]):
+        # Flower's own programs tell a process so which run it works for.
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+        self.app, self.node_configs, self.run_config = app, node_configs, run_config
+        self.sent: list[tuple[int, str]] = []
+        self.timeouts: list[float | None] = []
+        self.spoil: Spoil = lambda node, asked, answer: answer
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        self.timeouts.append(timeout)
+        replies = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.sent.append((node, message.metadata.message_type))
+            context = Context(1, node, self.node_configs[node], RecordDict(), self.run_config)
+            reply = self.spoil(node, message, self.app(message, context))
+            if reply is not None:
+                replies.append(reply)
+        return replies[::-1]  # in no order that matters
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.node_configs)
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return (NodeInfo(node_id=node) for node in self.node_configs)
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        raise NotImplementedError
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+
+def node_configs(folder: Path, sample: Path, names: Iterable[str]) -> dict[int, dict[str, Any]]:
+    """One node a client, numbered from 11."""
+    state = str(folder / "state")
+    return {11 + at: {"data": str(sample), "client": name, "state": state} for at, name in enumerate(names)}
+
+
+class Deployed:
+    """A plan, its nodes and whatever they write, below one folder."""
+
+    def __init__(self, folder: Path, values: dict[str, Any] | None = None, **sections: dict[str, Any]):
+        self.folder, self.sample = folder, deployments.write_sample(folder)
+        self.plan, self.job = deployments.make_plan(self.sample, **sections)
+        self.plan.save(folder / "plan")
+        self.run_config = deployments.run_config(folder, **(values or {}))
+        self.nodes = node_configs(folder, self.sample, self.job.federation.names)
+        self.grid = LocalGrid(client_app(folder / "plan"), self.nodes, self.run_config)
+
+    def serve(self, **values: Any) -> State:
+        return serve(self.plan, RunConfig.read(self.run_config | values), self.grid)
+
+    def kept(self, name: str) -> Kept:
+        return Kept.load(place(self.folder / "state", "trial", name))
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "server" / "trial"
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def simulated(job: Job, rounds: int = 3) -> State:
+    state = job.training.init()
+    for _ in range(rounds):
+        state, _ = job.training.step(state)
+    return state
+
+
+def equal(one: Tree, other: Tree, tolerance: float = 1e-10) -> None:
+    assert one.keys() == other.keys()
+    for name, leaf in one.items():
+        torch.testing.assert_close(leaf, other[name], rtol=tolerance, atol=tolerance)

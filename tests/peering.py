@@ -1,0 +1,142 @@
+"""Peers for tests: a small federation in a file, its plan, the simulator's end, and processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from fedem.config import Config
+from fedem.deploy.keeping import Kept
+from fedem.deploy.plan import Plan
+from fedem.job import Job
+from fedem.rounds import State
+
+SIZES = {"ann": 20, "bob": 30, "cem": 45, "dan": 25}
+
+
+def write_clients(path: Path) -> None:
+    """Clients that differ, in one file."""
+    rng, lines = np.random.default_rng(0), ["client,a,b,y"]
+    for name, size in SIZES.items():
+        x, direction = rng.normal(size=(size, 2)), rng.normal(size=2)
+        lines += [f"{name},{a:.4f},{b:.4f},{int(a * direction[0] + b * direction[1] > 0)}" for a, b in x]
+    path.write_text("\n".join(lines) + "\n")
+
+
+class Deployment:
+    """A folder with the data, the plan and everybody's state."""
+
+    def __init__(self, folder: Path, rounds: int = 4, method: str = "dfedem", graph: dict[str, Any] | None = None):
+        self.data, self.plan, self.state = folder / "clients.csv", folder / "plan", folder / "state"
+        write_clients(self.data)
+        hyper = {"num_components": 2} if method == "dfedem" else {}
+        self.config = Config.build(
+            {
+                "data": {"name": "file", "path": str(self.data)},
+                "method": {"name": method, **hyper},
+                "graph": graph or {"name": "ring"},
+                "run": {"rounds": rounds, "evaluate_every": 2},
+            }
+        )
+        Plan.make(self.config, self.config.make_data()).save(self.plan)
+
+    def with_run(self, **values: Any) -> Self:
+        """Change the run's settings."""
+        self.config = self.config.replace("run", **values)
+        Plan.make(self.config, self.config.make_data()).save(self.plan)
+        return self
+
+    def simulated(self) -> State:
+        """Where the simulator ends; clients in the order of their names."""
+        job = Job.prepare(self.config, self.config.make_data(), None)
+        state = job.training.init()
+        for _ in range(self.config.run.rounds):
+            state, _ = job.training.step(state)
+        return state
+
+    def kept(self, name: str) -> Kept:
+        return Kept.load(next(self.state.glob(f"*/{name}.safetensors")))
+
+    def check_equals_simulator(self) -> None:
+        """Everybody ends where the simulator does."""
+        state = self.simulated()
+        for position, name in enumerate(sorted(SIZES)):
+            kept = self.kept(name)
+            assert kept.round == state.round
+            for found, expected in ((kept.shared, state.shared), (kept.personal, state.personal)):
+                assert found is not None
+                assert found.keys() == expected.keys()
+                for key, leaf in found.items():
+                    torch.testing.assert_close(leaf, expected[key][position].cpu(), rtol=0, atol=1e-5)
+
+    def peer(
+        self, port: int, clients: Sequence[str], plan: Path | None = None, least: int = 2, most: int = 9
+    ) -> Process:
+        """Start a process."""
+        options: dict[str, Any] = {"--plan": plan or self.plan, "--data": self.data, "--state": self.state}
+        options |= {"--meet": f"127.0.0.1:{port}", "--min-peers": least, "--max-peers": most, "--patience": 3}
+        arguments = [str(word) for pair in options.items() for word in pair]
+        return Process(self.state.parent, *arguments, *(word for name in clients for word in ("--client", name)))
+
+
+class Process:
+    """``fedem peer`` in a group of processes of its own."""
+
+    count = 0
+
+    def __init__(self, folder: Path, *arguments: str):
+        Process.count += 1
+        self._log = folder / f"process-{Process.count}.log"
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "fedem", "peer", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End it, and all that it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(30)
+
+    def said(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def ends(self, seconds: float = 150) -> int:
+        """Wait for its end; returns its exit code."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.said()) from None
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+
+def wait_for(condition: Callable[[], object], processes: Sequence[Process], seconds: float = 150) -> None:
+    """Wait until something is so; fail when it takes too long or a process ends before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        alive = all(process.is_running() for process in processes)
+        if time.monotonic() > deadline or not (alive or condition()):
+            raise AssertionError("\n---\n".join(process.said() for process in processes))
+        time.sleep(0.05)

@@ -1,0 +1,102 @@
+"""What every peer works out for itself: who stays, from which round, over which matrix, and who sends what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedem.deploy.neighbours import Neighbourhood, Present, refusals, round_to_go_on_with, routes
+from fedem.graphs import GRAPHS, Complete, ErdosRenyi, Grid, Regular, Ring, Topology, check_mixing
+from fedem.randomness import client_keys
+
+NAMES = [f"client{number}" for number in range(7)]
+
+
+def client(name: str, rank: int, *, plan: str = "p", met: bool = False, done: int = 0) -> Present:
+    return Present(name, 10, done, plan, met, rank)
+
+
+def test_newcomers_must_fit_in() -> None:
+    assert refusals([client("ann", 0), client("bob", 1), client("cem", 1)]) == {}
+    # Those who have met stay, whatever their rank.
+    found = refusals([client("ann", 0), client("bob", 1, plan="q"), client("ann", 2, met=True)])
+    assert found.keys() == {0, 1}
+    assert "'ann'" in found[0]
+    assert "'bob' is q" in found[1]
+    assert refusals([client("ann", 0, plan="q"), client("bob", 1, met=True)]).keys() == {0}
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_nobody_goes_back(rounds: list[int]) -> None:
+    found = round_to_go_on_with(client(str(rank), rank, done=done) for rank, done in enumerate(rounds))
+    assert found in rounds
+    assert all(found >= done for done in rounds)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name != "file"])
+@pytest.mark.parametrize("count", [1, 2, 5, 7])
+def test_any_number_of_survivors_has_a_matrix(name: str, count: int) -> None:
+    found = Neighbourhood.around(GRAPHS[name](), NAMES[:count], 0)
+    matrix = found.matrix(0, 0)
+    check_mixing(matrix, None)
+    assert len(matrix) == count
+
+
+def test_without_a_loss_the_matrix_is_the_simulators() -> None:
+    topology, keys = ErdosRenyi(probability=0.6, link_failure=0.2), client_keys(NAMES)
+    found = Neighbourhood.around(topology, NAMES, 3)
+    assert found.remark == ""
+    assert torch.equal(found.matrix(5, 9), topology.draw(topology.matrices(keys, 3), 5, keys, 9))
+
+
+@pytest.mark.parametrize("settings", [{}, {"activity": "matchings"}, {"activity": "random_matching"}])
+def test_a_graph_that_falls_apart_is_mixed_in_its_pieces(settings: dict[str, Any]) -> None:
+    topology = ErdosRenyi(probability=0.2, **settings)
+    keys = client_keys(NAMES)
+    (edges,) = topology.edges(keys, 1)
+    found = Neighbourhood.around(topology, NAMES, 1)
+    assert len(found.pieces) > 1
+    assert f"{len(found.pieces)} pieces" in found.remark
+    assert sorted(torch.cat([piece.members for piece in found.pieces]).tolist()) == list(range(len(NAMES)))
+    linked = torch.eye(len(NAMES), dtype=torch.bool)
+    linked[edges[:, 0], edges[:, 1]] = linked[edges[:, 1], edges[:, 0]] = True
+    total = torch.zeros(len(NAMES), len(NAMES), dtype=torch.float64)
+    for number in range(30):
+        matrix = found.matrix(number, number)
+        check_mixing(matrix, None)
+        assert not bool((matrix > 0)[~linked].any())
+        total += matrix
+    assert torch.equal(total > 0, linked)
+
+
+@pytest.mark.parametrize("topology", [Grid(), Regular(degree=3)])
+def test_where_there_is_no_such_graph_they_take_a_ring(topology: Topology) -> None:
+    found = Neighbourhood.around(topology, NAMES[:5], 0)
+    assert "ring" in found.remark
+    assert torch.equal(found.matrix(0, 0), Ring().matrices(client_keys(NAMES[:5]), 0)[0])
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=7), st.integers(0, 1000))
+def test_what_one_sends_the_other_expects(ranks: list[int], seed: int) -> None:
+    linked = torch.rand(len(ranks), len(ranks), generator=torch.Generator().manual_seed(seed)) < 0.4
+    matrix = (linked | linked.T | torch.eye(len(ranks), dtype=torch.bool)).double()
+    plans = {rank: routes(matrix, ranks, rank) for rank in set(ranks)}
+    for rank, plan in plans.items():
+        for other, rows in plan.sends.items():
+            assert plans[other].receives[rank] == rows
+        there = {row for row, owner in enumerate(ranks) if owner == rank} | {
+            row for rows in plan.receives.values() for row in rows
+        }
+        for row, owner in enumerate(ranks):
+            if owner == rank:
+                assert set(matrix[row].nonzero().flatten().tolist()) <= there
+    assert routes(torch.ones(3, 3), [0, 0, 1], 1) == ({0: [2]}, {0: [0, 1]})
+
+
+def test_a_complete_graph_of_survivors_is_a_mean() -> None:
+    matrix = Neighbourhood.around(Complete(), NAMES[:4], 0).matrix(0, 0)
+    torch.testing.assert_close(matrix, torch.full((4, 4), 0.25, dtype=torch.float64))

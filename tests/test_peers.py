@@ -1,0 +1,235 @@
+"""Peers in one process, as threads: the same rounds as the simulator's, and who is refused."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peering import SIZES, Deployment
+from torch import Tensor
+from typer.testing import CliRunner
+
+from fedem.cli import app
+from fedem.deploy.group import PeersChangedError, pack, unpack
+from fedem.deploy.meeting import Desk, Meeting, host_meeting, interface_of
+from fedem.deploy.peers import Peer, Task, join
+from fedem.deploy.plan import Plan
+from fedem.errors import UserError
+
+
+class Threads:
+    """Stands in for a group of processes: its members are threads, and messages lie in queues."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._told: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self.messages: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+
+    def gather(self, rank: int, content: Any) -> list[Any]:
+        self._told[rank] = content
+        self._barrier.wait()
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+
+class Member:
+    """One thread's end of a group."""
+
+    def __init__(self, threads: Threads, rank: int):
+        self.threads, self.rank, self.size = threads, rank, threads.size
+
+    def tell_all(self, content: Any) -> list[Any]:
+        return [json.loads(text) for text in self.threads.gather(self.rank, json.dumps(content))]
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        for rank, buffer in outgoing.items():
+            self.threads.messages[self.rank, rank].put(buffer.clone())
+        for rank, buffer in incoming.items():
+            buffer.copy_(self.threads.messages[rank, self.rank].get(timeout=60))
+
+    def total(self, values: Tensor) -> Tensor:
+        return torch.stack(self.threads.gather(self.rank, values)).sum(0)
+
+
+def work_together(deployment: Deployment, processes: list[list[str]], folder: Path) -> list[list[str]]:
+    """Let peers run to the end; returns what each told its user."""
+    threads = Threads(len(processes))
+    tasks = [Task(deployment.plan, deployment.data, tuple(names), deployment.state, print) for names in processes]
+    # One after the other: models are drawn from torch's generator, of which there is one for all threads.
+    members = [task.open() for task in tasks]
+
+    def run(rank: int) -> list[str]:
+        told: list[str] = []
+        desk = Desk(folder / f"desk{rank}", 0, 1)
+        desk.folder.mkdir(exist_ok=True)
+        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]
+        assert desk.has_met
+        return told
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(run, range(len(processes))))
+
+
+@pytest.mark.parametrize(
+    ("method", "graph", "processes", "run"),
+    [
+        ("dfedem", {"name": "ring"}, [["dan"], ["ann"], ["cem"], ["bob"]], {}),
+        ("dfedem", {"name": "erdos_renyi", "link_failure": 0.3}, [["ann", "dan"], ["bob", "cem"]], {"seed": 1}),
+        ("dsgd", {"name": "complete", "scale": "updates"}, [["dan", "cem"], ["ann"], ["bob"]], {}),
+        ("dfedem", {"name": "ring", "activity": "matchings"}, [["ann", "bob", "cem", "dan"]], {}),
+        ("dfedem", {"name": "ring", "start": "apart"}, [["ann", "cem"], ["bob", "dan"]], {"clients_per_round": 3}),
+    ],
+)  # fmt: skip
+def test_rounds_are_the_simulators(
+    tmp_path: Path, method: str, graph: dict[str, Any], processes: list[list[str]], run: dict[str, Any]
+) -> None:
+    deployment = Deployment(tmp_path, 3, method, graph).with_run(**run)
+    work_together(deployment, processes, tmp_path)
+    deployment.check_equals_simulator()
+
+
+def test_those_who_are_left_go_on_from_the_furthest_round(tmp_path: Path) -> None:
+    """A client that was away has its own state, and the others' round."""
+    deployment = Deployment(tmp_path, 4)
+    work_together(deployment, [["ann"], ["bob"]], tmp_path)
+    kept = deployment.kept("ann")
+    # As if ann and bob had been killed two rounds before the end.
+    for name in ("ann", "bob"):
+        path = next(deployment.state.glob(f"*/{name}.safetensors"))
+        type(kept)(kept.plan, 2, deployment.kept(name).personal, deployment.kept(name).shared).save(path)
+    told = work_together(deployment, [["bob", "ann"], ["dan"]], tmp_path)
+    assert all("2 of 4 rounds are done" in notes[0] for notes in told)
+    lines = [json.loads(line) for line in next(deployment.state.glob("*/dan/metrics.jsonl")).read_text().splitlines()]
+    assert [line["round"] for line in lines] == [3, 4]
+    assert [line["clients"] for line in lines] == [3, 3]
+    lines = [json.loads(line) for line in next(deployment.state.glob("*/ann/metrics.jsonl")).read_text().splitlines()]
+    assert [(line["round"], line["clients"]) for line in lines] == [(1, 2), (2, 2), (3, 3), (4, 3)]
+
+
+def test_averages_are_weighted_by_training_samples(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, 2)
+    work_together(deployment, [["ann", "bob"], ["cem"]], tmp_path)
+    last = {
+        name: json.loads(next(deployment.state.glob(f"*/{name}/metrics.jsonl")).read_text().splitlines()[-1])
+        for name in ("ann", "bob", "cem")
+    }
+    weights = {name: round(0.6 * SIZES[name]) for name in last}
+    for figure in ("test_accuracy", "train_loss"):
+        average = sum(weights[name] * last[name][f"own_{figure}"] for name in last) / sum(weights.values())
+        assert all(line[figure] == pytest.approx(average) for line in last.values())
+
+
+def test_a_refused_process_hears_why_and_the_others_meet_again(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, 2)
+    threads = Threads(2)
+    members = Task(deployment.plan, deployment.data, ("ann",), deployment.state, print).open()
+
+    def run(rank: int) -> Exception:
+        with pytest.raises((UserError, PeersChangedError)) as caught:
+            Peer(Member(threads, rank), members, Desk(tmp_path, 0, 1), print)  # type: ignore[arg-type]
+        return caught.value
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, range(2))
+    assert isinstance(first, PeersChangedError)
+    assert isinstance(second, UserError)
+    assert "'ann'" in str(second)
+
+
+@given(st.lists(st.integers(0, 3), max_size=3), st.booleans())
+def test_packed_trees_come_back(shape: list[int], is_double: bool) -> None:
+    dtype = torch.float64 if is_double else torch.float32
+    tree = {
+        "b": torch.randn(shape, dtype=dtype),
+        "a": torch.tensor(7),
+        "c": torch.arange(5, dtype=torch.int32),
+        "d": torch.randn(2, 3).T,
+    }
+    found = unpack(pack(tree), tree)
+    assert found.keys() == tree.keys()
+    assert all(torch.equal(found[name], leaf) and found[name].dtype == leaf.dtype for name, leaf in tree.items())
+
+
+@pytest.mark.parametrize("place", ["here", "here:", ":29400", "here:12x"])
+def test_meeting_places_are_read(place: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT"):
+        Meeting.at(place)
+    found = Meeting.at("10.0.0.1:29400", min_peers=3)
+    assert (found.host, found.port, found.min_peers) == ("10.0.0.1", 29400, 3)
+    assert Meeting.at("[::1]:5").host == "::1"
+
+
+def test_settings_of_a_meeting_are_checked() -> None:
+    with pytest.raises(UserError, match="max_peers is 2"):
+        Meeting(min_peers=3, max_peers=2)
+    with pytest.raises(UserError, match="patience is 2"):
+        Meeting(patience=2)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        with pytest.raises(UserError, match=f"127.0.0.1:{port}"):
+            Meeting(port=port, join_timeout=1).reach()
+        with pytest.raises(UserError, match=f"Port {port}"):
+            host_meeting(port)
+
+
+def test_one_finds_its_own_address_and_interface() -> None:
+    store = host_meeting(0)
+    assert Meeting(port=store.port).reach() == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+def test_plans_and_states_that_peers_can_not_use_are_refused(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, 1)
+
+    def open_task(*clients: str) -> None:
+        Task(deployment.plan, deployment.data, clients, deployment.state, print).open()
+
+    with pytest.raises(UserError, match="'ann' is named twice"):
+        open_task("ann", "bob", "ann")
+    with pytest.raises(UserError, match="eve"):
+        open_task("eve")
+    with pytest.raises(UserError, match="name is needed"):
+        open_task()
+    work_together(deployment, [["ann"]], tmp_path)
+    kept = deployment.kept("ann")
+    type(kept)(kept.plan, 1, kept.personal).save(next(deployment.state.glob("*/ann.safetensors")))
+    with pytest.raises(UserError, match="--state"):
+        open_task("ann")
+    (tmp_path / "star").mkdir()
+    server = Deployment(tmp_path / "star", 1, "fedavg", {"name": "none"})
+    with pytest.raises(UserError, match="fedavg needs a server"):
+        Task(server.plan, server.data, ("ann",), server.state, print).open()
+
+
+def test_the_command_line_makes_plans_and_says_what_is_missing(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, 1)
+    runner = CliRunner()
+    data = ["--data", str(deployment.data)]
+    made = runner.invoke(app, ["peer", "plan", str(tmp_path / "made"), *data, "--graph", "star"])
+    assert made.exit_code == 0, made.output
+    assert Plan.load(tmp_path / "made").config.name("graph") == "star"
+    served = runner.invoke(app, ["peer", "plan", str(tmp_path / "no"), *data, "--method", "fedavg"])
+    assert "needs a server" in str(served.exception)
+    assert not (tmp_path / "no").exists()
+    assert "--data, --meet" in str(runner.invoke(app, ["peer", "--plan", "x", "--state", "y"]).exception)
+
+
+def test_who_has_done_all_rounds_need_not_meet_again(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, 1)
+    work_together(deployment, [["ann"], ["bob"]], tmp_path)
+    join(Meeting(port=1), Task(deployment.plan, deployment.data, ("ann",), deployment.state, print))
