@@ -22,8 +22,6 @@ from torch import Tensor
 import fedem
 from fedem.algorithms.base import Mixture
 from fedem.data.tables.readers import read_table
-from fedem.deploy.keeping import Kept
-from fedem.deploy.plan import Plan
 from fedem.export import PersonalModule, export_client, export_personal, load_exported
 from fedem.mixture import fit_log_weights
 from fedem.tree import tree_index
@@ -114,20 +112,6 @@ class TestRuns:
         found = load_exported(tmp_path / "m").predict(inputs)
         assert torch.equal(found, result.predict("0", inputs))
         assert not torch.allclose(found, plain.predict("0", inputs))
-
-    def test_a_deployed_client_s_file(self, run: Run, tmp_path: Path) -> None:
-        result = small_run(None)
-        plan = Plan(result.config, result.shapes)
-        state = result.state()
-        shared, personal = tree_index(state.shared, 0), tree_index(state.personal, 3)
-        Kept(plan, 6, personal).save(tmp_path / "early.safetensors")
-        code, _, err = run("export", tmp_path / "early.safetensors", "--out", tmp_path / "m")
-        assert (code, "has no components" in err) == (2, True)
-        Kept(plan, 6, personal, shared).save(tmp_path / "kept.safetensors")
-        code, _, err = run("export", tmp_path / "kept.safetensors", "--out", tmp_path / "m")
-        assert code == 0, err
-        inputs = torch.randn(5, 6, dtype=result.shapes.input_dtype)
-        torch.testing.assert_close(load_exported(tmp_path / "m").predict(inputs), result.predict("3", inputs))
 
 
 class TestTables:

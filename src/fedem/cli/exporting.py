@@ -9,6 +9,7 @@ import typer
 
 from fedem.cli.options import Quiet, Which, listed
 from fedem.deploy.keeping import Kept
+from fedem.deploy.plan import Plan
 from fedem.errors import UserError
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.report.console import console, waiting, writing
@@ -62,12 +63,15 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
     kept = Kept.load(source)
     if kept.shared is None:
         raise UserError(f"{source} has no components: they come to the client when its run is over.")
-    config = kept.plan.config
-    if config.run.fine_tune_epochs:
+    # It may have been trained on a device that is not here.
+    config = kept.plan.config.replace("run", device="cpu")
+    # A server asks for the model that predicts, once the run is over, and then there is one before it.
+    if config.run.fine_tune_epochs and kept.before is None:
         raise UserError(
             f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they "
-            "predict, and what they keep is the model before that; allowed for a deployed client's file: 0."
+            f"predict, and {source} is of a peer, which keeps the model before that; allowed for a peer's file: 0."
         )
-    mixture = kept.plan.parts.algorithm.predictor(kept.shared, kept.personal)
-    personal = PersonalModel(kept.plan.parts.model, mixture, kept.plan.shapes)
+    parts = Plan(config, kept.plan.shapes).parts
+    mixture = parts.algorithm.predictor(kept.shared, kept.personal)
+    personal = PersonalModel(parts.model, mixture, kept.plan.shapes)
     return export_personal(personal, config, out, formats, {"round": kept.round})
