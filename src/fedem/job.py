@@ -168,11 +168,11 @@ class Job:
         progress.state, log = self.training.step(before)
         entry = _cost(progress.state.round, log)
         run, done = self.config.run, progress.state.round
-        if _is_due(run.measure_alpha_every, done, run.rounds):
+        if run.is_due(run.measure_alpha_every, done):
             entry |= measure(self.training, before).record()
-        if _is_due(run.diagnose_every, done, run.rounds):
+        if run.is_due(run.diagnose_every, done):
             entry |= diagnose(self.training, before, progress.state).record()
-        if done == run.rounds or _is_due(run.evaluate_every, done, run.rounds):
+        if run.is_scored(done):
             scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)
             validation = scores.get("validation")
@@ -270,11 +270,6 @@ class Job:
             return None
         weights = found.log_weights(self.parts.algorithm).exp().cpu()
         return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
-
-
-def _is_due(every: int, done: int, rounds: int) -> bool:
-    """Whether something is due after so many rounds: each ``every`` rounds, 0 being never, and after the last."""
-    return bool(every) and (done == rounds or done % every == 0)
 
 
 def _mean(values: Iterable[int]) -> int | None:

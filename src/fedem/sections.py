@@ -54,6 +54,14 @@ class RunSettings(Settings):
     checkpoint_every: int = field(default=10, metadata={"min": 1})
     partition_hash: str = ""
 
+    def is_due(self, every: int, done: int) -> bool:
+        """Whether something is due after ``done`` rounds: each ``every`` rounds, 0 being never, and after the last."""
+        return bool(every) and (done == self.rounds or done % every == 0)
+
+    def is_scored(self, done: int) -> bool:
+        """Whether clients are scored after ``done`` rounds: each ``evaluate_every`` and, even if 0, after the last."""
+        return done == self.rounds or self.is_due(self.evaluate_every, done)
+
 
 Kinds = tuple[type[Settings], ...]
 

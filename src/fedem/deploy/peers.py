@@ -150,7 +150,7 @@ class Peer:
                     member.round = self.done
                     member.keep()
                 own: Mapping[str, Record] = {}
-                if self.done == run.rounds or (run.evaluate_every and self.done % run.evaluate_every == 0):
+                if run.is_scored(self.done):
                     averages, own = self._assess()
                     line |= averages
                     self.tell(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
@@ -218,7 +218,10 @@ class Peer:
         return sum(map(len, outgoing.values())), sum(map(len, incoming.values()))
 
     def _assess(self) -> tuple[Record, dict[str, Record]]:
-        """Score the clients here; returns averages over all that are there, by training samples, and each one's own."""
+        """Score the clients here; returns averages over all that are there, by training samples, and each one's own.
+
+        Sums pass between processes, and no list of clients' scores.
+        """
         metric = self.plan.parts.model.loss.metric
         sums = torch.zeros(len(PARTS), 3, dtype=torch.float64)
         own: dict[str, Record] = {}
