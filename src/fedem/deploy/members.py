@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fedem.config import Config
 from fedem.deploy.keeping import Kept, place
 from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
@@ -14,6 +15,7 @@ from fedem.errors import UserError
 from fedem.graphs import File
 from fedem.mixing.graph import Graph
 from fedem.mixing.local_layers import LocalLayers
+from fedem.models.pretrained import INSTALLED
 from fedem.randomness import COMPONENTS, client_keys, derive
 from fedem.runs import RunFolder
 from fedem.tree import Tree, tree_floats, tree_sorted
@@ -33,6 +35,16 @@ def graph_of(plan: Plan) -> Graph:
             "graph.name is 'file', a graph of certain clients; allowed among peers, who come and go: others."
         )
     return graph
+
+
+def check_start(config: Config) -> None:
+    """Refuse a start from a file that others may not have, or have another one of: each peer draws its own."""
+    weights = config.values("model").get("weights", "")
+    if weights not in ("", INSTALLED):
+        raise UserError(
+            f"model.weights is {weights!r}, a file of this machine, and there is no server to send it to all; allowed "
+            f"among peers: none, or {INSTALLED!r}, which a package brings (efficientnet_lite0)."
+        )
 
 
 @dataclass

@@ -83,11 +83,16 @@ flwr run . SIMULATION --stream --run-config "data='/path/to/all.csv' state='/pat
 """
 
 
+def check_empty(folder: Path) -> None:
+    """Refuse a folder with something in it, which might be somebody's."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already; allowed: a new or an empty folder.")
+
+
 def write_app(folder: Path, plan: Plan) -> Path:
     """Write an app folder for ``plan``, whose method must be one for a server; refuses a folder that is not empty."""
     check_server(plan)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already; allowed: a new or an empty folder.")
+    check_empty(folder)
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-") or "federation"
     if not name[0].isalpha():
         name = f"app-{name}"

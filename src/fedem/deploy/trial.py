@@ -21,7 +21,7 @@ from fedem.deploy.starting import write_app
 from fedem.errors import UserError
 from fedem.records import Record
 from fedem.runs import RunFolder
-from fedem.sections import Layer
+from fedem.sections import Layer, RunSettings
 
 EXPERIMENT = "trial"
 FEWEST, MOST = 2, 50
@@ -30,6 +30,8 @@ SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}
 """What a trial has unless other settings are asked for: every message to a node takes seconds."""
 DIMENSION = 20
 """Features of the clients that are drawn."""
+_STARTING, _BETWEEN = 120.0, 30.0
+"""Seconds that a run may take to start, and the server between the answers to one message and the next."""
 
 Listener = Callable[[Record], None]
 
@@ -95,8 +97,16 @@ def run_trial(
             "min-clients": len(clients),
             "timeout": timeout,
         }
-        _follow(network.submit(folder / "app", settings), network, nodes, place, listener)
+        limit = _longest(config.run, timeout)
+        _follow(network.submit(folder / "app", settings), network, nodes, place, listener, limit)
     return place
+
+
+def _longest(run: RunSettings, timeout: float) -> float:
+    """Return how many seconds a run takes in which every message waits as long as it may."""
+    scored = sum(run.is_scored(done + 1) for done in range(run.rounds))
+    messages = run.rounds + scored + 1  # to train, to score, and to keep what has come out
+    return _STARTING + messages * (timeout + _BETWEEN)
 
 
 def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
@@ -121,10 +131,18 @@ def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
 
 
 def _follow(
-    run: Program, network: Loopback, nodes: Sequence[Program], place: RunFolder, listener: Listener | None
+    run: Program,
+    network: Loopback,
+    nodes: Sequence[Program],
+    place: RunFolder,
+    listener: Listener | None,
+    limit: float,
 ) -> None:
-    """Tell the listener of each round until the run is over; an error with logs when it did not come to its end."""
-    told, over = 0, False
+    """Tell the listener of each round until the run is over; an error with logs when it did not come to its end.
+
+    After ``limit`` seconds it hangs, and that is an error too.
+    """
+    told, over, deadline = 0, False, time.monotonic() + limit
     while not over:
         over = run.process.poll() is not None
         news = place.metrics()[told:]
@@ -135,6 +153,8 @@ def _follow(
         for program in (network.superlink, network.executor, *nodes):
             if program.process.poll() is not None:
                 raise program.failure(f"ended with code {program.process.returncode} amid the run")
+        if not over and time.monotonic() > deadline:
+            raise run.failure(f"has not ended within {limit:.0f} s, and {told} rounds are done")
         time.sleep(0.2)
     said = [f"{node.name}: {line}" for node in nodes for line in node.said().splitlines() if "ERROR" in line]
     if place.summary() is None:

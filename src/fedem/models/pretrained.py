@@ -17,6 +17,9 @@ from fedem.errors import UserError
 from fedem.models.base import ModelSpec
 from fedem.models.images import image_shape
 
+INSTALLED = "imagenet"
+"""weights of an installed package, in place of a path"""
+
 
 @dataclass(frozen=True)
 class Pretrainable(ModelSpec):
