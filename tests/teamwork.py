@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fedem, one by one": DOUBLE | {"method": "fedem", "engine": "one_by_one", "clients_per_round": 3},
     "fedem, judged": DOUBLE
     | {"method": "fedem", "measure_alpha_every": 3, "diagnose_every": 1, "clients_per_round": 2},
+    "fedem, rounded both ways": DOUBLE
+    | {"method": "fedem", "compression": {"updates": "int8", "downloads": "int8"}, "clients_per_round": 5},
     "fedavg": DOUBLE | {"unseen": 0.375},
     "fedavg+": DOUBLE | {"method": "fedavg", "fine_tune_epochs": 1, "unseen": 0.375},
     "local": DOUBLE,

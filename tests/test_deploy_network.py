@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fedem.checkpoint import MANIFEST
 from fedem.config import Config
 from fedem.deploy.certificates import make_node_key
 from fedem.deploy.keeping import Kept, place
@@ -72,6 +74,12 @@ def left_over(folder: Path) -> list[str]:
     return found
 
 
+def checkpointed(folder: RunFolder) -> int:
+    """Return the round of the last checkpoint; 0 before the first."""
+    manifest = folder.checkpoints / MANIFEST
+    return int(json.loads(manifest.read_text())["states"]["last"]["round"]) if manifest.exists() else 0
+
+
 def prepare(folder: Path, rounds: int) -> tuple[Config, Path]:
     """Make an app for the clients whose files are in folder/data."""
     config = Config.build(
@@ -89,7 +97,7 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients = draw_clients(tmp_path / "data", 3, seed=0)
-    config, app = prepare(tmp_path, rounds=2)
+    config, app = prepare(tmp_path, rounds=3)
     expected = run(config, config.make_data()).state()
     (tmp_path / "spoilt").mkdir()
     (tmp_path / "spoilt" / "sitecustomize.py").write_text(SPOILT)
@@ -108,7 +116,6 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
             patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
             own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}
             network.start_node("mallory", own, key)
-        cut = network.submit(app, settings)
 
         make_node_key(network.keys / "stranger")
         refused = {
@@ -121,22 +128,29 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
             assert why in node.said()
             assert "SuperNode ID:" not in node.said()
 
-        until(lambda: len(folder.metrics()) == 1, cut)
+        cut = network.submit(app, settings)
+        files = [
+            place(network.folder / "state" / f"node-{number}", "first", client.name)
+            for number, client in enumerate(clients)
+        ]
+        until(lambda: checkpointed(folder) == 1, cut)
+        # Somebody has trained the second round, and the server has not got, or not yet used, everybody's answers.
+        until(lambda: any(Kept.load(path).round == 2 for path in files), cut)
         network.kill_superlink()
-        assert folder.load()[0]["last"].round == 1
+        assert checkpointed(folder) == 1
         network.start_superlink()
         going_on = network.submit(app, settings | {"continue": True})
         going_on.finish(LIMIT)
         assert folder.summary() is not None, going_on.said()
     found = folder.load()[0]["last"]
 
-    assert [(line["round"], line["clients"]) for line in folder.metrics()] == [(1, 3), (2, 3)]
-    assert "Rounds done: 1 of 2" in going_on.said()
+    assert [(line["round"], line["clients"]) for line in folder.metrics()] == [(1, 3), (2, 3), (3, 3)]
+    assert "Rounds done: 1 of 3" in going_on.said()
     assert "Client 'mallory' is refused: leaf" in going_on.said()
-    assert found.round == expected.round == 2
+    assert found.round == expected.round == 3
     torch.testing.assert_close(found.shared, expected.shared, rtol=0, atol=1e-5)
-    for number, client in enumerate(clients):
-        kept = Kept.load(place(network.folder / "state" / f"node-{number}", "first", client.name))
+    for number, path in enumerate(files):
+        kept = Kept.load(path)
         torch.testing.assert_close(kept.personal, tree_index(expected.personal, number), rtol=0, atol=1e-5)
         assert kept.shared is not None
         torch.testing.assert_close(kept.shared, tree_index(found.shared, 0), rtol=0, atol=0)
