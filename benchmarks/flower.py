@@ -27,7 +27,7 @@ from fedem.config import Config
 from fedem.deploy.loopback import Loopback
 from fedem.deploy.plan import Plan
 from fedem.deploy.starting import write_app
-from fedem.deploy.trial import DIMENSION, draw_clients, start_nodes
+from fedem.deploy.trial import DIMENSION, draw_clients, ended_as_interrupted, start_nodes
 from fedem.runs import RunFolder
 
 NUM_COMPONENTS, SEED = 3, 0
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = QUICK if options.quick else Size(options.nodes, options.rounds, options.turns, options.hidden)
     if min(size.rounds, 1 + size.turns) < 2:
         parser.error("--rounds must be at least 2, and --turns at least 1")
-    with TemporaryDirectory(prefix="fedem-flower-", ignore_cleanup_errors=True) as folder:
+    with ended_as_interrupted(), TemporaryDirectory(prefix="fedem-flower-", ignore_cleanup_errors=True) as folder:
         figures = compare(Path(folder), size)
     _print(Console(highlight=False), figures)
     if options.out:

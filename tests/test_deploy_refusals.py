@@ -14,13 +14,17 @@ import torch
 pytest.importorskip("flwr")
 
 from flower_grid import Deployed, equal, simulated
-from flwr.app import Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
+from fedem.config import Config
 from fedem.deploy.gathering import first_state
+from fedem.deploy.keeping import Kept
 from fedem.deploy.messages import check_leaves, kind_of, to_record, to_tree, upload_kind
 from fedem.deploy.node import Node
+from fedem.deploy.plan import Plan
 from fedem.deploy.settings import RunConfig
 from fedem.errors import UserError
+from fedem.parts import Shapes
 from fedem.tree import Tree, tree_index
 
 METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
@@ -42,7 +46,11 @@ FIGURES: dict[str, tuple[str, str, Any, str]] = {
     "plan": ("config", "plan", "0" * 32, "follows plan '0000"),
     "samples": ("metrics", "num_samples", 0, "number of samples is 0"),
     "fraction": ("metrics", "num_samples", 2.5, "number of samples is 2.5"),
+    "absurd": ("metrics", "num_samples", 2**62, "number of samples is 4611686018427387904"),
+    "version": ("config", "version", "0.0.1", "has fedem '0.0.1'"),
 }
+
+OTHERS = {"no upload": "upload is missing", "no numbers": "can't be read"}
 
 
 def _spoilt(answer: Message, asked: Message, fault: str) -> Message:
@@ -54,6 +62,13 @@ def _spoilt(answer: Message, asked: Message, fault: str) -> Message:
     elif fault in FIGURES:
         record_name, key, value, _ = FIGURES[fault]
         content[record_name][key] = value
+    elif fault == "no numbers":
+        content["arrays"] = ArrayRecord(
+            {
+                name: Array(array.dtype, array.shape, array.stype, b"PK\x03\x04")
+                for name, array in content["arrays"].items()
+            }
+        )
     else:
         del content["arrays"]
     return Message(content, reply_to=asked)
@@ -71,7 +86,7 @@ def _mean_without(there: Deployed, bad: str) -> Tree:
     }
 
 
-@pytest.mark.parametrize("fault", [*UPLOADS, *FIGURES, "no upload"])
+@pytest.mark.parametrize("fault", [*UPLOADS, *FIGURES, *OTHERS])
 def test_a_bad_answer_is_refused_by_name_and_the_others_go_on(
     tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +96,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_others_go_on(
         _spoilt(answer, asked, fault) if node == 12 and asked.metadata.message_type == "train" else answer
     )
     state = there.serve()
-    told = {**{key: entry[-1] for key, entry in (UPLOADS | FIGURES).items()}, "no upload": "upload is missing"}[fault]
+    told = {**{key: entry[-1] for key, entry in (UPLOADS | FIGURES).items()}, **OTHERS}[fault]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(f"Client {bad!r} is refused")
     assert told in warning
@@ -116,15 +131,67 @@ def test_an_error_of_a_node_is_passed_on(tmp_path: Path, caplog: pytest.LogCaptu
     assert "Node 12 did not answer: out of memory" in caplog.text
 
 
+def test_what_goes_wrong_on_a_node_stays_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(kept: Kept, path: Path) -> None:
+        raise OSError(f"no room for {path}")
+
+    there = Deployed(tmp_path, run={"rounds": 1})
+    reasons: list[str] = []
+    there.grid.spoil = lambda node, asked, answer: (reasons.append(str(answer.error.reason)), answer)[1]
+    monkeypatch.setattr(Kept, "save", fail)
+    there.serve()
+    assert any("no room for" in str(record.exc_info) for record in caplog.records)
+    assert set(reasons[:3]) == {"its own log says why; see 'data' and 'state' of its node config."}
+
+
+def test_a_cohort_is_never_smaller_than_the_fewest_clients(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, {"min-clients": 2}, run={"rounds": 4, "clients_per_round": 0.34, "evaluate_every": 0})
+    there.serve()
+    assert len([node for node, kind in there.grid.sent if kind == "train"]) == 8
+    assert [line["clients"] for line in there.lines] == [2, 2, 2, 2]
+
+
+def test_an_average_over_few_clients_is_not_written(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, {"min-clients": 3}, run={"rounds": 1})
+
+    def forget(node: int, asked: Message, answer: Message) -> Message:
+        metrics = answer.content.metric_records["metrics"]
+        if node == 12 and asked.metadata.message_type == "evaluate":
+            for key in [key for key in metrics if key.startswith("test_")]:
+                del metrics[key]
+        return answer
+
+    there.grid.spoil = forget
+    there.serve()
+    assert "train_accuracy" in there.lines[0]
+    assert "test_accuracy" not in there.lines[0]
+
+
+def test_only_the_server_needs_weights_in_a_file(tmp_path: Path) -> None:
+    model = {"name": "mobilenet_v2", "weights": str(tmp_path / "server.pth"), "jitter": 0.1}
+    config = Config.build({"model": model, "loss": {"name": "cross_entropy"}, "run": {"device": "cpu"}})
+    plan = Plan(config, Shapes((3, 32, 32), torch.uint8, 10))
+    with pytest.raises(UserError, match=r"server\.pth"):
+        assert plan.parts
+    there = plan.on_node("cpu")
+    assert there.fingerprint == plan.fingerprint
+    assert str(tmp_path) not in str(there.to_json())
+    assert there.parts.model.num_parameters > 2_000_000
+
+
 def test_nobody_there(tmp_path: Path) -> None:
     there = Deployed(tmp_path, {"min-clients": 4, "wait": 0.01})
     with pytest.raises(UserError, match="3 nodes are connected; needed: min-clients 4"):
         there.serve()
 
 
-def test_a_client_ahead_of_the_server_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_run_by_the_same_name_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = Deployed(tmp_path)
     there.serve()
+    files = {path: path.read_bytes() for path in (tmp_path / "state").rglob("*.safetensors")}
+    assert len(files) == 3
     told: list[Message] = []
 
     def listen(node: int, asked: Message, answer: Message) -> Message:
@@ -133,7 +200,9 @@ def test_a_client_ahead_of_the_server_refuses(tmp_path: Path, caplog: pytest.Log
 
     there.grid.spoil = listen
     there.serve(folder=str(tmp_path / "other"))
-    assert "is of round 3, but the server begins round 1" in caplog.text
+    assert "was kept in another run of experiment 'trial', and stays as it is" in caplog.text
+    assert all(path.read_bytes() == content for path, content in files.items())
+    assert [answer.has_error() for answer in told] == [True] * len(told)
     assert all(str(tmp_path) not in str(answer.error.reason) for answer in told if answer.has_error())
 
 

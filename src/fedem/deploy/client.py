@@ -31,10 +31,9 @@ class Client:
 
     def train(self, ask: Ask) -> RecordDict:
         """Run a round from what was kept, keep what comes of it, then answer."""
-        kept = self._kept()
-        start = self._start(kept, ask)
+        start = self._start(self._kept(ask), ask)
         upload, personal = self.node.train(ask.shared, start, ask.round, ask.learning_rate)
-        Kept(self.node.plan, ask.round + 1, personal, before=start).save(self.path)
+        Kept(self.node.plan, ask.round + 1, personal, before=start, run=ask.run).save(self.path)
         return write_answer(self.node.plan, self.node.name, self.node.num_samples, upload)
 
     def _start(self, kept: Kept | None, ask: Ask) -> Tree:
@@ -52,25 +51,25 @@ class Client:
 
     def evaluate(self, ask: Ask) -> RecordDict:
         """Score the predictor; weights that were never trained are fitted at once, and not kept."""
-        kept = self._kept()
+        kept = self._kept(ask)
         personal = self.node.fit(ask.shared) if kept is None else kept.personal
         parts = self.node.assess(ask.shared, personal)
         return write_scores(self.node.plan, self.node.name, self.node.num_samples, parts)
 
     def keep(self, ask: Ask) -> RecordDict:
         """Keep what the predictor is made of, so that it can be used without a server."""
-        kept = self._kept()
+        kept = self._kept(ask)
         if kept is None:
             personal = self.node.fit(ask.shared)
         else:
             # Asked once more, it starts from what it had before it was asked.
             personal = kept.personal if kept.shared is None or kept.before is None else kept.before
         shared, settled = self.node.settle(ask.shared, personal)
-        Kept(self.node.plan, ask.round, settled, shared, before=personal).save(self.path)
+        Kept(self.node.plan, ask.round, settled, shared, before=personal, run=ask.run).save(self.path)
         return write_scores(self.node.plan, self.node.name, self.node.num_samples, {})
 
-    def _kept(self) -> Kept | None:
-        """Read what was kept, if there is something; refuse what belongs to another plan."""
+    def _kept(self, ask: Ask) -> Kept | None:
+        """Read what was kept, if there is something; refuse what belongs to another plan, or another run."""
         if not self.path.exists():
             return None
         kept = Kept.load(self.path)
@@ -78,6 +77,11 @@ class Client:
             raise UserError(
                 f"{self.path} was kept under plan {kept.plan.fingerprint}, but the present one is "
                 f"{self.node.plan.fingerprint}; allowed: a run config whose experiment has another name."
+            )
+        if kept.run != ask.run:
+            raise UserError(
+                f"{self.path} was kept in another run of experiment {ask.experiment!r}, and stays as it is; allowed: "
+                "a run config whose experiment has another name, or to move that file away."
             )
         return kept
 
@@ -104,18 +108,18 @@ def make_client_app(folder: Path) -> ClientApp:
 def _answer(folder: Path, message: Message, context: Context, act: Callable[[Client, Ask], RecordDict]) -> Message:
     """Answer a message, or say why not. What is wrong with data stays here: the server hears only where to look."""
     try:
-        plan = Plan.load(folder)
         own, run = NodeConfig.read(context.node_config), RunConfig.read(context.run_config)
         data, state = own.places(run)
-        if own.device:
-            plan = Plan(plan.config.replace("run", device=own.device), plan.shapes)
+        plan = Plan.load(folder).on_node(own.device)
         ask = read_ask(message, plan)
     except UserError as error:
         return _refusal(message, error, str(error))
     try:
         node = _open(plan, data, own)
         return Message(act(Client(node, place(state, ask.experiment, node.name)), ask), reply_to=message)
-    except UserError as error:
+    except Exception as error:  # Flower would tell the server what any of them says
+        if not isinstance(error, UserError):
+            log.exception("The message can't be answered.")
         return _refusal(message, error, "its own log says why; see 'data' and 'state' of its node config.")
 
 
@@ -131,6 +135,6 @@ def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
     return Node(plan, federation.names[own.partition_id], federation).check()
 
 
-def _refusal(message: Message, error: UserError, told: str) -> Message:
+def _refusal(message: Message, error: Exception, told: str) -> Message:
     log.error("%s", error)
     return Message(Error(_REFUSED, told), reply_to=message)

@@ -73,15 +73,15 @@ def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int,
     return State(state.round + 1, shared, {}, memory)
 
 
-def averages(plan: Plan, scored: Sequence[Scored]) -> Record:
-    """Average clients' scores, weighted by their numbers of training samples."""
+def averages(plan: Plan, scored: Sequence[Scored], least: int = 1) -> Record:
+    """Average clients' scores, weighted by their numbers of training samples, where at ``least`` so many have them."""
     metric = plan.parts.model.loss.metric
     weights = torch.tensor([entry.num_samples for entry in scored], dtype=torch.float64)
     record: Record = {}
     for part in PARTS:
         sums = torch.tensor([entry.parts.get(part, Assessed(0, 0.0, 0.0)) for entry in scored], dtype=torch.float64)
         counts, losses, values = sums.T
-        if counts.any():
+        if int((counts > 0).sum()) >= least:
             scores = Scores(metric, weights, counts, losses / counts, values / counts)
             record |= {f"{part}_{metric}": scores.average, f"{part}_loss": scores.loss}
     return record

@@ -30,6 +30,7 @@ class Kept:
         personal: v_t.
         shared: u as it was received last of all; None while the run goes on, since every message brings it.
         before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
+        run: which run of the experiment it is of, as its server calls it; empty where there is no server.
 
     """
 
@@ -38,6 +39,7 @@ class Kept:
     personal: Tree
     shared: Tree | None = None
     before: Tree | None = None
+    run: str = ""
 
     def save(self, path: Path) -> None:
         """Replace the file."""
@@ -50,7 +52,7 @@ class Kept:
             for name, tree in there.items()
             for key, leaf in add_prefix(name, tree).items()
         }
-        facts = {"round": self.round, "trees": list(there), "plan": self.plan.to_json()}
+        facts = {"round": self.round, "trees": list(there), "run": self.run, "plan": self.plan.to_json()}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, save(tensors, metadata={"kept": json.dumps(facts)}))
 
@@ -65,7 +67,7 @@ class Kept:
                 facts = json.loads(file.metadata()["kept"])
             tensors = load_file(path)
             trees = {name: take_prefix(name, tensors) for name in facts["trees"]}
-            return cls(Plan.from_json(facts["plan"]), facts["round"], **trees)
+            return cls(Plan.from_json(facts["plan"]), facts["round"], **trees, run=facts["run"])
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedem import __version__
 from fedem.deploy.node import Assessed
 from fedem.deploy.plan import Plan
 from fedem.errors import UserError
@@ -22,6 +23,8 @@ from fedem.tree import Tree, tree_bytes
 
 TRAIN, EVALUATE, KEEP = "train", "evaluate", "query.keep"
 """types of messages: run a round, score, and keep what has come out"""
+_MOST_SAMPLES = 10**12
+"""of one client: a mean must not be one client's because its number is absurd, nor overflow"""
 
 Kind = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """The shape and type of each leaf."""
@@ -35,6 +38,8 @@ class Ask(NamedTuple):
     """rounds done"""
     learning_rate: float
     experiment: str
+    run: str
+    """which run of the experiment: there may have been others by the same name"""
 
 
 class Answer(NamedTuple):
@@ -71,7 +76,7 @@ def to_tree(record: ArrayRecord, kind: Kind) -> Tree:
     for name, array in record.items():
         try:
             leaf = torch.from_numpy(array.numpy())
-        except (TypeError, ValueError, EOFError, OSError) as error:
+        except Exception as error:  # whatever reading bytes from outside may raise: that of numpy has no end
             raise UserError(f"leaf {name!r} can't be read ({type(error).__name__})") from None
         shape, dtype = kind.get(name, (None, None))
         if dtype == torch.bfloat16 and leaf.dtype == torch.int16:
@@ -116,10 +121,12 @@ def check_leaves(tree: Tree, kind: Kind) -> None:
             raise UserError(f"leaf {name!r} is not finite")
 
 
-def write_ask(plan: Plan, arrays: ArrayRecord, round_index: int, learning_rate: float, experiment: str) -> RecordDict:
+def write_ask(
+    plan: Plan, arrays: ArrayRecord, round_index: int, learning_rate: float, experiment: str, run: str
+) -> RecordDict:
     """Write what the server says."""
-    config = ConfigRecord({"plan": plan.fingerprint, "experiment": experiment, "round": round_index})
-    config["learning_rate"] = learning_rate
+    config = ConfigRecord({"version": __version__, "plan": plan.fingerprint, "experiment": experiment, "run": run})
+    config["round"], config["learning_rate"] = round_index, learning_rate
     return RecordDict({"arrays": arrays, "config": config})
 
 
@@ -128,9 +135,12 @@ def read_ask(message: Message, plan: Plan) -> Ask:
     try:
         config = message.content.config_records["config"]
         arrays = message.content.array_records["arrays"]
-        theirs, experiment, done, rate = (config[key] for key in ("plan", "experiment", "round", "learning_rate"))
+        version, theirs, experiment, run = (str(config[key]) for key in ("version", "plan", "experiment", "run"))
+        done, rate = config["round"], config["learning_rate"]
     except KeyError as error:
         raise UserError(f"The server's message has no {error}.") from None
+    if version != __version__:
+        raise UserError(f"The server has fedem {version}; allowed: {__version__}, which this client has.")
     if theirs != plan.fingerprint:
         raise UserError(f"The server follows plan {theirs!r}; allowed: {plan.fingerprint!r}, which this client has.")
     # On all machines u looks alike, so an own one tells what to expect.
@@ -140,7 +150,7 @@ def read_ask(message: Message, plan: Plan) -> Ask:
         check_leaves(shared, kind)
     except UserError as error:
         raise UserError(f"The server sent something else than the plan's model: {error}.") from None
-    return Ask(shared, int(str(done)), float(str(rate)), str(experiment))
+    return Ask(shared, int(str(done)), float(str(rate)), experiment, run)
 
 
 def write_answer(plan: Plan, client: str, num_samples: int, upload: Tree) -> RecordDict:
@@ -156,7 +166,8 @@ def write_scores(plan: Plan, client: str, num_samples: int, parts: Mapping[str, 
 
 
 def _signed(plan: Plan, client: str, metrics: MetricRecord, arrays: ArrayRecord | None = None) -> RecordDict:
-    content = RecordDict({"config": ConfigRecord({"plan": plan.fingerprint, "client": client}), "metrics": metrics})
+    config = ConfigRecord({"version": __version__, "plan": plan.fingerprint, "client": client})
+    content = RecordDict({"config": config, "metrics": metrics})
     if arrays is not None:
         content["arrays"] = arrays
     return content
@@ -171,7 +182,7 @@ def check_reply(reply: Message, plan: Plan, kind: Kind) -> Answer:
         raw = to_tree(reply.content.array_records["arrays"], kind)
         try:
             upload = plan.parts.algorithm.unpack(raw)
-        except (IndexError, RuntimeError, TypeError) as error:
+        except Exception as error:  # likewise: nothing is known of the leaves yet
             raise UserError(f"the upload can't be unpacked ({error})") from None
         check_leaves(upload, kind)
     except UserError as error:
@@ -213,6 +224,10 @@ def _head(reply: Message, plan: Plan) -> tuple[str, int, MetricRecord]:
         raise UserError(f"Node {node} is refused: its client's name is {client!r}.")
     if theirs != plan.fingerprint:
         raise UserError(f"Client {client!r} is refused: it follows plan {theirs!r}; allowed: {plan.fingerprint!r}.")
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"Client {client!r} is refused: its number of samples is {count!r}; allowed: from 1.")
+    if (version := config.get("version")) != __version__:
+        raise UserError(f"Client {client!r} is refused: it has fedem {version!r}; allowed: {__version__!r}.")
+    if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
+        raise UserError(
+            f"Client {client!r} is refused: its number of samples is {count!r}; allowed: from 1 to {_MOST_SAMPLES:,}."
+        )
     return client, count, metrics

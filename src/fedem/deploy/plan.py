@@ -20,6 +20,8 @@ from fedem.result import shape_facts, take_shapes
 CONFIG, PLAN = "config.toml", "plan.json"
 _SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")
 """settings of [run] that need all clients' data in one place"""
+_START = {"weights": "", "jitter": 0.0}
+"""settings of [model] that say what the server's first models are made of"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +78,19 @@ class Plan:
         """Model, algorithm and mixer."""
         return Parts.build(self.config, self.shapes, None)
 
+    def on_node(self, device: str = "") -> Plan:
+        """Return the plan as a client follows it: on its own device, and without weights in files to start from.
+
+        Those are the server's: a client's models come by messages.
+        """
+        config = self.config.replace("run", device=device) if device else self.config
+        start = {key: value for key, value in _START.items() if key in config.sections["model"]}
+        return Plan(config.replace("model", **start), self.shapes)
+
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that sides must agree on, 32 hexadecimal digits: not of the device, which is each one's own."""
-        content = json.dumps(Plan(self.config.replace("run", device="auto"), self.shapes).to_json(), sort_keys=True)
+        """A hash of all that sides must agree on, 32 hexadecimal digits: not of what each may have its own way."""
+        content = json.dumps(self.on_node("auto").to_json(), sort_keys=True)
         return blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def rate(self, round_index: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -54,19 +55,29 @@ class Asked(NamedTuple):
     started: float
     connected: int
     """nodes at its start"""
-    needed: int
-    """good answers without which u stays as it is"""
+    cohort: int
+    """those of them that were asked"""
+
+
+class Begun(NamedTuple):
+    """Where a run begins, or goes on."""
+
+    state: State
+    seconds: float = 0.0
+    """taken so far"""
+    token: str = ""
+    """what tells it from other runs by the same name"""
 
 
 class MethodStrategy(Strategy):
     """Flower's loop over rounds, with the method and the mixer of a plan inside. Rounds that are done stay done."""
 
-    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, seconds: float, lines: IO[str]):
-        self.plan, self.run, self.folder, self.state = plan, run, folder, state
+    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, begun: Begun, lines: IO[str]):
+        self.plan, self.run, self.folder, self.state, self.token = plan, run, folder, begun.state, begun.token
         self.config = folder.config()
-        self._kind = upload_kind(plan, tree_index(state.shared, 0))
-        self._lines, self._started = lines, time.perf_counter() - seconds
-        self._asked = Asked(0.0, 0, 1)
+        self._kind = upload_kind(plan, tree_index(begun.state.shared, 0))
+        self._lines, self._started = lines, time.perf_counter() - begun.seconds
+        self._asked = Asked(0.0, 0, 0)
         self._entry: Record = {}
 
     @property
@@ -104,7 +115,7 @@ class MethodStrategy(Strategy):
 
     def messages(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
         """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
-        content = write_ask(self.plan, arrays, self.state.round, self.rate, self.run.experiment)
+        content = write_ask(self.plan, arrays, self.state.round, self.rate, self.run.experiment, self.token)
         group = str(self.state.round)
         return [Message(content, node, kind, ttl=self.run.timeout, group_id=group) for node in nodes]
 
@@ -114,11 +125,12 @@ class MethodStrategy(Strategy):
         """Ask the round's cohort, chosen by hashing the seed, the round and the nodes' numbers."""
         nodes = self.connected(grid)
         wanted = self.config.run.clients_per_round
-        # A number of clients is one to aim at: fewer may be connected.
-        count = min(len(nodes), cohort_size(wanted, max(len(nodes), math.ceil(wanted))))
+        # A number of clients is one to aim at: fewer may be connected. A mean over too few would tell of single ones.
+        count = max(self.run.min_clients, cohort_size(wanted, max(len(nodes), math.ceil(wanted))))
+        count = min(len(nodes), count)
         keys = client_keys([str(node) for node in nodes])
         cohort = [nodes[at] for at in choose(keys, count, COHORT, self.config.run.seed, self.state.round).tolist()]
-        self._asked = Asked(time.perf_counter(), len(nodes), min(self.run.min_clients, len(cohort)))
+        self._asked = Asked(time.perf_counter(), len(nodes), len(cohort))
         return self.messages(TRAIN, arrays, cohort)
 
     def aggregate_train(
@@ -128,13 +140,13 @@ class MethodStrategy(Strategy):
         answers = _sift(replies, lambda reply: check_reply(reply, self.plan, self._kind))
         before, rate = self.state, self.rate
         self.state = replace(before, round=before.round + 1)
-        taken = len(answers) >= self._asked.needed
+        taken = len(answers) >= self.run.min_clients
         if not taken:
             log.warning(
                 "Round %d: %d good answers, needed %d; the model stays as it is.",
                 self.state.round,
                 len(answers),
-                self._asked.needed,
+                self.run.min_clients,
             )
         elif (mixed := advance(self.plan, before, answers, self._asked.connected, rate)) is None:
             taken = False
@@ -148,7 +160,7 @@ class MethodStrategy(Strategy):
             "clients": len(answers) if taken else 0,
             "seconds": time.perf_counter() - self._asked.started,
             "bytes_up": sum(answer.num_bytes for answer in answers),
-            "bytes_down": down * len(answers),
+            "bytes_down": down * self._asked.cohort,
         }
         return self.arrays, None
 
@@ -156,8 +168,7 @@ class MethodStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask everybody, when it is due."""
-        done, run = self.state.round, self.config.run
-        due = done == run.rounds or (run.evaluate_every and done % run.evaluate_every == 0)
+        due = self.config.run.is_scored(self.state.round)
         return self.messages(EVALUATE, arrays, self.connected(grid)) if due else []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -165,7 +176,7 @@ class MethodStrategy(Strategy):
         scored = _sift(replies, lambda reply: check_scores(reply, self.plan))
         found: Record = {}
         if len(scored) >= self.run.min_clients:
-            found = averages(self.plan, scored)
+            found = averages(self.plan, scored, self.run.min_clients)
         elif scored:
             log.warning("%d clients sent scores, needed %d; they are not averaged.", len(scored), self.run.min_clients)
         self._entry |= found
@@ -177,7 +188,8 @@ class MethodStrategy(Strategy):
     def save(self) -> None:
         """Write a checkpoint: the server's tree, and nothing of any client."""
         facts = checkpoint_facts((), self.plan.shapes, self.plan.parts.model)
-        self.folder.save({"last": self.state}, facts | {"plan": self.plan.fingerprint, "seconds": self.seconds})
+        facts |= {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
+        self.folder.save({"last": self.state}, facts)
 
     def hand_over(self, grid: Grid) -> int:
         """Give everybody the final tree to keep; returns how many have."""
@@ -229,25 +241,29 @@ def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
     """Carry out a run, new or continued; returns the last state."""
     check_server(plan)
     config = plan.config.replace("run", rounds=run.rounds) if run.rounds else plan.config
-    folder, seconds = RunFolder(Path(run.folder) / run.experiment), 0.0
-    if run.continued:
-        going_on = folder.reopen(config)
-    else:
+    folder = RunFolder(Path(run.folder) / run.experiment)
+    if not run.continued:
         folder.create(config)
-        going_on = False
+    elif not folder.exists():
+        raise UserError(f"There is no run to continue in {folder.path} (no config.toml).")
     with folder.locked():
-        state = first_state(plan)
-        if going_on:
-            states, facts = folder.load()
-            if facts.get("plan") != plan.fingerprint:
-                raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
-            state, seconds = states["last"].to(plan.parts.device), facts["seconds"]
-        with folder.open_metrics(state.round) as lines, torch.no_grad():
-            strategy = MethodStrategy(plan, run, folder, state, seconds, lines)
-            strategy.start(grid, strategy.arrays, config.run.rounds - state.round, run.timeout)
+        going_on = run.continued and folder.reopen(config)
+        begun = _restored(plan, folder) if going_on else Begun(first_state(plan), token=secrets.token_hex(8))
+        with folder.open_metrics(begun.state.round) as lines, torch.no_grad():
+            strategy = MethodStrategy(plan, run, folder, begun, lines)
+            strategy.save()  # before anybody is asked: what clients keep goes by the run's token
+            strategy.start(grid, strategy.arrays, config.run.rounds - begun.state.round, run.timeout)
         strategy.hand_over(grid)
         folder.finish(strategy.conclude(), [])
     return strategy.state
+
+
+def _restored(plan: Plan, folder: RunFolder) -> Begun:
+    """Read where a run stands."""
+    states, facts = folder.load()
+    if facts.get("plan") != plan.fingerprint:
+        raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
+    return Begun(states["last"].to(plan.parts.device), facts["seconds"], facts["run"])
 
 
 def make_server_app(folder: Path) -> ServerApp:

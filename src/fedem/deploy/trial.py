@@ -89,7 +89,7 @@ def run_trial(
     folder = folder.absolute()
     write_app(folder / "app", Plan.make(config, config.make_data()))
     place = RunFolder(folder / "runs" / EXPERIMENT)
-    with _ended_as_interrupted(), Loopback(folder) as network:
+    with ended_as_interrupted(), Loopback(folder) as network:
         nodes = start_nodes(network, clients)
         settings: dict[str, str | int | float | bool] = {
             "experiment": EXPERIMENT,
@@ -171,7 +171,7 @@ def _follow(
 
 
 @contextmanager
-def _ended_as_interrupted() -> Iterator[None]:
+def ended_as_interrupted() -> Iterator[None]:
     """Treat a request to end this process like Ctrl-C, so that what it started is ended first."""
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
