@@ -138,12 +138,14 @@ def test_what_goes_wrong_on_a_node_stays_there(
         raise OSError(f"no room for {path}")
 
     there = Deployed(tmp_path, run={"rounds": 1})
-    reasons: list[str] = []
-    there.grid.spoil = lambda node, asked, answer: (reasons.append(str(answer.error.reason)), answer)[1]
+    told: list[Message] = []
+    there.grid.spoil = lambda node, asked, answer: (told.append(answer), answer)[1]
     monkeypatch.setattr(Kept, "save", fail)
     there.serve()
     assert any("no room for" in str(record.exc_info) for record in caplog.records)
-    assert set(reasons[:3]) == {"its own log says why; see 'data' and 'state' of its node config."}
+    reasons = [answer.error.reason for answer in told if answer.has_error()]
+    assert len(reasons) == 6, "three can't keep their round, nor what comes out"
+    assert set(reasons) == {"its own log says why; see 'data' and 'state' of its node config."}
 
 
 def test_a_cohort_is_never_smaller_than_the_fewest_clients(tmp_path: Path) -> None:
