@@ -58,8 +58,8 @@ class Plan(NamedTuple):
 
 FULL = Plan(
     Synthetic(num_validation=0, num_test=0),
-    *(10, 4_070),
-    {"synthetic": Effort(20, 20), "images": Effort(1, 2)},  # recordings are made on the way
+    *(10, 2_040),
+    {"synthetic": Effort(20, 20), "images": Effort(1, 1)},  # recordings are made on the way
     turns=3,
 )
 QUICK = Plan(
