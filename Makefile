@@ -35,6 +35,7 @@ bench: install
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.images
+	$(BIN)/python -m benchmarks.processes
 
 # The banner that is silenced tells of another program's plans.
 docs: install
