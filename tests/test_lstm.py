@@ -7,44 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lstms import HIDDEN, INPUTS, SAMPLES, TIMES, Tree, close, draw, draw_parameters, everything, make_pair
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils.rnn import pack_sequence
+from torch.func import functional_call, grad, vmap
 
 from fedem.engines.replay import Replay
-from fedem.errors import UserError
 from fedem.models.layers import training_pass
-from fedem.models.lstm import StackableLSTM, stackable
-
-TIMES, SAMPLES, INPUTS, HIDDEN = 5, 4, 3, 2
-Tree = dict[str, Tensor]
-
-
-def make_pair(**settings: Any) -> tuple[nn.LSTM, nn.LSTM]:
-    """torch's own and ours, of the same parameters."""
-    torch.manual_seed(0)
-    modules = [nn.LSTM(INPUTS, HIDDEN, dtype=torch.float64, **settings) for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    modules[1].__class__ = StackableLSTM
-    return modules[0], modules[1]
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def draw_parameters(module: nn.Module, *stack: int) -> Tree:
-    return {name: draw(*stack, *leaf.shape) for name, leaf in module.state_dict().items()}
-
-
-def everything(output: Any) -> Tensor:
-    """A number that depends on all that an LSTM returns, in no symmetric way."""
-    outputs, (hidden, cell) = output
-    return sum((part.sin() * torch.arange(part.numel()).view(part.shape)).sum() for part in (outputs, hidden, cell))
-
-
-def close(got: Any, expected: Any) -> None:
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["from zero", "from a state"])
@@ -239,54 +207,6 @@ def test_a_recording_gives_the_same_bits_and_has_no_entry_for_each_time() -> Non
         torch.testing.assert_close(replay(again, inputs, inputs), stacked(again, inputs), rtol=0, atol=0)
         sizes.append(len([*replay._recordings.values()][-1].graph.nodes))
     assert sizes[0] == sizes[1]
-
-
-def test_what_can_not_be_stacked_is_refused() -> None:
-    _, module = make_pair()
-    assert stackable(module)
-    projecting = nn.LSTM(INPUTS, 3, proj_size=2)
-    assert not stackable(projecting)
-    projecting.__class__ = StackableLSTM
-    with pytest.raises(UserError, match=r"proj_size=2; allowed: 0"):
-        projecting(torch.zeros(TIMES, INPUTS))
-    with pytest.raises(UserError, match=r"PackedSequence; allowed: sequences padded"):
-        module(pack_sequence([draw(TIMES, INPUTS)]))
-
-
-@pytest.mark.parametrize("shape", [(TIMES,), (TIMES, SAMPLES, 1, INPUTS), (TIMES, SAMPLES, 4), (0, SAMPLES, INPUTS)])
-def test_inputs_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
-    _, module = make_pair()
-    with pytest.raises(UserError, match=r"allowed: \[T, n, 3\] or \[T, 3\] with T > 0"):
-        module(draw(*shape))
-
-
-def test_states_that_do_not_fit_are_refused() -> None:
-    _, module = make_pair()
-    fits = draw(1, SAMPLES, HIDDEN)
-    for misfit in (draw(2, SAMPLES, HIDDEN), draw(1, 1, HIDDEN), draw(1, HIDDEN)):
-        for state in ((fits, misfit), (misfit, fits)):
-            with pytest.raises(UserError, match=r"allowed: \[1, 4, 2\]"):
-                module(draw(TIMES, SAMPLES, INPUTS), state)
-    with pytest.raises(UserError, match=r"allowed: \[1, 2\]"):
-        module(draw(TIMES, INPUTS), (fits, fits))
-
-
-def test_second_derivatives_are_refused_and_not_wrong() -> None:
-    _, module = make_pair()
-    inputs = draw(TIMES, SAMPLES, INPUTS)
-    parameters = dict(module.named_parameters())
-
-    def value(leaves: Tree, inputs: Tensor) -> Tensor:
-        return functional_call(module, leaves, (inputs,))[0].sum()
-
-    with pytest.raises(UserError, match="differentiated again"):
-        jacrev(grad(value))(parameters, inputs)
-    # Also where the parameters are constants, and where torch's own differentiation is used.
-    with pytest.raises(UserError, match="differentiated again"):
-        grad(lambda rows: grad(value, argnums=1)(parameters, rows).sum())(inputs)
-    first = torch.autograd.grad(value(parameters, inputs), module.weight_hh_l0, create_graph=True)[0]
-    with pytest.raises(UserError, match="differentiated again"):
-        first.sum().backward()
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["from zero", "from a state"])
