@@ -57,6 +57,8 @@ class LocalGrid(Grid):
     def get_nodes(self) -> Iterable[NodeInfo]:
         return (NodeInfo(node_id=node) for node in self.node_configs)
 
+    # Flower asks for these too; nothing here calls them, and what did would have to know.
+
     def set_run(self, run: Run) -> None:
         raise NotImplementedError
 
