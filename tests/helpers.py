@@ -94,7 +94,7 @@ def advance(training: Training, rounds: int = 3, state: State | None = None) -> 
     return state
 
 
-def make_personalizer(training: Training, engine: Engine | None = None, **settings: int) -> Personalizer:
+def make_personalizer(training: Training, engine: Engine | None = None, **settings: float) -> Personalizer:
     values = {"fine_tune_epochs": 0, "unseen_epochs": 2} | settings
     return Personalizer(
         training.algorithm, training.mixer, engine or training.engine, training.batching, 0.2, seed=0, **values

@@ -8,7 +8,9 @@ import pytest
 import torch
 from helpers import advance, make_personalizer, make_training
 from newcomers import NEWCOMERS, both_engines, losses_of, one_epoch_by_hand
+from small_runs import SMALL
 
+import fedem
 from fedem.engines import Batching, OneByOne, Stacked
 from fedem.methods import METHODS
 from fedem.personal import Personalizer
@@ -78,16 +80,39 @@ def test_one_epoch_of_fine_tuning_is_one_epoch_of_sgd_from_the_shared_model(
                 torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
 
 
-def test_per_fedavgs_fine_tuning_takes_its_inner_step() -> None:
-    training = make_training("perfedavg", inner_rate=0.03)
+@pytest.mark.parametrize(
+    ("method", "settings", "rate"),
+    [
+        ("perfedavg", {}, 0.03),
+        ("perfedavg", {"fine_tune_rate": 0.07}, 0.07),
+        ("fedavg+", {"fine_tune_rate": 0.07}, 0.07),
+    ],
+)
+def test_fine_tuning_at_another_rate_than_the_schedules(method: str, settings: dict[str, float], rate: float) -> None:
+    """Per-FedAvg's is that of its inner step; a rate that the user gives comes before all."""
+    training = make_training(method, **({"inner_rate": 0.03} if method == "perfedavg" else {}))
     state = advance(training)
-    found = make_personalizer(training, fine_tune_epochs=1).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
+    personalizer = make_personalizer(training, fine_tune_epochs=1, **settings)
+    found = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     start = tree_index(state.shared, 0)
     for position in range(3):
-        expected = one_epoch_by_hand(training, start, NEWCOMERS.train, NEWCOMERS.keys, position, 0.03)
+        expected = one_epoch_by_hand(training, start, NEWCOMERS.train, NEWCOMERS.keys, position, rate)
         components = found.of(training.algorithm, position).components
         for name, leaf in expected.items():
             torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
+
+
+def test_a_run_fine_tunes_at_the_rate_it_is_told() -> None:
+    """So small a rate that nothing moves leaves FedAvg; the schedule's does not."""
+
+    def loss(**settings: float) -> float:
+        run = {"rounds": 3, "dtype": "float64", "fine_tune_epochs": 1} | settings
+        config = fedem.Config.build({"method": {"name": "fedavg"}, "data": SMALL, "run": run})
+        return fedem.run(config, config.data.make(0)).summary["train_loss"]
+
+    plain = loss(fine_tune_epochs=0)
+    assert loss(fine_tune_rate=1e-12) == pytest.approx(plain, rel=1e-9)
+    assert loss() < plain - 1e-3
 
 
 def test_local_clients_fine_tune_their_own_models() -> None:

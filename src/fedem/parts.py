@@ -123,6 +123,7 @@ class Parts:
             run.fine_tune_epochs,
             run.unseen_epochs,
             run.seed,
+            run.fine_tune_rate,
         )
 
 

@@ -64,7 +64,8 @@ class Personalizer:
         fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
             FedAvg into FedAvg+, and any other method likewise.
         unseen_epochs: passes that a client unseen in training makes, where it has something to train.
-        learning_rate: of both.
+        learning_rate: of all this training.
+        fine_tune_rate: of fine-tuning; 0 for the method's own, where it has one, else ``learning_rate``.
 
     """
 
@@ -76,6 +77,7 @@ class Personalizer:
     fine_tune_epochs: int
     unseen_epochs: int
     seed: int
+    fine_tune_rate: float = 0.0
 
     @cached_property
     def _own_rounds(self) -> SolverDeal:
@@ -87,6 +89,11 @@ class Personalizer:
         """The method's clients training for themselves alone."""
         return SolverDeal(FineTuned.of(self.algorithm))
 
+    @property
+    def _tuning_rate(self) -> float:
+        own = self.algorithm.tuning_rate
+        return self.fine_tune_rate or (self.learning_rate if own is None else own)
+
     def predictors(self, state: State, federation: Federation) -> Predictors:
         """Return the predictors of the clients that took part in training."""
         served = self.mixer.own(state.shared, state.memory, torch.arange(federation.num_clients))
@@ -96,12 +103,12 @@ class Personalizer:
         return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
 
     def _train(
-        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int
+        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, learning_rate: float
     ) -> tuple[Tree, Tree]:
         """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
         batching = Batching(self.batching.batch_size, epochs)
         keys = derive(names, FINE_TUNE, self.seed)
-        finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, self.learning_rate))
+        finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, learning_rate))
         order = torch.cat([chunk.positions for chunk in finished]).argsort()
 
         def joined(trees: list[Tree]) -> Tree:
@@ -119,7 +126,7 @@ class Personalizer:
             return everyone
         where = able.to(device)
         some = Predictors(own, able, tree_index(start.personal, where))
-        shared, personal = self._train(self._tuning, some, samples.take(able), keys[able], epochs)
+        shared, personal = self._train(self._tuning, some, samples.take(able), keys[able], epochs, self._tuning_rate)
         put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
         kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
         return everyone._replace(shared=own | put, personal=kept)
@@ -184,7 +191,7 @@ class Personalizer:
             personal = tree_index(start.personal, where)
             for _ in range(rounds):
                 found = Predictors(here, torch.arange(len(able)), personal)
-                uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1)
+                uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
                 mine, here = learn(mine, uploads)
             own = tree_map(lambda old, new: old.index_copy(0, where, new), own, here)
         return Predictors(own, torch.arange(len(start.reads)), start.personal)
@@ -215,7 +222,8 @@ class Personalizer:
             where = able.to(device)
             some = Predictors(shared, reads[able], tree_index(personal, where))
             epochs = max_iterations or self.unseen_epochs
-            _, trained = self._train(self._own_rounds, some, samples.take(able), keys[able], epochs)
+            rate = self.learning_rate
+            _, trained = self._train(self._own_rounds, some, samples.take(able), keys[able], epochs, rate)
             personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
         return Predictors(shared, reads, personal)
 

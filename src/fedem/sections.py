@@ -47,6 +47,7 @@ class RunSettings(Settings):
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
     local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
     fine_tune_epochs: int = field(default=0, metadata={"min": 0})
+    fine_tune_rate: float = field(default=0.0, metadata={"min": 0})
     unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})

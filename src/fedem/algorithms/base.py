@@ -157,6 +157,11 @@ class Algorithm(Settings, ABC):
         """
         return None
 
+    @property
+    def tuning_rate(self) -> float | None:
+        """Learning rate of fine-tuning where the method has one of its own; None takes the schedule's first."""
+        return None
+
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """Take one step of fine-tuning, when a client trains for itself alone."""
         return self.step(local, batch, learning_rate)

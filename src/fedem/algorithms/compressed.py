@@ -98,6 +98,11 @@ class Compressed(Algorithm):
         """As the method does."""
         return _extended(self.base.step(_inner(local), batch, learning_rate), local.context)
 
+    @property
+    def tuning_rate(self) -> float | None:
+        """As the method has it."""
+        return self.base.tuning_rate
+
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """As the method does."""
         return _extended(self.base.tune(_inner(local), batch, learning_rate), local.context)

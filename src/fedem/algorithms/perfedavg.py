@@ -85,10 +85,15 @@ class PerFedAvg(SingleModel):
         )
         return local._replace(shared=shared, memory=memory)
 
+    @property
+    def tuning_rate(self) -> float:
+        """The inner step's."""
+        return self.inner_rate
+
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """The inner step."""
-        rate = torch.full_like(learning_rate, self.inner_rate)
-        shared, memory = train_step(self.model, self.solver, local.shared, local.memory, batch, batch.weights, rate)
+        """A plain step, as the inner one is."""
+        model, solver = self.model, self.solver
+        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
         return local._replace(shared=shared, memory=memory)
 
 
