@@ -9,6 +9,7 @@ import pickle
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,18 @@ def test_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UserError, match="MASTER_ADDR"), joined():
         pass
+
+
+@pytest.mark.parametrize("command", [["compare"], ["tune"], ["experiment", "list"]])
+def test_only_training_is_shared(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = run(*command)
+    assert (code, out) == (2, "")
+    assert f"fedem {command[0]} was started as 2 processes" in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")

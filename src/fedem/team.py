@@ -162,6 +162,11 @@ def _nothing(kind: torch.dtype) -> int:
     return 0 if kind.is_floating_point or kind == torch.bool else torch.iinfo(kind).min
 
 
+def number_started() -> int:
+    """Return how many processes torchrun started, this one among them; 1 where it did not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
 @contextmanager
 def joined() -> Iterator[Team]:
     """Join the processes that were started together, by torchrun or by a caller that made a process group.
@@ -178,8 +183,8 @@ def joined() -> Iterator[Team]:
             yield Team(dist.get_rank(), dist.get_world_size(), group)
         finally:
             dist.destroy_process_group(group)
-    elif "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif (size := number_started()) > 1:
+        rank = int(os.environ["RANK"])
         store = _meet(next(_meetings))
         if torch.cuda.is_available():
             # Then "cuda" means another GPU in each process; more of them than GPUs are refused once a GPU is asked for.

@@ -25,6 +25,7 @@ from fedem.cli import (
 )
 from fedem.errors import UserError
 from fedem.report.console import console, errors
+from fedem.team import number_started
 
 _INTERRUPTED = 130
 
@@ -34,6 +35,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _start(context: typer.Context) -> None:
+    """Refuse several processes where they would all do the same, into the same files."""
+    command, started = context.invoked_subcommand, number_started()
+    if started > 1 and command != training.train.__name__:
+        raise UserError(f"fedem {command} was started as {started} processes; allowed: one, or fedem train.")
+
 
 # In the order in which the help lists them.
 for command in (
