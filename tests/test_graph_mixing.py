@@ -89,7 +89,7 @@ def test_clients_own_models_do_not_notice_the_scale() -> None:
     local = advance(make_training("local"), 3)
     ditto = advance(over(make_training("ditto", pull=0.0), Graph(Ring())), 3)
     for name, leaf in local.shared.items():
-        torch.testing.assert_close(ditto.personal[name], leaf, rtol=0, atol=1e-12)
+        torch.testing.assert_close(ditto.personal[f"own/{name}"], leaf, rtol=0, atol=1e-12)
 
 
 def test_batch_statistics_are_not_stretched() -> None:

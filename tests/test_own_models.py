@@ -92,7 +92,7 @@ def test_apfls_share_follows_its_derivative(alpha: float) -> None:
     x, y = make_federation(sizes=(14,)).train.client(0)
     shared, own = model.init(1), model.init(2)
     algorithm = APFL(model, SGD(), alpha=alpha)
-    personal = {f"own/{name}": leaf for name, leaf in own.items()} | {"alpha": torch.tensor(alpha, dtype=torch.float64)}
+    personal = algorithm.trained(own, algorithm.init_personal(shared, KEY))
     mask = torch.ones(14, dtype=torch.bool)
     batch = Batch(x, y, mask.double() / 14, {}, KEY)
     rate = torch.tensor(0.1, dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_apfls_own_model_descends_the_blends_loss() -> None:
     x, y = make_federation(sizes=(14,)).train.client(0)
     shared, own = model.init(1), model.init(2)
     algorithm = APFL(model, SGD(), alpha=alpha, adaptive=False)
-    personal = {f"own/{name}": leaf for name, leaf in own.items()} | {"alpha": torch.tensor(alpha, dtype=torch.float64)}
+    personal = algorithm.trained(own, algorithm.init_personal(shared, KEY))
     mask = torch.ones(14, dtype=torch.bool)
     local, _ = algorithm.begin(shared, personal, {}, mask)
     after = algorithm.step(local, Batch(x, y, mask.double() / 14, {}, KEY), torch.tensor(0.1, dtype=torch.float64))

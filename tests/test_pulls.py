@@ -11,6 +11,7 @@ from least_squares import WHOLE, assert_same, change_of, exact_training, proxima
 from fedem.engines import Batching
 from fedem.schedules import Constant
 from fedem.solvers import SGD, Newton
+from fedem.tree import take_prefix
 
 
 @pytest.mark.parametrize("mu", [0.05, 1.0, 40.0])
@@ -34,7 +35,10 @@ def test_dittos_own_models_solve_ridge_regression_around_what_they_received(pull
         u = vector(state.shared)[0]
         state, _ = training.step(state)
         np.testing.assert_allclose(
-            vector(state.personal), [proximal(federation, t, u, pull) for t in range(3)], rtol=0, atol=1e-8
+            vector(take_prefix("own", state.personal)),
+            [proximal(federation, t, u, pull) for t in range(3)],
+            rtol=0,
+            atol=1e-8,
         )
         # The shared model is trained without the pull.
         shared = shares(federation) @ [proximal(federation, t, u, 0.0) for t in range(3)]
@@ -46,7 +50,7 @@ def test_dittos_own_models_under_an_infinite_pull_are_what_they_received() -> No
     training = make_training("ditto", federation, solver=Newton(), batching=WHOLE, pull=1e6)
     before = advance(training, 1)
     after, _ = training.step(before)
-    for name, leaf in after.personal.items():
+    for name, leaf in take_prefix("own", after.personal).items():
         torch.testing.assert_close(leaf, before.shared[name].expand_as(leaf), rtol=0, atol=1e-5)
         assert float((leaf - after.shared[name]).abs().max()) > 1e-2
 
@@ -79,7 +83,7 @@ def test_pfedme_descends_the_moreau_envelopes(pull: float, server_rate: float) -
         u = (1 - server_rate) * u + server_rate * (shares(federation) @ ends)
         state, _ = training.step(state)
         np.testing.assert_allclose(vector(state.shared)[0], u, rtol=0, atol=1e-8)
-        np.testing.assert_allclose(vector(state.personal), own, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(vector(take_prefix("own", state.personal)), own, rtol=0, atol=1e-8)
 
 
 def test_pfedmes_inner_steps_are_the_solvers_on_the_proximal_problem() -> None:
@@ -104,7 +108,7 @@ def test_pfedmes_inner_steps_are_the_solvers_on_the_proximal_problem() -> None:
         w = w - rate * pull * (w - theta)
     after, _ = training.step(state)
     np.testing.assert_allclose(vector(after.shared)[0], w, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(vector(after.personal)[0], theta, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(vector(take_prefix("own", after.personal))[0], theta, rtol=0, atol=1e-13)
 
 
 def test_pfedme_under_an_infinite_pull_is_fedavg() -> None:
@@ -117,7 +121,7 @@ def test_pfedme_under_an_infinite_pull_is_fedavg() -> None:
     first, second = advance(pfedme, 3), advance(fedavg, 3)
     moved = change_of(second.shared, start.shared)
     assert change_of(first.shared, second.shared) < 1e-3 * moved
-    for name, leaf in first.personal.items():
+    for name, leaf in take_prefix("own", first.personal).items():
         torch.testing.assert_close(leaf, second.shared[name].expand_as(leaf), rtol=0, atol=1e-3)
     losses = [scores_of(t, state)["test"].losses for t, state in ((pfedme, first), (fedavg, second))]
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-3)
@@ -135,4 +139,4 @@ def test_pfedme_never_passes_the_proximal_point() -> None:
         pull=3.0,
     )
     after = advance(training, 1)
-    assert_same(after.shared, after.personal)
+    assert_same(after.shared, take_prefix("own", after.personal))

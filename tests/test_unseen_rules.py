@@ -17,7 +17,7 @@ from fedem.randomness import client_keys
 from fedem.rounds import State, Training
 from fedem.samples import Samples
 from fedem.solvers import SGD
-from fedem.tree import Tree, tree_flat, tree_index
+from fedem.tree import Tree, take_prefix, tree_flat, tree_index
 
 # Method by method.
 
@@ -122,7 +122,10 @@ def test_a_new_client_of_ditto_solves_its_own_problem_around_the_shared_model() 
     found = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 150)
     model, shared = training.algorithm.model, tree_index(state.shared, 0)
     for position in range(3):
-        own = {name: leaf.clone().requires_grad_() for name, leaf in tree_index(found.personal, position).items()}
+        own = {
+            name: leaf.clone().requires_grad_()
+            for name, leaf in take_prefix("own", tree_index(found.personal, position)).items()
+        }
         value = model.losses(own, *NEWCOMERS.train.client(position)).mean()
         value = value + 0.25 * sum((own[name] - shared[name]).square().sum() for name in own)
         slopes = torch.autograd.grad(value, list(own.values()))

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.func import grad
 
 from fedem.algorithms.base import Batch, Local, Mixture
-from fedem.algorithms.single import SingleModel
+from fedem.algorithms.own import OwnModel
 from fedem.algorithms.training import batch_losses, mixture_of_one, start_memory, train_step, trained_leaves
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class APFL(SingleModel):
+class APFL(OwnModel):
     """The predictor is alpha v + (1 - alpha) w; v is trained through it, w as in FedAvg.
 
     Attributes:
@@ -33,14 +33,15 @@ class APFL(SingleModel):
     adaptive: bool = True
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The own model starts from the shared one; and alpha."""
+        """The own model's place; and alpha."""
         share = torch.full((), self.alpha, dtype=self.model.dtype, device=key.device)
-        return add_prefix("own", shared) | {"alpha": share}
+        return super().init_personal(shared, key) | {"alpha": share}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Two models to train; alpha has not moved yet."""
+        own, personal = self.begun(shared, personal)
         memory = add_prefix("shared", start_memory(self.model, self.solver, shared))
-        memory |= add_prefix("own", start_memory(self.model, self.solver, take_prefix("own", personal)))
+        memory |= add_prefix("own", start_memory(self.model, self.solver, own))
         return Local(shared, personal, memory, {"moved": torch.zeros_like(personal["alpha"])}), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
@@ -65,17 +66,13 @@ class APFL(SingleModel):
         own, own_memory = train_step(model, solver, own, own_memory, batch, weights, learning_rate, place=blend)
         memory = add_prefix("shared", shared_memory) | add_prefix("own", own_memory)
         context = {"moved": torch.ones_like(local.context["moved"])}
-        return Local(shared, add_prefix("own", own) | {"alpha": alpha}, memory, context)
+        return Local(shared, self.trained(own, local.personal | {"alpha": alpha}), memory, context)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """Alpha v + (1 - alpha) u."""
-        own, alpha = take_prefix("own", personal), personal["alpha"]
+        own, alpha = self.own(shared, personal), personal["alpha"]
         ours, mine = trained_leaves(self.model, shared), trained_leaves(self.model, own)
         return mixture_of_one(own | _blend(alpha, mine, ours))
-
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client trains its own model and alpha beside the shared model."""
-        return None
 
 
 def _blend(alpha: Tensor, own: Tree, shared: Tree) -> Tree:

@@ -10,15 +10,15 @@ from typing import final
 
 from torch import Tensor
 
-from fedem.algorithms.base import Batch, Local, Mixture
-from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import mixture_of_one, square_distance, start_memory, train_step, trained_leaves
+from fedem.algorithms.base import Batch, Local
+from fedem.algorithms.own import OwnModel
+from fedem.algorithms.training import square_distance, start_memory, train_step, trained_leaves
 from fedem.tree import Tree, add_prefix, take_prefix
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Ditto(SingleModel):
+class Ditto(OwnModel):
     """v_t minimises f_t(v) + pull/2 |v - u|^2, u as received; u itself is trained as in FedAvg.
 
     Attributes:
@@ -28,14 +28,11 @@ class Ditto(SingleModel):
 
     pull: float = field(default=0.1, metadata={"min": 0})
 
-    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The own model starts from the shared one."""
-        return dict(shared)
-
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Two models to train, and u as it was received."""
+        own, personal = self.begun(shared, personal)
         memory = add_prefix("shared", start_memory(self.model, self.solver, shared))
-        memory |= add_prefix("own", start_memory(self.model, self.solver, personal))
+        memory |= add_prefix("own", start_memory(self.model, self.solver, own))
         return Local(shared, personal, memory, trained_leaves(self.model, shared)), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
@@ -46,7 +43,7 @@ class Ditto(SingleModel):
         own, own_memory = train_step(
             model,
             solver,
-            local.personal,
+            take_prefix("own", local.personal),
             own_memory,
             batch,
             weights,
@@ -54,12 +51,4 @@ class Ditto(SingleModel):
             lambda candidate: self.pull / 2 * square_distance(candidate, local.context),
         )
         memory = add_prefix("shared", shared_memory) | add_prefix("own", own_memory)
-        return local._replace(shared=shared, personal=own, memory=memory)
-
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The own model."""
-        return mixture_of_one(personal)
-
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client trains its own model, from u and pulled towards it."""
-        return None
+        return local._replace(shared=shared, personal=self.trained(own, local.personal), memory=memory)

@@ -11,22 +11,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Batch, Local, Mixture
-from fedem.algorithms.single import SingleModel
-from fedem.algorithms.training import (
-    mixture_of_one,
-    square_distance,
-    start_memory,
-    step_towards,
-    train_step,
-    trained_leaves,
-)
-from fedem.tree import Tree, tree_map
+from fedem.algorithms.base import Batch, Local
+from fedem.algorithms.own import OwnModel
+from fedem.algorithms.training import square_distance, start_memory, step_towards, train_step, trained_leaves
+from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class PFedMe(SingleModel):
+class PFedMe(OwnModel):
     """v_t approximates argmin f_t(v) + pull/2 |v - w|^2 on a batch; then w <- w - learning_rate pull (w - v).
 
     Attributes:
@@ -42,18 +35,15 @@ class PFedMe(SingleModel):
     inner_rate: float = field(default=0.1, metadata={"above": 0})
     server_rate: float = field(default=1.0, metadata={"above": 0})
 
-    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The own model starts from the shared one."""
-        return dict(shared)
-
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The own model starts from u: what the client found in an earlier round may be far from there."""
-        return Local(shared, dict(shared), {}, {}), {}
+        return Local(shared, personal | add_prefix("own", shared), {}, {}), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
         received = trained_leaves(self.model, local.shared)
-        own, memory = local.personal, start_memory(self.model, self.solver, local.personal)
+        own = take_prefix("own", local.personal)
+        memory = start_memory(self.model, self.solver, own)
         rate = torch.full_like(learning_rate, self.inner_rate)
         for _ in range(self.inner_steps):
             own, memory = train_step(
@@ -69,16 +59,8 @@ class PFedMe(SingleModel):
         # learning_rate * pull above 1 would overshoot the proximal point.
         length = (learning_rate * self.pull).clamp(max=1)
         moved = tree_map(lambda w, v: w - length * (w - v), received, trained_leaves(self.model, own))
-        return local._replace(shared=own | moved, personal=own)
+        return local._replace(shared=own | moved, personal=self.trained(own, local.personal))
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """(1 - beta) u + beta mean."""
         return step_towards(shared, mean, self.server_rate)
-
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The own model."""
-        return mixture_of_one(personal)
-
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client runs the method's own local update, the second of the options the FedEM paper discusses."""
-        return None
