@@ -45,7 +45,7 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
 CLASSES = {"emnist": 62, "femnist": 62, "cifar10": 10, "shakespeare": 80}
 
 
-def _config(name: str, method: str = "fedem", rounds: int = 3) -> Config:
+def _config(name: str, method: str = "fedem", rounds: int = 2) -> Config:
     asked = {"data": {"name": name}, "method": {"name": method}, **TINY[name]}
     return Config.build(asked, {"run": {"rounds": rounds, "device": "cpu", "evaluate_every": 1, "unseen": 0.25}})
 

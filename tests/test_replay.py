@@ -24,12 +24,11 @@ CASES = [*((method, "logistic") for method in METHODS), ("fedem", "cross_entropy
 @pytest.mark.parametrize(("method", "loss"), CASES)
 def test_replayed_rounds_give_the_same_bits(method: str, loss: str) -> None:
     federation = make_federation(loss, SIZES)
-    never, at_once, later = (
-        advance(make_training(method, federation, loss=loss, engine=Stacked(record_after=after)), 4)
-        for after in (NEVER, 0, 2)
-    )
-    assert same_states(never, at_once)
-    assert same_states(never, later)
+    states = [
+        advance(make_training(method, federation, loss=loss, engine=Stacked(record_after=after)), 3)
+        for after in (NEVER, 1)
+    ]
+    assert same_states(*states)
 
 
 # What a solver tries is unrolled in a recording, so few trials and iterations are as good as many.
@@ -47,7 +46,8 @@ def test_replayed_solvers_give_the_same_bits(solver: str) -> None:
     assert same_states(*states)
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Which clients and how many are the engine's affair, and these differ most in what they hand it.
+@pytest.mark.parametrize("method", ["fedem", "scaffold", "apfl", "ifca", "local", "fedfomo"])
 def test_sampled_cohorts_and_chunks_give_the_same_bits(method: str) -> None:
     states = [
         advance(make_training(method, engine=Stacked(2, record_after=after), cohort_size=3), 4) for after in (NEVER, 1)
