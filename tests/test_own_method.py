@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,21 @@ def test_a_row_of_ones_own_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(fedem.Result.load(tmp_path / "run").predict("ann", inputs), result.predict("ann", inputs))
     with pytest.raises(UserError, match="strength is -1"):
         fedem.train(federation, "shrinking", strength=-1.0)
+
+
+def test_annotations_may_be_types_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without ``from __future__ import annotations`` has them so."""
+    names: dict[str, Any] = {"__name__": "a_file_of_the_users", "field": field, "SingleModel": SingleModel}
+    code = "class Plain(SingleModel):\n    strength: float = field(default=0.1, metadata={'min': 0})\n"
+    exec(compile(code, "a file", "exec", dont_inherit=True), names)
+    plain = dataclass(frozen=True, eq=False)(names["Plain"])
+    assert plain.__annotations__["strength"] is float
+    row = fedem.Method(plain, Star, "Plain", "FedAvg", "", "nothing", "a model", "takes it")
+    monkeypatch.setitem(fedem.METHODS, "plain", row)
+    result = fedem.train(make_federation(), "plain", strength=0.5, rounds=1)
+    assert result.config.values("method") == {"strength": 0.5}
+    with pytest.raises(UserError, match="strength is -1"):
+        fedem.train(make_federation(), "plain", strength=-1.0)
 
 
 def test_without_its_row_the_name_is_unknown() -> None:

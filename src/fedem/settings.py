@@ -29,18 +29,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         for entry in fields(self):
-            if entry.type in _TYPES:
+            if kind_of(entry) in _TYPES:
                 value = _check(f"{type(self).__name__}.{entry.name}", getattr(self, entry.name), entry)
                 object.__setattr__(self, entry.name, value)
+
+
+def kind_of(entry: Field[Any]) -> str:
+    """Return the name of a field's type, however its file has annotations evaluated: as text or as types."""
+    return entry.type if isinstance(entry.type, str) else getattr(entry.type, "__name__", "")
 
 
 def _check(where: str, value: Any, entry: Field[Any]) -> Any:
     """Return the value as a plain Python one if it is allowed."""
     if isinstance(value, np.generic):
         value = value.item()
-    kinds = _TYPES[str(entry.type)]
+    kinds = _TYPES[kind_of(entry)]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise UserError(f"{where} is {value!r}; allowed: {_article(str(entry.type))}.")
+        raise UserError(f"{where} is {value!r}; allowed: {_article(kind_of(entry))}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} is {value!r}; allowed: a finite number.")
     if "choices" in entry.metadata and value not in entry.metadata["choices"]:
@@ -60,12 +65,12 @@ def _article(kind: str) -> str:
 
 def names_of(*kinds: type[Settings]) -> tuple[str, ...]:
     """Names of the fields that a user sets: those of a plain type."""
-    return tuple(entry.name for kind in kinds for entry in fields(kind) if entry.type in _TYPES)
+    return tuple(entry.name for kind in kinds for entry in fields(kind) if kind_of(entry) in _TYPES)
 
 
 def complete(where: str, values: Mapping[str, Any], *kinds: type[Settings]) -> dict[str, Any]:
     """Check a user's ``values`` for ``kinds``, found in the section called ``where``, and fill in the defaults."""
-    entries = {entry.name: entry for kind in kinds for entry in fields(kind) if entry.type in _TYPES}
+    entries = {entry.name: entry for kind in kinds for entry in fields(kind) if kind_of(entry) in _TYPES}
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in entries:

@@ -14,7 +14,7 @@ from fedem.data import DATA
 from fedem.methods import ALIASES, METHODS, Method
 from fedem.mixing.graph import Graph
 from fedem.sections import GIVEN, complete_section
-from fedem.settings import Settings, names_of
+from fedem.settings import Settings, kind_of, names_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,7 +98,7 @@ def allowed(entry: Field[Any]) -> str:
     if "choices" in entry.metadata:
         return " or ".join(entry.metadata["choices"])
     limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
-    return " and ".join(limits) or _KINDS[str(entry.type)]
+    return " and ".join(limits) or _KINDS[kind_of(entry)]
 
 
 def shipped(name: str) -> dict[str, dict[str, Any]]:
