@@ -7,14 +7,15 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.cells import Cell
 from fedem.checkpoint import write_atomically, write_json
+from fedem.config import Config
 from fedem.errors import UserError
-from fedem.methods import METHODS
+from fedem.methods import title_of
 from fedem.records import Record
 from fedem.runs import RunFolder
 
@@ -54,6 +55,8 @@ class Row:
     title: str
     figures: dict[str, Spread]
     curve: list[Point]
+    training: dict[str, Any] = field(default_factory=dict)
+    """settings of how clients train, by their names, ``section.key``"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,8 @@ def summarize(cells: Sequence[Cell]) -> Comparison:
         found = [summaries[method, seed] for seed in seeds]
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
         curve = list(_curve([histories[method, seed] for seed in seeds], f"test_{metric}"))
-        rows.append(Row(method, _title(found[0]), figures, curve))
+        training = _training(next(cell.config for cell in cells if cell.method == method))
+        rows.append(Row(method, _title(found[0]), figures, curve, training))
     sign = -1 if metric == "accuracy" else 1
     rows.sort(key=lambda row: _rank(row.figures[f"test_{metric}"].mean, sign))
     known = {f"test_{metric}": f"oracle_{metric}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
@@ -131,7 +135,7 @@ def summarize(cells: Sequence[Cell]) -> Comparison:
         for row in rows
         for seed in seeds
     ]
-    sizes = (first["rounds"], first["num_clients"], first["num_unseen_clients"])
+    sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
     return Comparison(_data_name(cells[0]), metric, *sizes, seeds, rows, oracle, runs)
 
 
@@ -144,12 +148,20 @@ def _outcome(folder: RunFolder) -> dict[str, Any]:
 
 def _data_name(cell: Cell) -> str:
     path = cell.config.values("data").get("path")
-    return cell.config.name("data") if path is None else Path(path).name
+    return Path(path).name if path else cell.config.name("data")
+
+
+def _training(config: Config) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section in ("batching", "solver", "schedule")
+        for key, value in config.sections[section].items()
+    }
 
 
 def _title(summary: Mapping[str, Any]) -> str:
     components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
-    return METHODS[summary["method"]].title + components
+    return title_of(summary["method"]) + components
 
 
 def _rank(mean: float | None, sign: int) -> float:

@@ -41,6 +41,11 @@ class Federation:
     origin: str = ""
     """how inputs were made of these samples, if they were"""
 
+    def __repr__(self) -> str:
+        held_out = f" and {self.unseen.num_clients:,} unseen ones" if self.unseen else ""
+        sizes = f"{len(self.train):,} training samples of shape {list(self.input_shape)}"
+        return f"<Federation: {self.num_clients:,} clients{held_out}, {sizes}>"
+
     @classmethod
     def from_clients(
         cls,

@@ -276,6 +276,11 @@ def resolve_method(name: str) -> str:
     return found
 
 
+def title_of(name: str) -> str:
+    """Return a method's title; of one that is not here, such as the row of another program, its name."""
+    return METHODS[name].title if name in METHODS else name
+
+
 def find_method(name: str) -> Method:
     """Return the row called ``name``."""
     if name not in METHODS:

@@ -12,6 +12,9 @@ from fedem.evaluate import Scores
 
 Record = dict[str, Any]
 
+_ABSURD = 100.0
+"""nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes"""
+
 
 def name_scores(scores: Mapping[str, Scores]) -> Record:
     """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``."""
@@ -23,6 +26,12 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
     return record
+
+
+def has_diverged(summary: Mapping[str, Any]) -> bool:
+    """Whether classifiers lose so much on their training samples that they can't have learnt."""
+    loss = summary.get("train_loss")
+    return "train_accuracy" in summary and (loss is None or not loss < _ABSURD)
 
 
 def name_entropy(log_weights: Tensor) -> Record:

@@ -88,6 +88,14 @@ class Result:
     tuned: Mapping[str, State] = field(default_factory=dict)
     """where clients fine-tune before they predict: their own models, settled, by role"""
 
+    def __repr__(self) -> str:
+        about = self.summary
+        score = next((f", {key} {about[key]:.4g}" for key in about if key.startswith("test_") and about[key]), "")
+        return (
+            f"<Result of {about['method']} on {about['data']}: {about['num_clients']} clients, {about['rounds']} rounds"
+            f"{score}>"
+        )
+
     def state(self, which: str = "last") -> State:
         """Return the state called "last" or "best"."""
         if which not in self.states:
@@ -104,7 +112,7 @@ class Result:
 
     def _position(self, name: str) -> int:
         if name not in self.names:
-            some = ", ".join(self.names[:5]) + (", ..." if len(self.names) > 5 else "")
+            some = ", ".join(map(repr, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
             raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
         return self.names.index(name)
 
@@ -239,6 +247,7 @@ class Result:
         states, facts = folder.load()
         shapes = take_shapes(facts)
         parts = Parts.build(config.replace("run", device=device), shapes, model)
+        check_leaves(parts.model, facts.pop("leaves", None))
         parts.model.not_stackable = facts.pop("not_stackable")
         parts.model.bytes_per_sample = facts.pop("bytes_per_sample")
         if facts.get("settled"):
@@ -264,9 +273,21 @@ def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict
     return {
         "clients": list(names),
         **shape_facts(shapes),
+        "leaves": model.leaf_shapes,
         "not_stackable": model.not_stackable,
         "bytes_per_sample": model.bytes_per_sample,
     }
+
+
+def check_leaves(model: Model, leaves: Mapping[str, list[int]] | None) -> None:
+    """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
+    if leaves is None or model.leaf_shapes == leaves:
+        return
+    name = next(name for name in {**leaves, **model.leaf_shapes} if leaves.get(name) != model.leaf_shapes.get(name))
+    raise UserError(
+        f"The model is not the one that was trained: its {name!r} has shape {model.leaf_shapes.get(name, 'none')}; "
+        f"allowed: {leaves.get(name, 'none')}."
+    )
 
 
 def shape_facts(shapes: Shapes) -> dict[str, Any]:

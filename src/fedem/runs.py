@@ -59,7 +59,7 @@ class RunFolder:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
         traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json")
         if not resume and any((self.path / name).exists() for name in traces):
-            raise UserError(f"{self.path} holds a run already; go on with --resume, or choose another folder.")
+            raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UserError(f"The run's folder {self.path} can't be written: {there} is no folder we may write to.")
@@ -135,13 +135,18 @@ class RunFolder:
 
     def config(self) -> Config:
         """Read config.toml."""
-        self.check()
-        return Config.build(read_toml(self.path / "config.toml"), preset=False)
+        path = self.check().path / "config.toml"
+        try:
+            return Config.build(read_toml(path), preset=False)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
     def check(self) -> RunFolder:
         """Refuse a folder that holds no run."""
         if not self.exists():
-            raise UserError(f"{self.path} holds no run (no config.toml).")
+            many = any(self.path.glob("*/config.toml"))
+            hint = " The folders in it do: name one of them, or see `fedem report`." if many else ""
+            raise UserError(f"{self.path} holds no run (no config.toml).{hint}")
         return self
 
     def metrics(self) -> list[dict[str, Any]]:

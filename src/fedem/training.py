@@ -16,7 +16,7 @@ from fedem.models import MODELS
 from fedem.parts import ModelSource
 from fedem.precision import products
 from fedem.records import Record
-from fedem.result import Result, name_tuned
+from fedem.result import Result, check_leaves, name_tuned
 from fedem.runs import RunFolder
 from fedem.sections import GIVEN
 from fedem.team import joined
@@ -52,6 +52,12 @@ def train(
             ``local_epochs=2``, ``clients_per_round=0.2``, ``seed=1``, ``solver="adam"``, ``loss="squared_error"``.
 
     """
+    if not isinstance(federation, Federation | Dataset):
+        what = repr(str(federation)) if isinstance(federation, str | Path) else f"of type {type(federation).__name__}"
+        raise UserError(
+            f"federation is {what}; allowed: a Federation (fedem.Federation.from_clients, ...) or a Dataset, such as "
+            "fedem.FromFile(path=...).make(seed)."
+        )
     given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
     if isinstance(model, str | Mapping):
         options, model = options | {"model": model}, None
@@ -132,6 +138,7 @@ def _restore(job: Job, folder: RunFolder) -> Progress:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
     if facts["data"] != job.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
+    check_leaves(job.parts.model, facts.get("leaves"))
     history = [line for line in folder.metrics() if line["round"] <= states["last"].round]
     return Progress(states["last"], states.get("best"), facts["best_validation"], history, facts["seconds"])
 

@@ -52,6 +52,9 @@ class Dataset(NamedTuple):
     unseen: float = 0.0
     """share of the clients that the encoding was fitted without"""
 
+    def __repr__(self) -> str:
+        return f"<Dataset of {self.federation!r}>"
+
 
 @dataclass(frozen=True)
 class DataSource(Settings, ABC):
@@ -74,7 +77,13 @@ class DataSource(Settings, ABC):
 
 @dataclass(frozen=True)
 class Pooled(DataSource):
-    """Samples that a partition deals to clients, each of which splits its own at random."""
+    """Samples that a partition deals to clients, each of which splits its own at random.
+
+    Attributes:
+        validation: share of each client's samples for validation, by which the best state is chosen.
+        test: share for testing. Together they must be below 1; at least one sample of a client is for training.
+
+    """
 
     validation: float = field(default=0.2, metadata={"min": 0, "below": 1})
     test: float = field(default=0.2, metadata={"min": 0, "below": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -23,15 +24,28 @@ from fedem.federation import PARTS, Federation
 from fedem.randomness import client_keys
 from fedem.samples import Pool
 
+_NAMED = 30
+"""columns of a table that an error lists"""
+
 
 @dataclass(frozen=True)
 class Tabular(Pooled):
     """A table of samples, one column with targets and one with the clients' names.
 
-    Text is one-hot; numbers are standardised (``standardize``) by the training rows of all clients together, the
-    targets of a regression as well. Columns named in ``ignore``, with commas between, are left out. ``task`` says what
-    the targets are when the guess is wrong. Missing values are refused; a CSV file's words for them (NA, None, ?, ...)
-    count as such among numbers and are categories among text.
+    Text is one-hot. Missing values are refused; a CSV file's words for them (NA, None, ?, ...) count as such among
+    numbers and are categories among text.
+
+    Attributes:
+        target_column: name of the column of targets.
+        client_column: name of the column of clients' names; other partitions than natural do without.
+        ignore: names of columns to leave out, with commas between.
+        task: what the targets are, when the guess is wrong. "auto" takes text, true and false, and few different whole
+            numbers for classes, and other numbers for a regression.
+        standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
+            the targets of a regression as well.
+        max_categories: different values that a column of text may have, and that whole numbers may have to be guessed
+            classes.
+
     """
 
     target_column: str = "y"
@@ -86,10 +100,10 @@ class Tabular(Pooled):
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
         table = self.read().without(encoding.ignored).as_text(texts)
         if table.target not in table.columns:
-            raise self._lacking(table.target, "targets are needed to train")
+            raise self._lacking(table, table.target, "targets are needed to train")
         if table.client not in table.columns:
             if owner is None:
-                raise self._lacking(table.client, "the name of the client is needed then")
+                raise self._lacking(table, table.client, "the name of the client is needed then")
             table = table.owned_by(owner)
         unscaled = replace(encoding.target, mean=0.0, deviation=1.0)
         collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), unscaled)
@@ -97,11 +111,15 @@ class Tabular(Pooled):
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
         """Return the table without the columns left out, and what its targets are."""
+        if owned and self.target_column == self.client_column:
+            raise UserError(
+                f"data.target_column and data.client_column are both {self.target_column!r}; allowed: two columns."
+            )
         table = self.read()
         if table.target not in table.columns:
-            raise self._lacking(table.target, "targets are needed to train")
+            raise self._lacking(table, table.target, "targets are needed to train")
         if owned and table.client not in table.columns:
-            raise self._lacking(table.client, "clients are needed, or a partition that deals the rows")
+            raise self._lacking(table, table.client, "clients are needed, or a partition that deals the rows")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
         unknown = [name for name in self._ignored if name not in table.columns]
@@ -123,13 +141,27 @@ class Tabular(Pooled):
         limit = self.max_categories
         return Encoding.fit(table, rows, target, standardize=standardize, max_categories=limit, ignored=self._ignored)
 
-    def _lacking(self, column: str, why: str) -> UserError:
-        return UserError(f"The data have no column {column!r} (see data.target_column and data.client_column); {why}.")
+    @property
+    def _source(self) -> str:
+        return "The data have"
+
+    def _lacking(self, table: Table, column: str, why: str) -> UserError:
+        close = get_close_matches(column, table.columns, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return UserError(
+            f"{self._source} no column {column!r} (see data.target_column, --target-column, and data.client_column, "
+            f"--client-column); {why}. There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
+        )
 
 
 @dataclass(frozen=True)
 class FromFile(Tabular):
-    """Samples of several clients in a file or a folder of files; each client's are split at random."""
+    """Samples of several clients in a file or a folder of files; each client's are split at random.
+
+    Attributes:
+        path: where the file or folder is; ``--data PATH`` sets it.
+
+    """
 
     path: str = ""
 
@@ -139,10 +171,9 @@ class FromFile(Tabular):
             raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
         return read_table(Path(self.path), self.target_column, self.client_column)
 
-    def _lacking(self, column: str, why: str) -> UserError:
-        return UserError(
-            f"{self.path} has no column {column!r} (see data.target_column and data.client_column); {why}."
-        )
+    @property
+    def _source(self) -> str:
+        return f"{self.path} has"
 
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:

@@ -142,7 +142,10 @@ def listed(place: Path) -> list[str]:
     """Return the names of the experiments in a folder."""
     names = sorted(path.parent.name for path in place.glob(f"*/{FILE}"))
     if not names:
-        raise UserError(f"There are no experiments in {place} (no */{FILE}); name their folder with --experiments.")
+        raise UserError(
+            f"There are no experiments in {place} (no */{FILE}); the paper's are in the folder experiments of fedem's "
+            "repository. Go there, or name the folder with --experiments."
+        )
     return names
 
 

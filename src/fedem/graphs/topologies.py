@@ -40,14 +40,19 @@ class Laid(Topology):
 @final
 @dataclass(frozen=True)
 class ErdosRenyi(Laid):
-    """Each pair of clients is an edge with ``probability``, each by itself; a graph that falls apart is refused."""
+    """Each pair of clients is an edge with ``probability``, each by itself; a graph that falls apart is refused.
+
+    Attributes:
+        probability: of an edge; also the share of all pairs that are edges, on average.
+
+    """
 
     probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
 
     @property
     def remedy(self) -> str:
         """More edges or other ones."""
-        return f"a probability larger than {self.probability}, or another run.seed"
+        return f"a graph.probability larger than {self.probability}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         pairs = _all_pairs(len(keys))
@@ -85,7 +90,12 @@ class StarGraph(Laid):
 @final
 @dataclass(frozen=True)
 class Grid(Laid):
-    """Rows and columns, as near to a square as the number of clients allows; on a ``torus`` opposite sides meet."""
+    """Rows and columns, as near to a square as the number of clients allows; on a ``torus`` opposite sides meet.
+
+    Attributes:
+        torus: whether the last of a row or column is a neighbour of the first.
+
+    """
 
     torus: bool = True
 
@@ -104,9 +114,14 @@ class Grid(Laid):
 @final
 @dataclass(frozen=True)
 class SmallWorld(Laid):
-    """A ring of ``neighbours`` each, where one end of each edge is moved with probability ``rewiring``.
+    """A ring where everybody has the same number of neighbours, and then ends of edges are moved at random.
 
     Watts, Strogatz: Collective dynamics of 'small-world' networks, Nature 1998.
+
+    Attributes:
+        neighbours: of each client on the ring, half of them on either side: an even number, below that of the clients.
+        rewiring: probability that one end of an edge moves to a client drawn at random.
+
     """
 
     neighbours: int = field(default=4, metadata={"min": 2})
@@ -115,7 +130,8 @@ class SmallWorld(Laid):
     @property
     def remedy(self) -> str:
         """More edges or other ones."""
-        return f"more neighbours than {self.neighbours}, less rewiring than {self.rewiring}, or another run.seed"
+        settings = f"graph.neighbours above {self.neighbours}, graph.rewiring below {self.rewiring}"
+        return f"{settings}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         from networkx import watts_strogatz_graph
@@ -132,14 +148,19 @@ class SmallWorld(Laid):
 @final
 @dataclass(frozen=True)
 class Regular(Laid):
-    """All clients have ``degree`` neighbours; drawn at random among such graphs, nearly uniformly."""
+    """All clients have the same number of neighbours; drawn at random among such graphs, nearly uniformly.
+
+    Attributes:
+        degree: neighbours of each client, fewer than there are clients; one of the two numbers must be even.
+
+    """
 
     degree: int = field(default=4, metadata={"min": 1})
 
     @property
     def remedy(self) -> str:
         """More edges or other ones."""
-        return f"a degree larger than {self.degree}, or another run.seed"
+        return f"a graph.degree larger than {self.degree}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         from networkx import random_regular_graph

@@ -73,8 +73,17 @@ class Model:
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
+            built = self.build()
+            if not isinstance(built, nn.Module):
+                raise UserError(f"The function that builds the model returned {built!r}; allowed: an nn.Module.")
             # A copy: the function may hand out a module that somebody else uses.
-            return make_stackable(deepcopy(self.build()).to(self.dtype).train(training))
+            return make_stackable(deepcopy(built).to(self.dtype).train(training))
+
+    @cached_property
+    def leaf_shapes(self) -> dict[str, list[int]]:
+        """Shapes of all parameters and buffers by their names."""
+        leaves = dict(self.evaluation.named_parameters()) | dict(self.evaluation.named_buffers())
+        return {name: list(leaf.shape) for name, leaf in leaves.items()}
 
     @cached_property
     def trainable(self) -> frozenset[str]:

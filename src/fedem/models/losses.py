@@ -104,7 +104,8 @@ class Logistic(_Classification):
         """Two, from one output."""
         if num_outputs != 1:
             raise UserError(
-                f"The model puts out {num_outputs} numbers a sample; allowed for two classes (logistic): 1."
+                f"The model puts out {num_outputs} numbers a sample; allowed for two classes (logistic): 1, "
+                'or loss = "cross_entropy".'
             )
         return 2
 
@@ -120,7 +121,12 @@ class Logistic(_Classification):
 
 @dataclass(frozen=True)
 class SquaredError(Loss):
-    """Gaussian negative log-likelihood with a given variance: ``|y - o|^2 / (2 v) + D log(2 pi v) / 2``."""
+    """Gaussian negative log-likelihood with a given variance: ``|y - o|^2 / (2 v) + D log(2 pi v) / 2``.
+
+    Attributes:
+        variance: v, of a target around its prediction. The smaller, the more surely samples are dealt to components.
+
+    """
 
     metric: ClassVar[str] = "mean_squared_error"
 

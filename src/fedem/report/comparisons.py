@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fedem.comparison import Comparison, Spread
+from fedem.comparison import Comparison, Row, Spread
 from fedem.config import Config
 from fedem.records import Record
 from fedem.report.tables import metric_of
@@ -83,7 +83,26 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     """Return what the table does not say by itself, a line each."""
     name = f"unseen_test_{comparison.metric}"
     silent = [row.title for row in comparison.rows if name in row.figures and row.figures[name].mean is None]
-    return [f"Without a model for clients held out: {', '.join(silent)}."] if silent else []
+    remarks = [f"Without a model for clients held out: {', '.join(silent)}."] if silent else []
+    if differing := _differing(comparison.rows):
+        remarks.append(
+            f"Methods train differently: {'; '.join(differing)}. `fedem tune` chooses settings by validation."
+        )
+    return remarks
+
+
+def _differing(rows: Sequence[Row]) -> list[str]:
+    """Say which settings of training differ: the value that most methods have, and who has another."""
+    found = []
+    for key in dict.fromkeys(key for row in rows for key in row.training):
+        holders: dict[Any, list[str]] = {}
+        for row in rows:
+            holders.setdefault(row.training.get(key), []).append(row.title)
+        values = sorted(holders, key=lambda value: -len(holders[value]))
+        if len(values) > 1:
+            others = ", ".join(f"{value} for {', '.join(holders[value])}" for value in values[1:])
+            found.append(f"{key} is {values[0]}, but {others}")
+    return found
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -134,10 +153,9 @@ def _cell(spread: Spread | None, name: str, comparison: Comparison, brief: bool 
     if spread.mean is None:
         return _NONE
     mean = _number(spread.mean, name, comparison)
-    if brief:
+    if brief or spread.deviation is None:
         return mean
-    deviation = _NONE if spread.deviation is None else _number(spread.deviation, name, comparison, digits=2)
-    return f"{mean} ±{deviation}"
+    return f"{mean} ±{_number(spread.deviation, name, comparison, digits=2)}"
 
 
 def _number(value: float, name: str, comparison: Comparison, digits: int = 3) -> str:

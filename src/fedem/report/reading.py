@@ -110,6 +110,10 @@ def _folders(path: Path) -> list[RunFolder]:
     folder = RunFolder(path)
     if folder.exists():
         return [folder, *folder.baselines()]
+    if (path / "search.json").is_file():
+        raise UserError(
+            f"{path} holds a search of settings (tune.json has its trials); allowed: runs, or folders of runs."
+        )
     cells = [RunFolder(place.parent) for place in sorted(path.glob("*/config.toml"))]
     if not cells:
         raise UserError(f"{path} holds no run (no config.toml) and no runs in folders of their own (no */config.toml).")
@@ -126,9 +130,16 @@ def _read(folder: RunFolder, command: str | None) -> Run:
     summary = folder.summary()
     if summary is None:
         raise UserError(f"The run in {folder.path} is not complete; go on with it first (--resume).")
-    if "num_unseen_clients" not in summary:
+    everybody = folder.clients()
+    rows = [row for row in everybody if row["role"] == "train"]
+    if everybody and not rows:
         raise UserError(f"{folder.path} holds clients fitted after training; allowed: runs of training.")
-    rows = [row for row in folder.clients() if row["role"] == "train"]
+    # A server has no scores of single clients; its run's file of them is empty.
+    if rows and len(rows) != summary["num_clients"]:
+        raise UserError(
+            f"{folder.path}/clients.csv has {len(rows)} clients that were trained, and summary.json "
+            f"{summary['num_clients']}: the file is damaged."
+        )
     config, clients = folder.config(), Clients.of(rows, metric_of(summary))
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])

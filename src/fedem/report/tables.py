@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedem.methods import METHODS
+from fedem.methods import title_of
+from fedem.records import has_diverged
 from fedem.runs import RunFolder
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ def comparison(summaries: Sequence[Summary]) -> Table:
         return f"{100 * value:.1f}" if accuracy else f"{value:.4f}"
 
     for summary in summaries:
-        row = METHODS[summary["method"]]
         components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
         cells = {
             "average": score(summary.get(f"test_{metric}")),
@@ -50,7 +50,7 @@ def comparison(summaries: Sequence[Summary]) -> Table:
             "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
             "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
-        table.add_row(row.title + components, *(cells[heading] for heading in keep))
+        table.add_row(title_of(summary["method"]) + components, *(cells[heading] for heading in keep))
     oracle = next((summary for summary in summaries if summary.get("oracle_accuracy") is not None), None)
     if oracle is not None:
         known = {
@@ -84,6 +84,11 @@ def states_table(summary: Summary) -> Table:
 def remarks(summary: Summary) -> list[str]:
     """Return what else there is to say of a run, a line each."""
     lines = []
+    if has_diverged(summary):
+        lines.append(
+            f"warning: The loss on the training samples is {_number(summary['train_loss'], '{:.3g}')}: training has "
+            "diverged. A smaller schedule.learning_rate is needed."
+        )
     if recovery := summary.get("recovery"):
         distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
         lines.append(

@@ -25,7 +25,7 @@ from fedem.config import Config
 from fedem.data.base import Dataset
 from fedem.errors import UserError
 from fedem.job import Job
-from fedem.records import Record
+from fedem.records import Record, has_diverged
 from fedem.runs import RunFolder
 from fedem.sections import Values
 from fedem.training import Listener, carry_out
@@ -202,6 +202,8 @@ def _carry_out(
         for seed in search.seeds:
             watch = None if listener is None else _shifted(listener, done)
             summary = _run(search.config(trial.values, seed), data[seed], RunFolder(place / f"seed{seed}"), watch)
+            if has_diverged(summary):
+                raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
             scores.append(_finite(summary[f"validation_{metric}"]))
             seconds += summary["seconds_total"]
             done += rounds

@@ -14,6 +14,9 @@ from fedem.data.tables.columns import BOOLEAN, NUMBER, TEXT, WHOLE, Table
 from fedem.data.tables.features import scale_of, some, too_many
 from fedem.errors import UserError
 
+_FEW = 20
+"""distinct numbers that may well be classes"""
+
 TASKS = ("auto", "classification", "regression")
 
 
@@ -48,6 +51,9 @@ class Target:
             raise too_many(table, name, len(found), max_categories)
         regression = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
         if task == "regression" or (task == "auto" and regression):
+            if len(found) < 2:
+                value = next(iter(found), None)
+                raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: at least two.")
             return cls(name, kind, len(found), None)
         if len(found) < 2:
             raise UserError(
@@ -89,7 +95,9 @@ class Target:
         """Say what was made of the column."""
         if self.classes is not None:
             return f"target {self.name!r}: {len(self.classes)} classes ({some(self.classes)})"
-        why = "whole numbers; data.task=classification makes them classes" if self.kind == WHOLE else "numbers"
+        why = "whole numbers" if self.kind == WHOLE else "numbers"
+        if self.kind == WHOLE or self.distinct <= _FEW:
+            why += "; data.task=classification makes them classes"
         scale = ""
         if (self.mean, self.deviation) != (0.0, 1.0):
             scale = (

@@ -59,8 +59,9 @@ def cosines_of(run: Run) -> Numbers | None:
     if sum(file.stat().st_size for file in run.folder.checkpoints.glob("*.safetensors")) > _MOST_BYTES:
         return None
     result = Result.load(run.folder.path, device="cpu")
-    mixture = result.client(result.names[0]).mixture
-    return cosines(mixture.components, result.parts.model.trainable)
+    # A server that was deployed knows no client: a newcomer without samples gets the same components.
+    personal = result.client(result.names[0]) if result.names else result.personalize([], [])
+    return cosines(personal.mixture.components, result.parts.model.trainable)
 
 
 def cosines(components: Tree, trained: frozenset[str]) -> Numbers:
