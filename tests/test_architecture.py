@@ -25,6 +25,7 @@ STOREYS = [
     {"evaluate"},
     {"records", "runs"},
     {"parts"},
+    {"facts"},
     {"result"},
     {"settling", "export"},
     {"job"},

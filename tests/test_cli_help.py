@@ -23,6 +23,7 @@ from fedem.settings import names_of
         "report",
         "plot",
         "methods",
+        "settings",
         "graphs",
         "show",
         "evaluate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from fedem.algorithms.training import Penalty, trained_leaves
 from fedem.errors import UserError
 from fedem.mixing.star import Star
 from fedem.tree import Tree
+
+GUIDE = Path(__file__).parent.parent / "docs" / "methods.md"
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,19 @@ def test_a_row_of_ones_own_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(fedem.Result.load(tmp_path / "run").predict("ann", inputs), result.predict("ann", inputs))
     with pytest.raises(UserError, match="strength is -1"):
         fedem.train(federation, "shrinking", strength=-1.0)
+
+
+def test_the_guides_method_is_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of docs/methods.md, in a file without text for annotations, is FedAvg with weight decay."""
+    monkeypatch.setitem(fedem.METHODS, "shrinking", fedem.METHODS["fedavg"])  # taken out again afterwards
+    (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
+    names: dict[str, Any] = {"__name__": "a_file_of_the_users"}
+    exec(compile(script, "methods.md", "exec", dont_inherit=True), names)
+    assert names["result"].config.values("method") == {"strength": 0.5}
+    data = fedem.Synthetic(num_clients=20).make(seed=0)
+    decayed = fedem.train(data, "fedavg", weight_decay=0.5, rounds=5)
+    for name, leaf in names["result"].state().shared.items():
+        torch.testing.assert_close(leaf, decayed.state().shared[name])
 
 
 def test_annotations_may_be_types_instead_of_text(monkeypatch: pytest.MonkeyPatch) -> None:

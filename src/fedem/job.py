@@ -18,13 +18,14 @@ from fedem.engines.memory import free_bytes, peak_bytes
 from fedem.engines.sharing import share_out
 from fedem.errors import UserError
 from fedem.evaluate import Scores, evaluate, evaluate_oracle
+from fedem.facts import checkpoint_facts
 from fedem.federation import Federation
 from fedem.inexactness import check_measurable, measure
 from fedem.parts import ModelSource, Parts, Shapes
 from fedem.personal import Personalizer, Predictors
 from fedem.records import Record, client_rows, name_entropy, name_scores
 from fedem.recovery import Recovery, recover
-from fedem.result import Result, checkpoint_facts
+from fedem.result import Result
 from fedem.rounds import RoundLog, State, Training, cohort_size, mixer_seed
 from fedem.settling import all_targets, check_batches, check_encoding, settle_loss, settle_partition
 from fedem.splits import thinned

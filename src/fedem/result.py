@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedem.algorithms.base import Mixture
 from fedem.config import Config
-from fedem.data.tables.encoding import Encoding
 from fedem.errors import UserError, unknown
 from fedem.evaluate import evaluate, predict
+from fedem.facts import check_model, checkpoint_facts, take_shapes
 from fedem.federation import Federation
 from fedem.mixing.base import Served
 from fedem.mixing.settled import Settled
@@ -247,7 +247,7 @@ class Result:
         states, facts = folder.load()
         shapes = take_shapes(facts)
         parts = Parts.build(config.replace("run", device=device), shapes, model)
-        check_leaves(parts.model, facts.pop("leaves", None))
+        check_model(parts.model, facts.pop("leaves", None))
         parts.model.not_stackable = facts.pop("not_stackable")
         parts.model.bytes_per_sample = facts.pop("bytes_per_sample")
         if facts.get("settled"):
@@ -266,50 +266,3 @@ class Result:
 def name_tuned(tuned: Mapping[str, State]) -> dict[str, State]:
     """Return the roles under which a checkpoint holds fine-tuned models."""
     return {f"{TUNED}{role}": state for role, state in tuned.items()}
-
-
-def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict[str, Any]:
-    """Return what a checkpoint must say besides its tensors, so that it can be loaded without the data."""
-    return {
-        "clients": list(names),
-        **shape_facts(shapes),
-        "leaves": model.leaf_shapes,
-        "not_stackable": model.not_stackable,
-        "bytes_per_sample": model.bytes_per_sample,
-    }
-
-
-def check_leaves(model: Model, leaves: Mapping[str, list[int]] | None) -> None:
-    """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
-    if leaves is None or model.leaf_shapes == leaves:
-        return
-    name = next(name for name in {**leaves, **model.leaf_shapes} if leaves.get(name) != model.leaf_shapes.get(name))
-    raise UserError(
-        f"The model is not the one that was trained: its {name!r} has shape {model.leaf_shapes.get(name, 'none')}; "
-        f"allowed: {leaves.get(name, 'none')}."
-    )
-
-
-def shape_facts(shapes: Shapes) -> dict[str, Any]:
-    """Return shapes as plain values, as JSON has them."""
-    return {
-        "input_shape": list(shapes.inputs),
-        "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
-        "num_outputs": shapes.outputs,
-        "feature_names": None if shapes.features is None else list(shapes.features),
-        "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
-        "labels": None if shapes.labels is None else list(shapes.labels),
-    }
-
-
-def take_shapes(facts: dict[str, Any]) -> Shapes:
-    """Take out of ``facts`` the shapes that :func:`shape_facts` put there."""
-    names, encoding, labels = facts.pop("feature_names"), facts.pop("encoding", None), facts.pop("labels", None)
-    return Shapes(
-        tuple(facts.pop("input_shape")),
-        getattr(torch, facts.pop("input_dtype")),
-        facts.pop("num_outputs"),
-        None if names is None else tuple(names),
-        None if encoding is None else Encoding.from_json(encoding),
-        None if labels is None else tuple(labels),
-    )

@@ -11,7 +11,12 @@ from fedem.settings import Settings
 
 @dataclass(frozen=True)
 class Schedule(Settings, ABC):
-    """A learning rate for each round k = 0, ..., K - 1."""
+    """A learning rate for each round k = 0, ..., K - 1.
+
+    Attributes:
+        learning_rate: the rate of the first round; with inverse_sqrt a0, which is divided by sqrt(K).
+
+    """
 
     learning_rate: float = field(default=0.1, metadata={"above": 0})
 
@@ -31,7 +36,12 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """Times ``factor`` at one half and again at three quarters of the run."""
+    """Times ``factor`` at one half and again at three quarters of the run.
+
+    Attributes:
+        factor: by which the rate is multiplied, twice.
+
+    """
 
     factor: float = field(default=0.1, metadata={"above": 0})
 

@@ -33,7 +33,38 @@ NO_GRAPH = "none"
 
 @dataclass(frozen=True)
 class RunSettings(Settings):
-    """How a run goes, whatever the method."""
+    """How a run goes, whatever the method.
+
+    Attributes:
+        rounds: communication rounds.
+        seed: decides whatever is random.
+        clients_per_round: share of the clients that take part in each round, up to 1, or their number, from 2.
+        unseen: share of the clients held out of training; when it is over they are fitted and scored, where the method
+            has something for them.
+        unseen_share: share of its training samples that a client held out is fitted on.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU where there is one.
+        engine: "stacked" trains many clients at once, "one_by_one" one after the other, with the same results up to
+            rounding; "auto" stacks, but for models that can't be stacked and those that a CPU trains faster alone.
+        chunk_size: clients stacked together; 0 chooses as many as memory holds. It changes no result beyond rounding.
+        dtype: type of the models' parameters and of what is computed with them.
+        precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
+            bits; "bfloat16": models compute in that type where torch deems it safe.
+        local_layers: "batch_norm" keeps each client's batch normalisation, scales and statistics, with the client;
+            "none" shares all layers.
+        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
+            FedAvg into FedAvg+.
+        fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
+        unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
+        evaluate_every: rounds between scores, by which the best state is chosen; the last round is scored in any case,
+            with 0 it alone.
+        measure_alpha_every: rounds between measurements of alpha, the share of the way to the optimum that local
+            solvers leave; 0: never.
+        diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
+        checkpoint_every: rounds between checkpoints of a run that has a folder; there is one after the last round.
+        partition_hash: hash of who owns which samples. A run writes it down, and config.toml is refused where the
+            clients would get others; empty accepts any.
+
+    """
 
     rounds: int = field(default=200, metadata={"min": 1})
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
@@ -97,7 +128,31 @@ NAMED: dict[str, Mapping[str, Kinds]] = {
     "solver": _rows(SOLVERS),
     "schedule": _rows(SCHEDULES),
 }
-_WITHOUT_SETTINGS = [("data", GIVEN), ("partition", GIVEN), ("model", GIVEN), ("loss", "auto"), ("graph", NO_GRAPH)]
+WITHOUT_SETTINGS: dict[tuple[str, str], str] = {
+    ("data", GIVEN): "Passed from Python.",
+    ("partition", GIVEN): "Passed from Python, as part of the data.",
+    ("graph", NO_GRAPH): "Clients talk to a server, or to nobody.",
+    ("model", GIVEN): "Passed from Python.",
+    ("loss", "auto"): "The one that fits the targets: squared_error for numbers, logistic for two classes, "
+    "cross_entropy for more.",
+}
+"""Names beside those with settings, and what they stand for."""
+
+ABOUT: dict[str, str] = {
+    "run": "How a run goes: rounds, who takes part, where it is computed, when it is scored.",
+    "batching": "How a client walks through its samples in a round.",
+    "compression": "What the messages of a server and its clients leave out.",
+    "data": "Where the samples come from.",
+    "partition": "How samples become clients'; by default as is usual for the data.",
+    "method": "What is trained, and how clients' work is put together.",
+    "graph": "Who averages with whom where there is no server.",
+    "model": "The network that each component, or each client, has.",
+    "loss": "What is minimised: the negative log-likelihood of the targets.",
+    "solver": "How a client takes its local steps.",
+    "schedule": "The learning rate of each round.",
+}
+"""A line on each section."""
+
 DEFAULTS: Sections = {
     "data": {"name": "synthetic"},
     "method": {"name": "fedem"},
@@ -114,7 +169,7 @@ def kinds_of(section: str, values: Mapping[str, Any]) -> Kinds:
     if section in UNNAMED:
         return UNNAMED[section]
     name = values.get("name")
-    if (section, name) in _WITHOUT_SETTINGS:
+    if (section, name) in WITHOUT_SETTINGS:
         return ()
     if not isinstance(name, str) or name not in NAMED[section]:
         raise unknown(section, name, NAMED[section])

@@ -10,13 +10,14 @@ from typing import Any
 from fedem.config import Config, route
 from fedem.data.base import Dataset, Truth
 from fedem.errors import UserError
+from fedem.facts import check_model
 from fedem.federation import Federation
 from fedem.job import Job, Progress
 from fedem.models import MODELS
 from fedem.parts import ModelSource
 from fedem.precision import products
 from fedem.records import Record
-from fedem.result import Result, check_leaves, name_tuned
+from fedem.result import Result, name_tuned
 from fedem.runs import RunFolder
 from fedem.sections import GIVEN
 from fedem.team import joined
@@ -138,7 +139,7 @@ def _restore(job: Job, folder: RunFolder) -> Progress:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
     if facts["data"] != job.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
-    check_leaves(job.parts.model, facts.get("leaves"))
+    check_model(job.parts.model, facts.get("leaves"))
     history = [line for line in folder.metrics() if line["round"] <= states["last"].round]
     return Progress(states["last"], states.get("best"), facts["best_validation"], history, facts["seconds"])
 

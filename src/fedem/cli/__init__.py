@@ -55,6 +55,7 @@ for command in (
     reporting.plot,
     about.methods,
     about.graphs,
+    about.settings,
     folders.show,
     folders.evaluate,
     folders.personalize,

@@ -1,4 +1,4 @@
-"""What needs no run: ``fedem methods``, ``fedem graphs`` and ``fedem version``."""
+"""What needs no run: ``fedem methods``, ``fedem settings``, ``fedem graphs`` and ``fedem version``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import typer
 from fedem import __version__
 from fedem.cli.options import given
 from fedem.config import Config, parse_assignment
+from fedem.errors import UserError
 from fedem.methods import resolve_method
 from fedem.report.console import console, waiting
 from fedem.report.graphs import describe, graph_pages, graphs_table
 from fedem.report.methods import method_pages, methods_table
+from fedem.report.settings import section_pages, sections_pages, settings_page
 
 
 def methods(
@@ -24,6 +26,30 @@ def methods(
         console.print("fedem methods NAME tells a method's settings.", highlight=False)
         return
     for page in method_pages(resolve_method(name)):
+        console.print(page, highlight=False)
+
+
+def settings(
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[SECTION[.NAME]]", help="One section, or one name in it.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="All sections as a page of documentation.")] = False,
+) -> None:
+    """List the sections of settings; with a SECTION, tell all that can be set there: --set section.key=value.
+
+    Examples:
+      fedem settings run
+
+      fedem settings schedule.step
+
+    """
+    if markdown:
+        if name is not None:
+            raise UserError(f"--markdown is for all sections, but {name!r} was asked for; allowed: one of the two.")
+        typer.echo(settings_page(), nl=False)
+        return
+    for page in sections_pages() if name is None else section_pages(name):
         console.print(page, highlight=False)
 
 

@@ -28,7 +28,8 @@ def init(
     method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+        list[str] | None,
+        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
     ] = None,
     quiet: Quiet = False,
 ) -> None:

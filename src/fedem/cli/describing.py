@@ -24,7 +24,8 @@ def describe(
     client_column: OwnClientColumn = None,
     seed: Annotated[int, typer.Option(help="Decides partition and split, as in training.")] = 0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+        list[str] | None,
+        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
     quiet: Quiet = False,

@@ -64,7 +64,8 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+        list[str] | None,
+        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
     ] = None,
     baselines: Annotated[
         str | None,

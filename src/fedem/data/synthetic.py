@@ -58,6 +58,21 @@ class Synthetic(DataSource):
 
     The n_t samples are for training. ``num_test`` samples a client for testing and ``num_validation`` for validation
     are drawn besides, from streams of their own: changing their number leaves the training samples as they are.
+
+    Attributes:
+        num_clients: T, clients that are made.
+        num_components: M of the truth; a method's own number may be another.
+        dimension: d, features of a sample.
+        dirichlet: concentration of the mixture weights; the smaller, the more a client has of one component alone.
+        clustered: each client has one component alone, drawn uniformly.
+        size_mean: mean of the logarithm of m_t, what a client has beyond ``min_samples``.
+        size_sigma: standard deviation of that logarithm; 0 makes clients of one size.
+        min_samples: training samples that each client has at least.
+        max_samples: training samples that each client has at most.
+        noise_scale: standard deviation of the noise added to the logits; 0 leaves it out.
+        num_validation: validation samples of each client.
+        num_test: test samples of each client.
+
     """
 
     num_clients: int = field(default=300, metadata={"min": 1})

@@ -15,7 +15,7 @@ from fedem.data.base import Dataset
 from fedem.errors import UserError
 from fedem.job import Job
 from fedem.parts import Parts, Shapes
-from fedem.result import shape_facts, take_shapes
+from fedem.facts import shape_facts, take_shapes
 
 CONFIG, PLAN = "config.toml", "plan.json"
 _SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")

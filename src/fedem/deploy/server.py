@@ -36,7 +36,7 @@ from fedem.deploy.settings import RunConfig
 from fedem.errors import UserError
 from fedem.randomness import COHORT, choose, client_keys
 from fedem.records import Record
-from fedem.result import checkpoint_facts
+from fedem.facts import checkpoint_facts
 from fedem.rounds import State, cohort_size
 from fedem.runs import RunFolder
 from fedem.tree import tree_bytes, tree_index

@@ -40,10 +40,11 @@ from fedem.export.formats import (
     sample_inputs,
     try_file,
 )
+from fedem.facts import shape_facts, take_shapes
 from fedem.models import MODELS, Model
 from fedem.models.losses import LOSSES
 from fedem.parts import ModelSource, Shapes, find_device
-from fedem.result import PersonalModel, Result, shape_facts, take_shapes
+from fedem.result import PersonalModel, Result
 from fedem.sections import GIVEN
 from fedem.tree import add_prefix, take_prefix, tree_sorted, tree_to
 

@@ -35,6 +35,10 @@ class File(Topology):
     an adjacency matrix of zeros and ones, whose rows are in the order of the federation's clients: .npy, .npz with one
     array, or .csv with more than two columns. A client that is its own neighbour is refused, and so are edges with
     weights: the rule ``weights`` sets them.
+
+    Attributes:
+        path: where the file or folder is.
+
     """
 
     path: str = ""

@@ -25,7 +25,13 @@ class PooledConv2d(nn.Conv2d):
 
 @dataclass(frozen=True)
 class CharacterModel(ModelSpec):
-    """What both have in common: pixels, from 0 to 1, are standardised by the mean and deviation of a data set's."""
+    """What both have in common: pixels, from 0 to 1, are standardised by the mean and deviation of a data set's.
+
+    Attributes:
+        pixel_mean: what is subtracted from each pixel.
+        pixel_deviation: what the difference is divided by.
+
+    """
 
     pixel_mean: float = 0.0
     pixel_deviation: float = field(default=1.0, metadata={"above": 0})
@@ -35,7 +41,10 @@ class CharacterModel(ModelSpec):
 class CNN(CharacterModel):
     """The paper's network for EMNIST and FEMNIST: that of Reddi et al. (2021), two 3x3 convolutions without padding.
 
-    ``dropout`` is the rate after pooling, ``dense_dropout`` that after the dense layer.
+    Attributes:
+        dropout: rate after pooling.
+        dense_dropout: rate after the dense layer.
+
     """
 
     dropout: float = field(default=0.25, metadata={"min": 0, "below": 1})
@@ -63,8 +72,10 @@ class CNN(CharacterModel):
 class LeafCNN(CharacterModel):
     """The network of LEAF for FEMNIST (Caldas et al. 2018): 5x5 convolutions and a dense layer of 2048 units.
 
-    LEAF pads so that convolutions keep the image's size; the authors' code of FedEM has the same layers without padding
-    (``same_padding = false``).
+    Attributes:
+        same_padding: pad so that convolutions keep the image's size, as LEAF does; the authors' code of FedEM has the
+            same layers without padding (false).
+
     """
 
     same_padding: bool = True

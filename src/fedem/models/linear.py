@@ -12,7 +12,12 @@ from fedem.models.base import ModelSpec
 
 @dataclass(frozen=True)
 class Linear(ModelSpec):
-    """An affine map; logistic or softmax regression, or least squares, depending on the loss."""
+    """An affine map; logistic or softmax regression, or least squares, depending on the loss.
+
+    Attributes:
+        bias: whether there is a constant beside the linear map.
+
+    """
 
     bias: bool = True
 

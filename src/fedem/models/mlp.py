@@ -12,7 +12,14 @@ from fedem.models.base import ModelSpec
 
 @dataclass(frozen=True)
 class MLP(ModelSpec):
-    """``layers`` hidden layers of ``hidden`` rectified units; the defaults are the "2NN" of McMahan et al. (2017)."""
+    """Hidden layers of rectified units; the defaults are the "2NN" of McMahan et al. (2017).
+
+    Attributes:
+        hidden: units of each hidden layer.
+        layers: how many hidden layers there are.
+        dropout: rate after each hidden layer.
+
+    """
 
     hidden: int = field(default=200, metadata={"min": 1})
     layers: int = field(default=2, metadata={"min": 1})

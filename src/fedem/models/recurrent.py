@@ -30,7 +30,12 @@ class CharacterLSTM(nn.Module):
 class LSTM(ModelSpec):
     """The stacked LSTM for Shakespeare (McMahan et al. 2017, Caldas et al. 2018); inputs are numbers of characters.
 
-    ``vocabulary`` is how many different characters there may be: inputs lie in 0 to ``vocabulary`` - 1.
+    Attributes:
+        vocabulary: how many different characters there may be: inputs lie in 0 to ``vocabulary`` - 1.
+        embedding: numbers that a character becomes.
+        hidden: units of each layer.
+        layers: how many LSTM layers stand one above the other.
+
     """
 
     vocabulary: int = field(default=128, metadata={"min": 1})

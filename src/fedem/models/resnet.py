@@ -80,8 +80,10 @@ class ResNet(nn.Module):
 class ResNetSpec(Pretrainable):
     """A residual network of basic blocks (He et al. 2016).
 
-    ``small_images`` takes a 3x3 stem of stride 1 without pooling, as is usual for CIFAR, in place of the 7x7 stem and
-    its ``stem_stride``. Weights for the 7x7 stem do not fit it.
+    Attributes:
+        small_images: take a 3x3 stem of stride 1 without pooling, as is usual for CIFAR, in place of the 7x7 stem and
+            its ``stem_stride``. Weights for the 7x7 stem do not fit it.
+
     """
 
     head: ClassVar[str] = "fc."

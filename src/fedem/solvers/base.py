@@ -20,7 +20,12 @@ Objective = Callable[[Tree], tuple[Tensor, Tree]]
 
 @dataclass(frozen=True)
 class Solver(Settings, ABC):
-    """One step of a local solver. ``weight_decay`` adds weight_decay/2 |parameters|^2 to every objective."""
+    """One step of a local solver.
+
+    Attributes:
+        weight_decay: adds weight_decay/2 |parameters|^2 to every objective.
+
+    """
 
     usual_rate: ClassVar[float] = 0.1
     """a learning rate to begin with"""

@@ -15,7 +15,13 @@ from fedem.tree import Tree, add_prefix, take_prefix, tree_map
 
 @dataclass(frozen=True)
 class SGD(Solver):
-    """Stochastic gradient descent with momentum, as ``torch.optim.SGD`` has it."""
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD`` has it.
+
+    Attributes:
+        momentum: share of the last step's direction that is added to the gradient. Each round starts without.
+        nesterov: step along the gradient and ``momentum`` times the new direction (Nesterov's step).
+
+    """
 
     momentum: float = field(default=0.0, metadata={"min": 0, "below": 1})
     nesterov: bool = False
@@ -56,7 +62,14 @@ class SGD(Solver):
 
 @dataclass(frozen=True)
 class Adam(Solver):
-    """Adam (Kingma and Ba 2015) with its two moments, started afresh each round."""
+    """Adam (Kingma and Ba 2015) with its two moments, started afresh each round.
+
+    Attributes:
+        beta1: share of the first moment, the mean gradient, that a step keeps.
+        beta2: share of the second moment, the mean squared gradient, that a step keeps.
+        epsilon: added to the root of the second moment, by which steps are divided.
+
+    """
 
     usual_rate: ClassVar[float] = 0.001
 

@@ -37,7 +37,10 @@ CONCENTRATION = {"min": 1e-300}
 class Partition(Settings, ABC):
     """A recipe for clients: the same samples, recipe and seed make the same ones.
 
-    ``share`` of the samples are kept, chosen uniformly; no client has fewer than ``min_samples``.
+    Attributes:
+        share: how much of the samples is kept, chosen uniformly.
+        min_samples: no client has fewer; where one would, the partition is refused.
+
     """
 
     share: float = field(default=1.0, metadata={"above": 0, "max": 1})
@@ -59,6 +62,10 @@ class Dealing(Partition):
     """Samples dealt to ``num_clients`` clients called "0", "1", ...; whose they were plays no part.
 
     With the same seed, all partitions of this kind keep the same ``share`` of the samples.
+
+    Attributes:
+        num_clients: T, to whom samples are dealt.
+
     """
 
     num_clients: int = field(default=100, metadata={"min": 1})

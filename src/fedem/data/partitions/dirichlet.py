@@ -27,6 +27,11 @@ class Concentrated(Dealing):
     How many samples of a group each client gets is multinomial with these shares, as in the paper's own code. Where a
     client would have fewer than ``min_samples``, all shares are drawn again, as is common. So the clients follow that
     law given that none is too small; samples moved to small clients would bring labels that no Dirichlet drew.
+
+    Attributes:
+        min_samples: no client has fewer; where one would, all shares are drawn again.
+        alpha: concentration of the shares; the smaller, the fewer clients have most of a label.
+
     """
 
     min_samples: int = field(default=10, metadata={"min": 1})
@@ -53,7 +58,7 @@ class Concentrated(Dealing):
 @final
 @dataclass(frozen=True)
 class Dirichlet(Concentrated):
-    """Every label by itself: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020)."""
+    """Every label dealt by itself in Dirichlet shares: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020)."""
 
     def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
         return labels
@@ -65,6 +70,10 @@ class LabelGroups(Concentrated):
     """Labels put at random into ``num_groups`` groups, as equal as can be: what the paper's own code does for CIFAR-10.
 
     The labels of a group have the same shares.
+
+    Attributes:
+        num_groups: G, at most as many as there are labels.
+
     """
 
     num_groups: int = field(default=3, metadata={"min": 1})

@@ -28,6 +28,10 @@ class Shards(Dealing):
     """Few labels a client (McMahan et al. 2017): samples sorted by label, cut into shards, and those dealt at random.
 
     The sizes of shards differ by at most one.
+
+    Attributes:
+        shards_per_client: about as many as a client then has labels, since few shards hold two.
+
     """
 
     shards_per_client: int = field(default=2, metadata={"min": 1})

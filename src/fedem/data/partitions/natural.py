@@ -18,8 +18,13 @@ from fedem.randomness import choose, client_keys
 class Natural(Partition):
     """Writers, roles or whatever the samples came with, in the order of their names.
 
-    Those with fewer than ``min_samples`` are left out. Of the others ``share`` are kept, and at most ``max_clients``
-    (0: all), chosen by their names: with the same seed, a smaller choice is part of a larger one.
+    Those that are kept are chosen by their names: with the same seed, a smaller choice is part of a larger one.
+
+    Attributes:
+        share: how much of the clients is kept, each with all its samples.
+        min_samples: clients with fewer are left out beforehand.
+        max_clients: how many are kept at most; 0: all.
+
     """
 
     min_samples: int = field(default=2, metadata={"min": 1})

@@ -25,7 +25,13 @@ class Pachinko(Dealing):
     A client draws shares of the coarse labels from a Dirichlet(``alpha``) and, for each of them, shares of its fine
     labels from a Dirichlet(``beta``). Its samples are drawn one by one: a coarse label, a fine label of it, an unused
     sample of that. A fine label leaves with its last unused sample, a coarse one with its last fine label; the shares
-    of those that stay are normalised again. ``samples_per_client`` 0 stands for as many as there are for everybody.
+    of those that stay are normalised again.
+
+    Attributes:
+        samples_per_client: the same for all; 0 stands for as many as there are for everybody.
+        alpha: concentration of a client's shares of the coarse labels; the smaller, the fewer it has.
+        beta: concentration of its shares of a coarse label's fine labels; likewise.
+
     """
 
     samples_per_client: int = field(default=600, metadata={"min": 0})
