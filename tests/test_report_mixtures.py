@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from report_runs import compared, drawn, gathered, regressed
+from report_runs import compared, drawn, gathered, regressed, trained
 
 import fedem
-from fedem.report.gathered import Gathered
+from fedem.report.gathered import Gathered, gather
+from fedem.report.page import build_page
 from fedem.report.pictures import components, gains, weights
 from fedem.report.reading import Clients
 
@@ -137,3 +139,14 @@ def test_the_picture_has_the_cosines_of_the_saved_components(data: Gathered) -> 
 def test_without_a_checkpoint_components_are_not_drawn(data: Gathered, tmp_path: Path) -> None:
     run = data.runs["fedem"][0]
     assert components.cosines_of(dataclasses.replace(run, folder=type(run.folder)(tmp_path))) is None
+
+
+def test_figures_speak_first_of_clients_that_mix(tmp_path: Path) -> None:
+    """Whoever scores best: IFCA's clients choose one model each."""
+    for method in ("ifca", "fedem", "local", "fedavg", "fedprox", "ditto", "apfl"):
+        trained(tmp_path / method, method, 0, rounds=2)
+    data = gather([tmp_path])
+    assert weights.mixtures(data[0]) == ["fedem", "ifca"]
+    title = re.search(r"<title>(.*?)</title>", build_page(data))
+    assert title is not None
+    assert title[1] == "synthetic: 7 methods"

@@ -56,7 +56,10 @@ class PersonalModel:
             with torch.no_grad():
                 found = predict(self.model, self.mixture, checked).cpu()
         except (RuntimeError, IndexError) as error:
-            raise UserError(f"The model can't take inputs of shape {list(checked.shape)}: {error}") from error
+            allowed = ", ".join(map(str, ("n", *self.shapes.inputs)))
+            raise UserError(
+                f"The model can't take inputs of shape {list(checked.shape)}; allowed: [{allowed}], as in training."
+            ) from error
         return found if self.shapes.encoding is None else self.shapes.encoding.decode(found)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from fedem.methods import METHODS
+from fedem.methods import title_of
 from fedem.report.comparisons import comparison_remarks, comparison_table
 from fedem.report.gathered import Gathered
 from fedem.report.pictures import FIGURES
@@ -38,6 +38,8 @@ reach from the lowest seed to the highest; seconds and bytes (all clients togeth
 </body>
 </html>
 """
+_NAMED = 6
+"""methods in the title; more are counted"""
 _FIGURE = """<figure id="figure-{name}">
 <h3 id="{name}-title">{title}</h3>
 <p class="see">{sentence}</p>
@@ -73,13 +75,17 @@ def build_page(sets: Sequence[Gathered]) -> str:
         _section("runs", "Runs", "\n".join(map(_runs, sets))),
         _section("configuration", "Configuration, and how to run it again", "\n".join(map(_configuration, sets))),
     ]
-    methods = dict.fromkeys(METHODS[runs[0].method].title for data in sets for runs in data.runs.values())
+    methods = dict.fromkeys(title_of(runs[0].method) for data in sets for runs in data.runs.values())
     return _PAGE.format(
-        title=escape(f"{', '.join(data.comparison.data for data in sets)}: {', '.join(methods)}"),
+        title=escape(f"{', '.join(data.comparison.data for data in sets)}: {_listed(list(methods))}"),
         style=STYLE,
         contents="\n".join(f'<li><a href="#{place}">{escape(title)}</a></li>' for place, title in contents.items()),
         sections="\n".join(sections),
     )
+
+
+def _listed(titles: Sequence[str]) -> str:
+    return ", ".join(titles) if len(titles) <= _NAMED else f"{len(titles)} methods"
 
 
 def _figures(data: Gathered) -> Iterator[_Figure]:

@@ -105,12 +105,13 @@ def entropy(data: Gathered) -> Picture | None:
 
 
 def mixtures(data: Gathered) -> list[str]:
-    """Return the methods whose clients have mixture weights in all seeds."""
-    return [
+    """Return the methods whose clients have mixture weights in all seeds, last those that choose one component."""
+    found = [
         method
         for method, runs in data.runs.items()
         if all(run.clients.weights.size and np.isfinite(run.clients.weights).all() for run in runs)
     ]
+    return sorted(found, key=lambda method: all((run.clients.weights.max(1) == 1).all() for run in data.runs[method]))
 
 
 def by_dominant(weights: Numbers) -> NDArray[np.int64]:
