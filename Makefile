@@ -12,7 +12,7 @@ train: install
 		--set data.num_test=500 --baselines fedavg,local
 
 test: install
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 install: $(STAMP)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,12 @@ settings.load_profile("suite")
 
 # Tensors as small as the tests' only wait for further threads.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of networks mostly wait."""
+    return (os.cpu_count() or 1) + 1
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def kinds_of(section: str, values: Mapping[str, Any]) -> Kinds:
     if section in UNNAMED:
         return UNNAMED[section]
     name = values.get("name")
-    if (section, name) in WITHOUT_SETTINGS:
+    if isinstance(name, str) and (section, name) in WITHOUT_SETTINGS:
         return ()
     if not isinstance(name, str) or name not in NAMED[section]:
         raise unknown(section, name, NAMED[section])
