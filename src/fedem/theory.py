@@ -23,7 +23,7 @@ from fedem.job import Job
 from fedem.mixing.base import Mixer
 from fedem.mixing.graph import Graph
 from fedem.precision import products
-from fedem.records import Record
+from fedem.records import Record, has_diverged, name_scores
 from fedem.sections import Layer
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
@@ -202,7 +202,8 @@ def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Job:
 
 def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
     """Carry out one run; returns a record for each round that was measured."""
-    training, lines = job.placed().training, []
+    job = job.placed()
+    training, lines = job.training, []
     with products(job.config.run.precision, job.parts.device):
         state = training.init()
         for number in range(1, training.num_rounds + 1):
@@ -211,6 +212,12 @@ def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None
                 lines.append({"round": number, **measure(training, before, state).record()})
             if listener is not None:
                 listener({"round": done + number})
+        # Where everything is saturated gradients vanish, and any bound on them holds.
+        if has_diverged(name_scores(job.scores(job.predictors(state)))):
+            raise UserError(
+                f"Training diverged within {training.num_rounds} rounds at learning rate "
+                f"{training.schedule.rate(0, training.num_rounds):g}; a smaller a0 is needed."
+            )
     return lines
 
 
