@@ -273,7 +273,10 @@ def test_the_command_prints_slopes_beside_rates(command, tmp_path: Path) -> None
         (["--rounds", "2,4"], "rounds are 2, 4; allowed: at least 3"),
         (["--rounds", "2,many"], "--rounds is '2,many'; allowed: whole numbers"),
         (["--a0", "-1"], "a0 is -1; allowed: a number above 0"),
-        (["--a0", "1e8"], "Training diverged within 2 rounds at learning rate"),
+        (
+            ["--a0", "1e8", "--rounds", "2,3,4", "--set", "data.max_samples=90"],
+            "Training diverged within 2 rounds at learning rate",
+        ),
         (["--seeds", "0"], "--seeds is 0; allowed: at least 1"),
         (["--method", "fedm"], "Did you mean 'fedem'?"),
         (["--method", "ditto"], "Ditto can't be diagnosed"),
