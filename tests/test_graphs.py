@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
@@ -109,6 +109,21 @@ def test_an_edge_is_drawn_with_its_probability_whoever_else_is_there() -> None:
     assert abs(len(edges) - 0.3 * pairs) < 4 * (pairs * 0.3 * 0.7) ** 0.5
     fewer = union(ErdosRenyi(probability=0.3), keys[:100])
     assert np.array_equal(fewer, edges[(edges < 100).all(1)])
+
+
+def test_a_random_graph_that_falls_apart_is_drawn_anew() -> None:
+    """And only then: one that holds together is the first that was drawn."""
+    keys, pairs = KEYS[:5].sort().values, np.array(list(combinations(range(5), 2)))
+    apart = 0
+    for seed in range(40):
+        first = pairs[edge_numbers(pairs, keys, seed, 201) < 0.5]
+        found = union(ErdosRenyi(), keys, seed)
+        assert num_components(5, found) == 1
+        if num_components(5, first) == 1:
+            assert np.array_equal(found, canonical(first))
+        else:
+            apart += 1
+    assert 0 < apart < 30
 
 
 @pytest.mark.parametrize("topology", [ErdosRenyi(), SmallWorld(rewiring=0.5), Regular()], ids=names)

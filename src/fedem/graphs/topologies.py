@@ -17,10 +17,12 @@ from torch import Tensor
 from fedem.errors import UserError
 from fedem.graphs.activity import edge_numbers
 from fedem.graphs.base import Topology
-from fedem.graphs.weights import Edges, canonical
+from fedem.graphs.weights import Edges, canonical, num_components
 from fedem.randomness import derive
 
 _GRAPH = 201  # a purpose, beside those of fedem.randomness
+_DRAWS = 100
+"""of a random graph, until it is connected"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Laid(Topology):
 @final
 @dataclass(frozen=True)
 class ErdosRenyi(Laid):
-    """Each pair of clients is an edge with ``probability``, each by itself; a graph that falls apart is refused.
+    """Each pair of clients is an edge with ``probability``, each by itself; one that falls apart is drawn anew.
 
     Attributes:
         probability: of an edge; also the share of all pairs that are edges, on average.
@@ -56,7 +58,14 @@ class ErdosRenyi(Laid):
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         pairs = _all_pairs(len(keys))
-        return pairs[edge_numbers(pairs, keys, seed, _GRAPH) < self.probability]
+        best, least = pairs[:0], len(keys) + 1
+        for again in range(_DRAWS):
+            drawn = pairs[edge_numbers(pairs, keys, seed, _GRAPH, *([again] if again else [])) < self.probability]
+            if (components := num_components(len(keys), drawn)) < least:
+                best, least = drawn, components
+            if least <= 1:
+                break
+        return best
 
 
 @final
