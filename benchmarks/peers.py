@@ -20,6 +20,7 @@ import numpy as np
 from fedem.config import Config
 from fedem.deploy.meeting import host_meeting
 from fedem.deploy.plan import Plan
+from fedem.deploy.sealing import make_key
 
 NAMES = ("ann", "bob", "cem", "dan")
 ROUNDS = 40
@@ -45,6 +46,7 @@ class Peers:
         )
         plan = Plan.make(config, config.make_data())
         plan.save(folder / "plan")
+        make_key(folder / "plan")
         self.parameters = plan.parts.model.num_parameters
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 

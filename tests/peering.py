@@ -1,23 +1,32 @@
-"""Peers for tests: a small federation in a file, its plan, the simulator's end, and processes."""
+"""Peers for tests: a small federation in a file, its plan, the simulator's end, and peers as processes and threads."""
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedem.config import Config
+from fedem.deploy.desk import Desk
 from fedem.deploy.keeping import Kept
+from fedem.deploy.peers import Peer, Task
 from fedem.deploy.plan import Plan
+from fedem.deploy.sealing import make_key
 from fedem.job import Job
 from fedem.rounds import State
 
@@ -49,6 +58,7 @@ class Deployment:
             }
         )
         Plan.make(self.config, self.config.make_data()).save(self.plan)
+        make_key(self.plan)
 
     def with_run(self, **values: Any) -> Self:
         """Change the run's settings."""
@@ -80,10 +90,17 @@ class Deployment:
                     torch.testing.assert_close(leaf, expected[key][position].cpu(), rtol=0, atol=1e-5)
 
     def peer(
-        self, port: int, clients: Sequence[str], plan: Path | None = None, least: int = 2, most: int = 9
+        self,
+        port: int,
+        clients: Sequence[str],
+        plan: Path | None = None,
+        least: int = 2,
+        most: int = 9,
+        state: Path | None = None,
     ) -> Process:
         """Start a process."""
-        options: dict[str, Any] = {"--plan": plan or self.plan, "--data": self.data, "--state": self.state}
+        options: dict[str, Any] = {"--plan": plan or self.plan, "--data": self.data}
+        options |= {"--state": state or self.state}
         options |= {"--meet": f"127.0.0.1:{port}", "--min-peers": least, "--max-peers": most, "--patience": 3}
         arguments = [str(word) for pair in options.items() for word in pair]
         return Process(self.state.parent, *arguments, *(word for name in clients for word in ("--client", name)))
@@ -118,6 +135,19 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(30)
 
+    def kill_agent(self) -> None:
+        """End the process that was started, and none that it started."""
+        self._process.kill()
+        self._process.wait(30)
+
+    def has_left_overs(self) -> bool:
+        """Whether processes that it started are still there."""
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
     def said(self) -> str:
         return self._log.read_text(errors="replace")
 
@@ -140,3 +170,58 @@ def wait_for(condition: Callable[[], object], processes: Sequence[Process], seco
         if time.monotonic() > deadline or not (alive or condition()):
             raise AssertionError("\n---\n".join(process.said() for process in processes))
         time.sleep(0.05)
+
+
+class Threads:
+    """Stands in for a group of processes: its members are threads, and messages lie in queues."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._told: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self.messages: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+
+    def gather(self, rank: int, content: Any) -> list[Any]:
+        self._told[rank] = content
+        self._barrier.wait()
+        found = list(self._told)
+        self._barrier.wait()
+        return found
+
+
+class Member:
+    """One thread's end of a group."""
+
+    def __init__(self, threads: Threads, rank: int):
+        self.threads, self.rank, self.size = threads, rank, threads.size
+
+    def tell_all(self, content: Any) -> list[Any]:
+        return [json.loads(text) for text in self.threads.gather(self.rank, json.dumps(content))]
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        for rank, buffer in outgoing.items():
+            self.threads.messages[self.rank, rank].put(buffer.clone())
+        for rank, buffer in incoming.items():
+            buffer.copy_(self.threads.messages[rank, self.rank].get(timeout=60))
+
+    def total(self, values: Tensor) -> Tensor:
+        return torch.stack(self.threads.gather(self.rank, values)).sum(0)
+
+
+def work_together(deployment: Deployment, processes: list[list[str]], folder: Path) -> list[list[str]]:
+    """Let peers run to the end; returns what each told its user."""
+    threads = Threads(len(processes))
+    tasks = [Task(deployment.plan, deployment.data, tuple(names), deployment.state, print) for names in processes]
+    # One after the other: models are drawn from torch's generator, of which there is one for all threads.
+    members = [task.open() for task in tasks]
+
+    def run(rank: int) -> list[str]:
+        told: list[str] = []
+        desk = Desk(folder / f"desk{rank}", 0, 1)
+        desk.folder.mkdir(exist_ok=True)
+        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]
+        assert desk.has_met
+        return told
+
+    with ThreadPoolExecutor(len(processes)) as pool:
+        return list(pool.map(run, range(len(processes))))

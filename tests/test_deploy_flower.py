@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import deployments
@@ -11,6 +12,8 @@ pytest.importorskip("flwr")
 
 from flower_grid import Deployed, equal, simulated
 from flwr.app import Context, Message, RecordDict
+from flwr.app.exception import AppExitException
+from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
 
 from fedem.deploy import server_app
 from fedem.deploy.keeping import Kept
@@ -111,6 +114,18 @@ def test_a_run_is_continued_under_its_own_plan_alone(tmp_path: Path) -> None:
     there.serve()
     with pytest.raises(UserError, match=r"started with other settings \(run.rounds\)"):
         there.serve(rounds=5, **{"continue": True})
+
+
+def test_what_a_user_is_to_read_is_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = Deployed(tmp_path)
+    settings = there.run_config | {"continue": True}
+    with pytest.raises(AppExitException, match="There is no run to continue") as caught:
+        server_app(tmp_path / "plan")(there.grid, Context(1, 1, {}, RecordDict(), settings))
+    # What Flower does with it: a run that ends so has failed.
+    logging.getLogger("flwr").error("%s raised an exception", "ServerApp", exc_info=caught.value)
+    assert caplog.messages == [str(caught.value)]
+    assert "Traceback" not in caplog.text
+    assert not EXIT_CODE_HELP.get(caught.value.exit_code)
 
 
 def test_a_late_client_trains_from_its_first_weights(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +144,7 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     for key, value in (("unseen", 0.4), ("diagnose_every", 1), ("measure_alpha_every", 2)):
         with pytest.raises(UserError, match=f"run.{key} is {value}; allowed in a deployment"):
             deployments.make_plan(sample, run={key: value})
-    with pytest.raises(UserError, match="holds no plan"):
+    with pytest.raises(UserError, match=r"holds no plan.*`fedem deploy init` makes one.*`fedem peer plan`"):
         Plan.load(tmp_path)
     plan, _ = deployments.make_plan(sample)
     plan.save(tmp_path / "plan")
@@ -178,6 +181,47 @@ def test_what_a_node_refuses(tmp_path: Path) -> None:
     targetless = shops.write_shops(tmp_path / "no.csv", rows, ("weekday", "price", "temperature", "promotion"))
     with pytest.raises(UserError, match=r"no column 'sold'.*targets are needed"):
         Node.open(plan, targetless, "x")
+
+
+def test_categories_that_the_plan_has_not_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sample = deployments.write_sample(tmp_path)
+    plan, _ = deployments.make_plan(sample)
+    Node.open(plan, sample, "shop B")
+    assert not caplog.records
+    rows = shops.make_shops(10, names=("shop B",))
+    rows = [row | {"weekday": "Monday" if at else "Doomsday"} for at, row in enumerate(rows)]
+    Node.open(plan, shops.write_shops(tmp_path / "own.csv", rows), "shop B")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "Column 'weekday'" in record.getMessage()
+    assert "1 categories that the plan has not (Doomsday)" in record.getMessage()
+
+
+@pytest.fixture
+def _open_to_all() -> Iterator[None]:
+    """A system on which new files are for everybody."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are of other systems")
+@pytest.mark.usefixtures("_open_to_all")
+def test_what_a_client_keeps_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
+    path = place(tmp_path / "state", "trial", "shop A")
+    kept = Kept(plan, 1, {"log_weights": torch.zeros(3)}, client="shop A")
+    kept.save(path)
+    # A process that was killed has left one by the name that is written to first.
+    path.with_name(f".{path.name}.tmp").touch(0o666)
+    modes: list[int] = []
+    move = os.replace
+    monkeypatch.setattr(os, "replace", lambda one, two: (modes.append(os.stat(one).st_mode), move(one, two)))
+    kept.save(path)
+    assert [mode & 0o777 for mode in modes] == [0o600], "before it has its name"
+    places = (path, path.parent, path.parent.parent)
+    assert [place.stat().st_mode & 0o777 for place in places] == [0o600, 0o700, 0o700]
+    assert Kept.load(path).client == "shop A"
 
 
 def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_second_client_of_one_name_is_left_out(tmp_path: Path, caplog: pytest.
     there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0, "dtype": "float64"})
     there.nodes[14] = there.nodes[12] | {"state": str(tmp_path / "elsewhere")}
     state = there.serve()
-    assert f"Client {there.nodes[12]['client']!r} answered twice" in caplog.text
+    assert f"Client {there.nodes[12]['client']!r} is at node 14; node 12" in caplog.text, "which answered later"
     equal(state.shared, simulated(there.job, 1).shared)
 
 
@@ -255,6 +255,20 @@ def test_methods_without_such_a_server_are_refused(tmp_path: Path, method: str) 
     with pytest.raises(UserError, match=f"Method {method} needs .*; allowed: fedem, "):
         there.serve()
     assert not there.run_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("compression", {"downloads": "int8"}, "compression.downloads is 'int8', but .*; allowed there: none"),
+        ("graph", {"name": "ring"}, "graph.name is 'ring', but .*; allowed there: none"),
+    ],
+)
+def test_a_setting_that_the_server_has_no_place_for_is_named(
+    tmp_path: Path, section: str, values: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UserError, match=told):
+        Deployed(tmp_path, **{section: values}).serve()
 
 
 def test_records_give_trees_back() -> None:

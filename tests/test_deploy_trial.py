@@ -46,6 +46,7 @@ def shops(tmp_path: Path) -> Path:
         (["--method", "dfedem"], "dfedem"),
         (["--data", "nothing.csv"], "nothing.csv"),
         (["--set", "run.unseen=0.5"], "run.unseen is 0.5"),
+        (["--set", "compression.downloads=int8"], "compression.downloads is 'int8'"),
     ],
 )
 def test_what_can_t_be_tried_is_refused(run, words: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,9 +62,32 @@ def test_a_client_that_fine_tunes_exports_what_it_predicts_with(run: Run, tmp_pa
     for position, name in enumerate(there.job.federation.names):
         code, _, err = run("export", place(tmp_path / "state", "trial", name), "--out", tmp_path / f"m{position}")
         assert code == 0, err
+        about = json.loads((tmp_path / f"m{position}" / "model.json").read_text())
+        assert (about["client"], about["state"], about["round"]) == (name, "last", 3)
         inputs, _ = there.job.federation.train.client(position)
         found = load_exported(tmp_path / f"m{position}").predict(inputs)
         expected = predict(parts.model, tuned.of(parts.algorithm, position), inputs)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         plain = parts.algorithm.predictor(tree_index(state.shared, 0), tree_index(state.personal, position))
         assert not torch.allclose(found, predict(parts.model, plain, inputs))
+
+
+def test_a_servers_folder_has_no_client_s_model(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
+    from flower_grid import Deployed
+
+    there = Deployed(tmp_path, run={"rounds": 1})
+    there.serve()
+    folder, name = there.run_folder, there.job.federation.names[0]
+    assert (folder / "clients.csv").read_text() == "client,role\n"
+    predict_all = ["predict", folder, "--data", there.sample, "--out", tmp_path / "p.csv"]
+    commands = [
+        ["export", folder, "--client", name, "--out", tmp_path / "m"],
+        predict_all,
+        [*predict_all, "--client", name],
+        ["evaluate", folder],
+    ]
+    for words in commands:
+        code, _, err = run(*words)
+        assert (code, "clients' models and samples are on their nodes" in " ".join(err.split())) == (2, True)
+    assert run("export", folder, "--components", "--out", tmp_path / "all")[0] == 0

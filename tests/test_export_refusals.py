@@ -174,8 +174,8 @@ class TestCommand:
         ("options", "said"),
         [
             (["--client", "nobody"], "Unknown client 'nobody'; allowed: one of the 12 clients"),
-            ([], "Neither of --client and --components is given"),
-            (["--client", "0", "--components"], "Both of --client and --components"),
+            ([], "Neither --client nor --components is given"),
+            (["--client", "0", "--components"], "Both --client and --components are given"),
             (["--client", "0", "--format", "h5"], "Unknown format 'h5'"),
             (["--client", "0", "--which", "first"], "Unknown state 'first'"),
         ],

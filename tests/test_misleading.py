@@ -154,3 +154,24 @@ def test_a_result_and_its_data_are_told_in_a_line() -> None:
     federation = make_federation()
     assert repr(federation) == f"<Federation: 5 clients, {len(federation.train)} training samples of shape [4]>"
     assert repr(fedem.train(federation, rounds=1)).startswith("<Result of fedem on given: 5 clients, 1 rounds, test_")
+
+
+def test_a_run_that_was_killed_predicts_with_a_note(run: Run, tmp_path: Path) -> None:
+    path = write_shops(tmp_path / "shops.csv", make_shops(10))
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(record: dict[str, object]) -> None:
+        if record["round"] == 3:
+            raise StoppedError
+
+    config = fedem.Config.build(
+        {"data": {"name": "file", "path": str(path), "target_column": "sold", "client_column": "shop"}},
+        {"run": {"rounds": 5, "checkpoint_every": 2, "evaluate_every": 0}},
+    )
+    with pytest.raises(StoppedError):
+        fedem.run(config, config.make_data(), out=tmp_path / "run", listener=stop)
+    code, _, err = run("predict", tmp_path / "run", "--data", path, "--out", tmp_path / "p.csv", "-q")
+    assert code == 0, err
+    assert "note: The run is not complete: 2 of its 5 rounds are done." in err

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import queue
 import socket
-import threading
-from collections import defaultdict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,73 +13,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peering import SIZES, Deployment
-from torch import Tensor
+from peering import SIZES, Deployment, work_together
 from typer.testing import CliRunner, Result
 
 from fedem.cli import app
-from fedem.deploy.group import PeersChangedError, pack, unpack
-from fedem.deploy.meeting import Desk, Meeting, host_meeting, interface_of
-from fedem.deploy.peers import Peer, Task, join
+from fedem.deploy.group import pack, unpack
+from fedem.deploy.meeting import Meeting, host_meeting, interface_of
+from fedem.deploy.peers import Task, join
 from fedem.deploy.plan import Plan
 from fedem.errors import UserError
 from fedem.models.efficientnet import EfficientNetLite0
 from fedem.models.pretrained import read_weights
-
-
-class Threads:
-    """Stands in for a group of processes: its members are threads, and messages lie in queues."""
-
-    def __init__(self, size: int):
-        self.size = size
-        self._told: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=60)
-        self.messages: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-
-    def gather(self, rank: int, content: Any) -> list[Any]:
-        self._told[rank] = content
-        self._barrier.wait()
-        found = list(self._told)
-        self._barrier.wait()
-        return found
-
-
-class Member:
-    """One thread's end of a group."""
-
-    def __init__(self, threads: Threads, rank: int):
-        self.threads, self.rank, self.size = threads, rank, threads.size
-
-    def tell_all(self, content: Any) -> list[Any]:
-        return [json.loads(text) for text in self.threads.gather(self.rank, json.dumps(content))]
-
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
-        for rank, buffer in outgoing.items():
-            self.threads.messages[self.rank, rank].put(buffer.clone())
-        for rank, buffer in incoming.items():
-            buffer.copy_(self.threads.messages[rank, self.rank].get(timeout=60))
-
-    def total(self, values: Tensor) -> Tensor:
-        return torch.stack(self.threads.gather(self.rank, values)).sum(0)
-
-
-def work_together(deployment: Deployment, processes: list[list[str]], folder: Path) -> list[list[str]]:
-    """Let peers run to the end; returns what each told its user."""
-    threads = Threads(len(processes))
-    tasks = [Task(deployment.plan, deployment.data, tuple(names), deployment.state, print) for names in processes]
-    # One after the other: models are drawn from torch's generator, of which there is one for all threads.
-    members = [task.open() for task in tasks]
-
-    def run(rank: int) -> list[str]:
-        told: list[str] = []
-        desk = Desk(folder / f"desk{rank}", 0, 1)
-        desk.folder.mkdir(exist_ok=True)
-        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]
-        assert desk.has_met
-        return told
-
-    with ThreadPoolExecutor(len(processes)) as pool:
-        return list(pool.map(run, range(len(processes))))
 
 
 @pytest.mark.parametrize(
@@ -108,13 +48,15 @@ def test_those_who_are_left_go_on_from_the_furthest_round(tmp_path: Path) -> Non
     """A client that was away has its own state, and the others' round."""
     deployment = Deployment(tmp_path, 4)
     work_together(deployment, [["ann"], ["bob"]], tmp_path)
-    kept = deployment.kept("ann")
     # As if ann and bob had been killed two rounds before the end.
     for name in ("ann", "bob"):
         path = next(deployment.state.glob(f"*/{name}.safetensors"))
-        type(kept)(kept.plan, 2, deployment.kept(name).personal, deployment.kept(name).shared).save(path)
-    told = work_together(deployment, [["bob", "ann"], ["dan"]], tmp_path)
+        replace(deployment.kept(name), round=2).save(path)
+    (tmp_path / "later").mkdir()
+    told = work_together(deployment, [["bob", "ann"], ["dan"]], tmp_path / "later")
     assert all("2 of 4 rounds are done" in notes[0] for notes in told)
+    assert all("none of these: 1 of 3, such as 'dan'" in notes[1] for notes in told)
+    assert len({deployment.kept(name).run for name in ("ann", "bob", "dan")}) == 1
     lines = [json.loads(line) for line in next(deployment.state.glob("*/dan/metrics.jsonl")).read_text().splitlines()]
     assert [line["round"] for line in lines] == [3, 4]
     assert [line["clients"] for line in lines] == [3, 3]
@@ -133,23 +75,6 @@ def test_averages_are_weighted_by_training_samples(tmp_path: Path) -> None:
     for figure in ("test_accuracy", "train_loss"):
         average = sum(weights[name] * last[name][f"own_{figure}"] for name in last) / sum(weights.values())
         assert all(line[figure] == pytest.approx(average) for line in last.values())
-
-
-def test_a_refused_process_hears_why_and_the_others_meet_again(tmp_path: Path) -> None:
-    deployment = Deployment(tmp_path, 2)
-    threads = Threads(2)
-    members = Task(deployment.plan, deployment.data, ("ann",), deployment.state, print).open()
-
-    def run(rank: int) -> Exception:
-        with pytest.raises((UserError, PeersChangedError)) as caught:
-            Peer(Member(threads, rank), members, Desk(tmp_path, 0, 1), print)  # type: ignore[arg-type]
-        return caught.value
-
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(run, range(2))
-    assert isinstance(first, PeersChangedError)
-    assert isinstance(second, UserError)
-    assert "'ann'" in str(second)
 
 
 @given(st.lists(st.integers(0, 3), max_size=3), st.booleans())
@@ -210,9 +135,10 @@ def test_plans_and_states_that_peers_can_not_use_are_refused(tmp_path: Path) -> 
         open_task()
     work_together(deployment, [["ann"]], tmp_path)
     kept = deployment.kept("ann")
-    type(kept)(kept.plan, 1, kept.personal).save(next(deployment.state.glob("*/ann.safetensors")))
-    with pytest.raises(UserError, match="--state"):
-        open_task("ann")
+    for foreign in (replace(kept, shared=None), replace(kept, run="")):
+        foreign.save(next(deployment.state.glob("*/ann.safetensors")))
+        with pytest.raises(UserError, match="--state"):
+            open_task("ann")
     (tmp_path / "star").mkdir()
     server = Deployment(tmp_path / "star", 1, "fedavg", {"name": "none"})
     with pytest.raises(UserError, match="fedavg needs a server"):
@@ -259,4 +185,7 @@ def test_peers_start_from_weights_that_all_have(tmp_path: Path) -> None:
 def test_who_has_done_all_rounds_need_not_meet_again(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, 1)
     work_together(deployment, [["ann"], ["bob"]], tmp_path)
-    join(Meeting(port=1), Task(deployment.plan, deployment.data, ("ann",), deployment.state, print))
+    assert not join(Meeting(port=1), Task(deployment.plan, deployment.data, ("ann",), deployment.state, print))
+    words = ["peer", "--plan", deployment.plan, "--data", deployment.data, "--state", deployment.state]
+    said = CliRunner().invoke(app, [*map(str, words), "--client", "bob", "--meet", "127.0.0.1:1"])
+    assert "All rounds of the plan were done before" in said.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from peering import SIZES, Deployment, Process, wait_for
 
 from fedem.deploy.meeting import host_meeting
+from fedem.deploy.sealing import KEY
 
 pytestmark = pytest.mark.slow
 
@@ -83,12 +85,13 @@ def test_peers_outlive_one_that_is_killed_and_take_it_back(tmp_path: Path) -> No
 def test_strangers_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     deployment, other = Deployment(tmp_path, 100_000), Deployment(tmp_path / "other", 99_999)
+    shutil.copy(deployment.plan / KEY, other.plan)
     store = host_meeting(0)
     with ExitStack() as stack:
         pair = [stack.enter_context(deployment.peer(store.port, [name])) for name in ("ann", "bob")]
         wait_for(lambda: _lines(deployment, "ann") and _lines(deployment, "bob"), pair)
         strangers = [
-            stack.enter_context(deployment.peer(store.port, ["ann"])),
+            stack.enter_context(deployment.peer(store.port, ["ann"], state=other.state)),
             stack.enter_context(deployment.peer(store.port, ["cem"], plan=other.plan)),
         ]
         assert [process.ends() for process in strangers] == [2, 2]
@@ -96,3 +99,19 @@ def test_strangers_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
         assert "The plan of client 'cem' is" in strangers[1].said()
         done = _lines(deployment, "bob")[-1]["round"]
         wait_for(lambda: _lines(deployment, "bob")[-1]["round"] > done + 3, pair)
+
+
+def test_a_worker_ends_with_its_agent(tmp_path: Path) -> None:
+    deployment, store = Deployment(tmp_path, 100_000), host_meeting(0)
+    with ExitStack() as stack:
+        killed = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
+        wait_for(lambda: _lines(deployment, "ann"), [killed])
+        second = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
+        assert second.ends() == 2
+        assert "ann.lock" in second.said()
+        killed.kill_agent()
+        wait_for(lambda: not killed.has_left_overs(), [], 20)
+        assert "semaphore" not in killed.said()
+        done = deployment.kept("ann").round
+        again = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
+        wait_for(lambda: _lines(deployment, "ann")[-1]["round"] > done, [again])

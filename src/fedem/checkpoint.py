@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,15 @@ MANIFEST = "checkpoint.json"
 _TREES = ("shared", "personal", "memory")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all, even after a crash of the machine."""
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file so that it is there whole or not at all, even after a crash of the machine.
+
+    A ``private`` one is never readable by others, not for a moment.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    if private:
+        temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
+    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

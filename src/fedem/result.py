@@ -28,7 +28,7 @@ from fedem.precision import products
 from fedem.randomness import client_keys
 from fedem.records import client_rows, name_scores
 from fedem.rounds import State
-from fedem.runs import RunFolder
+from fedem.runs import RunFolder, check_here
 from fedem.samples import Samples
 from fedem.sections import GIVEN
 from fedem.tree import Tree, tree_index
@@ -114,6 +114,7 @@ class Result:
         return self._personal(shared, tree_index(state.personal, position))
 
     def _position(self, name: str) -> int:
+        check_here(self.names)
         if name not in self.names:
             some = ", ".join(map(repr, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
             raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")

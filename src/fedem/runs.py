@@ -122,12 +122,11 @@ class RunFolder:
     def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         """Write the outcome."""
         text = io.StringIO()
-        if clients:
-            # Clients held out may have parts that the others lack.
-            columns = list(dict.fromkeys(key for row in clients for key in row))
-            writer = csv.DictWriter(text, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(clients)
+        # Clients held out may have parts that the others lack, and the server of a network has no client's figures.
+        columns = list(dict.fromkeys(["client", "role", *(key for row in clients for key in row)]))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(clients)
         write_atomically(self.path / "clients.csv", text.getvalue().encode())
         write_json(self.path / "summary.json", summary)
 
@@ -188,6 +187,15 @@ class RunFolder:
     def baselines(self) -> list[RunFolder]:
         """Runs of other methods on the same data, in folders below."""
         return [RunFolder(path.parent) for path in sorted(self.path.glob("baselines/*/config.toml"))]
+
+
+def check_here(names: Sequence[str]) -> None:
+    """Refuse, for what needs clients' models, a run over a network: of its clients the server keeps nothing."""
+    if not names:
+        raise UserError(
+            "The run was one over a network: its clients' models and samples are on their nodes, each model in "
+            "STATE/EXPERIMENT/CLIENT.safetensors, which `fedem export` takes there."
+        )
 
 
 def new_folder(base: Path, name: str) -> Path:

@@ -18,7 +18,7 @@ from fedem.parts import ModelSource
 from fedem.precision import products
 from fedem.records import Record
 from fedem.result import Result, name_tuned
-from fedem.runs import RunFolder
+from fedem.runs import RunFolder, check_here
 from fedem.sections import GIVEN
 from fedem.team import joined
 
@@ -184,6 +184,7 @@ def reassess(path: str | Path, device: str = "auto") -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained or written."""
     folder = RunFolder(Path(path))
     config = folder.config().replace("run", device=device)
+    check_here(folder.load()[1]["clients"])
     job = Job.prepare(config, config.make_data(), None, fresh=False).placed()
     with products(config.run.precision, job.parts.device):
         return job.conclude(_placed(_restore(job, folder), job))

@@ -52,8 +52,8 @@ def export(
 
 def _of_run(source: Path, client: str | None, components: bool, out: Path, formats: list[str], which: str) -> Exported:
     if (client is None) != components:
-        given = "both" if components else "neither"
-        raise UserError(f"{given.capitalize()} of --client and --components is given; allowed: one of them.")
+        given = "Both --client and --components are" if components else "Neither --client nor --components is"
+        raise UserError(f"{given} given; allowed: one of them.")
     return export_client(Result.load(source, device="cpu"), client, out, formats, which)
 
 
@@ -74,4 +74,6 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
     parts = Plan(config, kept.plan.shapes).parts
     mixture = parts.algorithm.predictor(kept.shared, kept.personal)
     personal = PersonalModel(parts.model, mixture, kept.plan.shapes)
-    return export_personal(personal, config, out, formats, {"round": kept.round})
+    return export_personal(
+        personal, config, out, formats, {"client": kept.client or None, "state": "last", "round": kept.round}
+    )

@@ -21,7 +21,7 @@ from fedem.federation import Federation
 from fedem.report.console import console, errors, print_summary, show_run, waiting, writing
 from fedem.report.tables import metric_of
 from fedem.result import Result
-from fedem.runs import RunFolder
+from fedem.runs import RunFolder, check_here
 from fedem.training import reassess
 
 
@@ -76,7 +76,7 @@ def personalize(
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
-    result = Result.load(run_folder, device=device)
+    result = _loaded(run_folder, device)
     table = _read(result, data, target_column, client_column)
     if table.target not in table.columns:
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
@@ -118,7 +118,8 @@ def predict(
     """
     if out.suffix not in (".csv", ".npz"):
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
-    result = Result.load(run_folder, device=device)
+    result = _loaded(run_folder, device)
+    check_here(result.names)
     table = _read(result, data, target_column, client_column)
     owners = table.owners() if client is None else None
     inputs = _inputs(result, table, quiet)
@@ -135,6 +136,15 @@ def predict(
         write_atomically(out, _written(result, predictions, table.client, owners, out.suffix))
     if not quiet:
         console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
+
+
+def _loaded(run_folder: Path, device: str) -> Result:
+    """Load a run, and say so when it is still to be completed."""
+    result = Result.load(run_folder, device=device)
+    done, rounds = result.state().round, result.config.run.rounds
+    if done < rounds:
+        errors.print(f"note: The run is not complete: {done} of its {rounds} rounds are done.", highlight=False)
+    return result
 
 
 def _predict_each(

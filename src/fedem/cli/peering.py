@@ -15,6 +15,7 @@ from fedem.deploy.meeting import Meeting, host_meeting
 from fedem.deploy.members import check_start, graph_of
 from fedem.deploy.peers import Task, join
 from fedem.deploy.plan import Plan
+from fedem.deploy.sealing import KEY, make_key
 from fedem.deploy.starting import check_empty
 from fedem.errors import UserError
 from fedem.graphs import GRAPHS
@@ -47,7 +48,7 @@ def peer(
     Examples:
       fedem peer plan plan --data sample.csv --graph ring
 
-      fedem peer meet --port 29400
+      fedem peer meet --host 10.0.0.1 --port 29400
 
       fedem peer --plan plan --data mine.csv --client ann --meet 10.0.0.1:29400 --state state --min-peers 4
 
@@ -67,11 +68,12 @@ def peer(
         join_timeout=join_timeout,
     )
     try:
-        join(meeting, Task(plan, data, tuple(client or ()), state, tell))
+        trained = join(meeting, Task(plan, data, tuple(client or ()), state, tell))
     except KeyboardInterrupt:
         tell("Stopped; the same command goes on from here.")
         sys.exit(130)
-    console.print(f"Finished; what was learnt is in {state}.", soft_wrap=True, highlight=False)
+    done = "Finished" if trained else "All rounds of the plan were done before"
+    console.print(f"{done}; what was learnt is in {state}.", soft_wrap=True, highlight=False)
 
 
 @group.command("plan")
@@ -100,14 +102,20 @@ def make_plan(
     plan = Plan.make(config, config.make_data())
     graph_of(plan)
     plan.save(folder)
-    console.print(f"Plan: {folder}", soft_wrap=True, highlight=False)
+    make_key(folder)
+    console.print(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.", soft_wrap=True, highlight=False)
 
 
 @group.command()
-def meet(port: Annotated[int, typer.Option(help="Where to listen.", min=1, max=65535)] = 29400) -> None:
+def meet(
+    port: Annotated[int, typer.Option(help="Where to listen.", min=1, max=65535)] = 29400,
+    host: Annotated[
+        str, typer.Option(help="The address of this machine to listen on; by default none but this machine gets there.")
+    ] = "127.0.0.1",
+) -> None:
     """Host the place where peers find each other, for one run; no model and no sample passes through it."""
-    store = host_meeting(port)
-    tell(f"Peers meet here, at port {store.port}, until this is stopped.")
+    store = host_meeting(port, host)
+    tell(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
     threading.Event().wait()
 
 

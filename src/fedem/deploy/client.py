@@ -33,7 +33,7 @@ class Client:
         """Run a round from what was kept, keep what comes of it, then answer."""
         start = self._start(self._kept(ask), ask)
         upload, personal = self.node.train(ask.shared, start, ask.round, ask.learning_rate)
-        Kept(self.node.plan, ask.round + 1, personal, before=start, run=ask.run).save(self.path)
+        self._keep(ask, ask.round + 1, personal, before=start)
         return write_answer(self.node.plan, self.node.name, self.node.num_samples, upload)
 
     def _start(self, kept: Kept | None, ask: Ask) -> Tree:
@@ -65,8 +65,11 @@ class Client:
             # Asked once more, it starts from what it had before it was asked.
             personal = kept.personal if kept.shared is None or kept.before is None else kept.before
         shared, settled = self.node.settle(ask.shared, personal)
-        Kept(self.node.plan, ask.round, settled, shared, before=personal, run=ask.run).save(self.path)
+        self._keep(ask, ask.round, settled, shared, before=personal)
         return write_scores(self.node.plan, self.node.name, self.node.num_samples, {})
+
+    def _keep(self, ask: Ask, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
+        Kept(self.node.plan, done, personal, shared, before, ask.run, self.node.name).save(self.path)
 
     def _kept(self, ask: Ask) -> Kept | None:
         """Read what was kept, if there is something; refuse what belongs to another plan, or another run."""

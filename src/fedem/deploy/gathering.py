@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from fedem.deploy.plan import Plan
 from fedem.errors import UserError
 from fedem.evaluate import Scores
 from fedem.federation import PARTS
-from fedem.methods import METHODS
+from fedem.methods import METHODS, find_method
 from fedem.mixing.base import Round
 from fedem.mixing.star import Star
 from fedem.randomness import COMPONENTS, MIXER, derive
@@ -26,17 +28,66 @@ from fedem.tree import Tree, tree_floats, tree_map, tree_repeat, tree_sorted, tr
 if TYPE_CHECKING:
     from fedem.deploy.messages import Answer, Scored
 
+log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
+
 
 def check_server(plan: Plan) -> None:
     """Refuse a method whose server does more than to average what everybody sends."""
-    mixer, method = plan.parts.mixer, plan.config.name("method")
+    mixer, config, method = plan.parts.mixer, plan.config, plan.config.name("method")
     if isinstance(mixer, Star):
         return
-    names = ", ".join(name for name, row in METHODS.items() if row.mixer is Star)
+    if find_method(method).mixer is not Star:
+        names = ", ".join(name for name, row in METHODS.items() if row.mixer is Star)
+        raise UserError(
+            f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; "
+            f"allowed: {names}."
+        )
+    chosen = {
+        "graph.name": config.name("graph"),
+        "run.local_layers": config.run.local_layers,
+        "compression.downloads": config.compression.downloads,
+    }
+    refused = " and ".join(f"{key} is {value!r}" for key, value in chosen.items() if value != "none")
     raise UserError(
-        f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; allowed: "
-        f"{names}, with graph.name none, run.local_layers none and compression.downloads none."
+        f"{refused}, but behind this server all clients get the same components, and whole; allowed there: none."
     )
+
+
+class Roster:
+    """Which node has which client, so that no two clients' samples go by one name.
+
+    A name is a node's for as long as that node is connected: a node that starts again keeps its number if its key is
+    registered, and has another if not. What is kept of names is their hashes: nothing else that the server writes
+    tells who took part.
+
+    Attributes:
+        connected: the nodes that were, when those who answer were asked.
+
+    """
+
+    def __init__(self, token: str, nodes: Mapping[str, str]):
+        self.connected: frozenset[int] = frozenset()
+        self._token, self._nodes = token, {int(node): name for node, name in nodes.items()}
+        self._told: set[tuple[str, int]] = set()
+
+    def admits(self, client: str, node: int) -> bool:
+        """Whether ``client`` may answer from ``node``, which has its name from then on; warns once if not."""
+        name = blake2b(client.encode(errors="surrogatepass"), digest_size=16, key=self._token.encode()).hexdigest()
+        holder = next((other for other, known in self._nodes.items() if known == name and other != node), None)
+        if holder in self.connected:
+            if (client, node) not in self._told:
+                log.warning("Client %r is at node %d; node %d, which uses its name, is left out.", client, holder, node)
+                self._told.add((client, node))
+            return False
+        if holder is not None:
+            log.warning("Client %r is at node %d now; node %d is not connected any more.", client, node, holder)
+            del self._nodes[holder]
+        self._nodes[node] = name
+        return True
+
+    def to_json(self) -> dict[str, str]:
+        """Return the hashes of names by nodes, as JSON has them."""
+        return {str(node): name for node, name in self._nodes.items()}
 
 
 def first_state(plan: Plan) -> State:

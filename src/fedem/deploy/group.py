@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fedem.deploy.stores import open_store, reach_store
 from fedem.tree import Tree
 
 
@@ -24,10 +26,14 @@ class Group:
     """Processes that work together until one of them is gone; every call then raises :class:`PeersChangedError`."""
 
     def __init__(self, timeout: float):
+        # Who, how many and where: from the environment that the agent made for its worker.
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _together():
-            # Who, how many and where: from the environment that the agent made for its worker.
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            store = (reach_store if self.rank else open_store)(host, port, timeout)
+            dist.init_process_group(
+                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout)
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -87,8 +93,8 @@ def unpack(buffer: Tensor, like: Tree) -> Tree:
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """Whatever gloo raises means that somebody does not answer."""
+    """Whatever gloo and its store raise means that somebody does not answer, or that another port is needed."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise PeersChangedError(str(error)) from error

@@ -30,7 +30,8 @@ class Kept:
         personal: v_t.
         shared: u as it was received last of all; None while the run goes on, since every message brings it.
         before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
-        run: which run of the experiment it is of, as its server calls it; empty where there is no server.
+        run: which run of the experiment it is of, as its server, or its peers, call it.
+        client: its name; empty in files that do not say.
 
     """
 
@@ -40,9 +41,10 @@ class Kept:
     shared: Tree | None = None
     before: Tree | None = None
     run: str = ""
+    client: str = ""
 
     def save(self, path: Path) -> None:
-        """Replace the file."""
+        """Replace the file, which nobody else on the machine may read."""
         from safetensors.torch import save
 
         there = {name: tree for name in _TREES if (tree := getattr(self, name)) is not None}
@@ -52,9 +54,11 @@ class Kept:
             for name, tree in there.items()
             for key, leaf in add_prefix(name, tree).items()
         }
-        facts = {"round": self.round, "trees": list(there), "run": self.run, "plan": self.plan.to_json()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, metadata={"kept": json.dumps(facts)}))
+        facts = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
+        facts["plan"] = self.plan.to_json()
+        for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, save(tensors, metadata={"kept": json.dumps(facts)}), private=True)
 
     @classmethod
     def load(cls, path: Path) -> Kept:
@@ -67,7 +71,8 @@ class Kept:
                 facts = json.loads(file.metadata()["kept"])
             tensors = load_file(path)
             trees = {name: take_prefix(name, tensors) for name in facts["trees"]}
-            return cls(Plan.from_json(facts["plan"]), facts["round"], **trees, run=facts["run"])
+            plan, client = Plan.from_json(facts["plan"]), facts.get("client", "")
+            return cls(plan, facts["round"], **trees, run=facts["run"], client=client)
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:

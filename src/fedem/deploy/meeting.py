@@ -11,14 +11,15 @@ import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from fedem.deploy.desk import Desk
+from fedem.deploy.sealing import KEY, Sealed
+from fedem.deploy.stores import open_store
 from fedem.errors import UserError
 from fedem.settings import Settings
 
@@ -30,7 +31,7 @@ _BEATS = 3
 """heartbeats that an agent may miss"""
 _RETRY = 0.5
 
-Worker = Callable[["Desk", Any], None]
+Worker = Callable[[Desk, Any], None]
 """Takes part until the run is over. It must be a function of a module, since it runs in a process of its own."""
 
 
@@ -91,55 +92,18 @@ class Meeting(Settings):
                 time.sleep(_RETRY)
 
 
-def host_meeting(port: int) -> Any:
-    """Open the store at which peers meet, on all addresses of this machine; it lives as long as what is returned."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
-
+def host_meeting(port: int, host: str = "127.0.0.1") -> Any:
+    """Open the store at which peers meet, on one address of this machine; it lives as long as what is returned."""
     try:
-        return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)  # peers are elsewhere
-    except RuntimeError as error:
-        raise UserError(f"Port {port} can't be opened ({str(error).splitlines()[0]}).") from None
+        return open_store(host, port)
+    except OSError as error:
+        raise UserError(f"Port {port} of {host} can't be opened ({error}).") from None
 
 
-@dataclass(frozen=True)
-class Desk:
-    """What an agent and its workers, which come and go, tell each other: files of a folder that goes with the agent."""
-
-    folder: Path
-    agent: int
-    """the agent's process"""
-    round_timeout: int
-
-    @property
-    def has_met(self) -> bool:
-        """Whether a worker of this agent was accepted by others before."""
-        return self._met.exists()
-
-    def note_met(self) -> None:
-        """Remember that the others accepted this process."""
-        self._met.touch()
-
-    @property
-    def _met(self) -> Path:
-        return self.folder / "met"
-
-    @property
-    def _reason(self) -> Path:
-        return self.folder / "reason"
-
-    def leave(self, reason: str) -> None:
-        """Make the agent leave the meeting for good; nobody comes back from here."""
-        self._reason.write_text(reason, encoding="utf-8")
-        os.kill(self.agent, signal.SIGTERM)
-        signal.pause()
-
-    def reason(self) -> str | None:
-        """Return why a worker had to leave, if one had."""
-        return self._reason.read_text(encoding="utf-8") if self._reason.exists() else None
-
-
-def attend(meeting: Meeting, worker: Worker, task: Any, tell: Callable[[str], None]) -> None:
+def attend(meeting: Meeting, key: bytes, worker: Worker, task: Any, tell: Callable[[str], None]) -> None:
     """Take part until the worker returns, however often the peers change; ``tell`` gets notes for the user.
+
+    ``key`` is the secret that all who meet share.
 
     Raises:
         UserError: the others refuse this process, or have finished without it, or too few are there.
@@ -150,15 +114,15 @@ def attend(meeting: Meeting, worker: Worker, task: Any, tell: Callable[[str], No
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousClosedError,
         RendezvousConnectionError,
+        RendezvousStateError,
         RendezvousTimeoutError,
     )
 
     where = f"{meeting.host}:{meeting.port}"
-    with tempfile.TemporaryDirectory(prefix="fedem-") as folder, _torch_settings():
-        desk = Desk(Path(folder), os.getpid(), meeting.round_timeout)
+    with Desk.opened(meeting.round_timeout) as desk, _torch_settings():
         while True:
             try:
-                return _run_agent(meeting, worker, desk, task)
+                return _run_agent(meeting, key, worker, desk, task)
             except SignalException:
                 if (reason := desk.reason()) is not None:
                     raise UserError(reason) from None
@@ -172,41 +136,54 @@ def attend(meeting: Meeting, worker: Worker, task: Any, tell: Callable[[str], No
                 raise UserError(
                     f"Fewer than {meeting.min_peers} peers came to {where} within {meeting.join_timeout} seconds."
                 ) from None
+            except RendezvousStateError:
+                raise UserError(
+                    f"What lies at the meeting place {where} is not sealed with the {KEY} of this plan, so it is not "
+                    "read: somebody with another plan, or a stranger, has written there. All peers need the same plan "
+                    "folder, and a new meeting place that nobody else can reach."
+                ) from None
             except RendezvousConnectionError:
                 # Whoever opens the store again finds all of them waiting.
                 tell(f"warning: The meeting place {where} is gone; waiting for it.")
                 time.sleep(_RETRY)
 
 
-def _run_agent(meeting: Meeting, worker: Worker, desk: Desk, task: Any) -> None:
+def _work(worker: Worker, desk: Desk, task: Any) -> None:
+    """Run a worker, which ends with its agent: alone it would count as present, and nobody could stop it."""
+    desk.end_with_agent()
+    worker(desk, task)
+
+
+def _run_agent(meeting: Meeting, key: bytes, worker: Worker, desk: Desk, task: Any) -> None:
     """Meet and work until the worker returns."""
-    import torch.distributed.elastic.rendezvous.registry as registry
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
     address = meeting.reach()
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     beat = meeting.patience // _BEATS
-    handler = registry.get_rendezvous_handler(
-        RendezvousParameters(
-            "c10d",
-            f"{meeting.host}:{meeting.port}",
-            _FEDERATION,
-            meeting.min_peers,
-            meeting.max_peers,
-            address,
-            is_host=False,
-            join_timeout=meeting.join_timeout,
-            # All learn of a change within a heartbeat; those who come later make everybody meet once more.
-            last_call_timeout=beat,
-            keep_alive_interval=beat,
-            keep_alive_max_attempt=_BEATS,
-        )
+    parameters = RendezvousParameters(
+        "c10d",
+        f"{meeting.host}:{meeting.port}",
+        _FEDERATION,
+        meeting.min_peers,
+        meeting.max_peers,
+        address,
+        is_host=False,
+        join_timeout=meeting.join_timeout,
+        # All learn of a change within a heartbeat; those who come later make everybody meet once more.
+        last_call_timeout=beat,
+        keep_alive_interval=beat,
+        keep_alive_max_attempt=_BEATS,
     )
-    spec = WorkerSpec("peer", 1, handler, entrypoint=worker, args=(desk, task), max_restarts=_RESTARTS)
+    backend, store = create_backend(parameters)
+    handler = create_handler(store, cast(RendezvousBackend, Sealed(backend, key)), parameters)
+    spec = WorkerSpec("peer", 1, handler, entrypoint=_work, args=(worker, desk, task), max_restarts=_RESTARTS)
     spec.local_addr = address
     # A server that has imported what a worker needs makes one in no time, again and again.
     multiprocessing.set_forkserver_preload([worker.__module__])
@@ -228,6 +205,8 @@ def _torch_settings() -> Iterator[None]:
 
     # Shared with the agents, the store of a group would be that of a process that may be gone by the next meeting.
     names = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    # When an agent is killed, Python's tracker of resources frees its semaphores, and need not complain of it.
+    names["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker")))
     before = {name: os.environ.get(name) for name in names}
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     os.environ |= names

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from fedem.config import Config
+from fedem.deploy.holding import held
 from fedem.deploy.keeping import Kept, place
 from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
@@ -57,6 +60,8 @@ class Member:
     """rounds of the run that it has done"""
     shared: Tree
     personal: Tree
+    run: str = ""
+    """which run that was: a word that those who began it agreed on; empty before the first round"""
 
     @classmethod
     def open(cls, node: Node, state: Path) -> Member:
@@ -65,9 +70,9 @@ class Member:
         path = place(state, f"peers-{plan.fingerprint[:12]}", node.name)
         if path.exists():
             kept = Kept.load(path)
-            if kept.plan.fingerprint != plan.fingerprint or kept.shared is None:
+            if kept.plan.fingerprint != plan.fingerprint or kept.shared is None or not kept.run:
                 raise UserError(f"{path} was not kept by a peer under this plan; allowed: another folder for --state.")
-            return cls(node, path, kept.round, kept.shared, kept.personal)
+            return cls(node, path, kept.round, kept.shared, kept.personal, kept.run)
         seed = plan.config.run.seed
         draw = derive(seed, COMPONENTS)
         if graph_of(plan).starts_apart:
@@ -77,7 +82,15 @@ class Member:
 
     def keep(self) -> None:
         """Write what it has learnt."""
-        Kept(self.node.plan, self.round, self.personal, self.shared).save(self.path)
+        Kept(self.node.plan, self.round, self.personal, self.shared, run=self.run, client=self.node.name).save(
+            self.path
+        )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes off its file."""
+        with held(self.path.with_suffix(".lock"), f"What client {self.node.name!r} has learnt"):
+            yield
 
     @property
     def log(self) -> RunFolder:
@@ -86,9 +99,14 @@ class Member:
 
     def check(self, upload: Tree, rate: float) -> None:
         """Refuse to pass on what is no longer a number."""
-        spoilt = [name for name, leaf in tree_floats(upload).items() if not bool(torch.isfinite(leaf).all())]
-        if spoilt:
+        if (name := spoilt(upload)) is not None:
             raise UserError(
-                f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {spoilt[0]!r} is no longer "
+                f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {name!r} is no longer "
                 f"finite at learning rate {rate:g}; a plan with a smaller schedule.learning_rate is needed."
             )
+
+
+def spoilt(tree: Tree) -> str | None:
+    """Return the name of a leaf with numbers that are not finite, if there is one."""
+    names = (name for name, leaf in tree_floats(tree).items() if not bool(torch.isfinite(leaf).all()))
+    return next(names, None)

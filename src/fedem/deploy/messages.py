@@ -207,11 +207,6 @@ def check_scores(reply: Message, plan: Plan) -> Scored:
     return Scored(client, num_samples, parts)
 
 
-def check_kept(reply: Message, plan: Plan) -> str:
-    """Return who has kept what came out."""
-    return _head(reply, plan)[0]
-
-
 def _head(reply: Message, plan: Plan) -> tuple[str, int, MetricRecord]:
     """Return who answers, its number of training samples and all its numbers."""
     node = reply.metadata.src_node_id

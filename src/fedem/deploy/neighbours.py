@@ -5,8 +5,10 @@ Shapes: T clients that are there, C of a round's cohort, tau phases.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import NamedTuple, final
 
 import numpy as np
@@ -27,31 +29,63 @@ class Present(NamedTuple):
     """n_t, to train on"""
     round: int
     """rounds of the run that it has done"""
+    version: str
+    """of fedem"""
     plan: str
     """the fingerprint of its plan"""
+    run: str
+    """which run those rounds were of; empty where there were none"""
     met: bool
     """whether its process has worked with others before, and is no newcomer"""
     rank: int
     """of its process in this meeting"""
 
 
-def refusals(present: Sequence[Present]) -> dict[int, str]:
-    """Say why processes can't take part, by rank; those that worked together before stay, newcomers must fit in."""
+def run_to_go_on_with(present: Sequence[Present]) -> str:
+    """Return the run of those who worked together before, or else that of most; empty where most begin a new one."""
+    voters = [client for client in present if client.met] or present
+    votes = Counter(client.run for client in voters)
+    # Where as many begin as go on, they go on; of two runs, all must choose the same.
+    return max(votes, key=lambda run: (votes[run], run))
+
+
+def refusals(present: Sequence[Present], state: Path) -> dict[int, str]:
+    """Say why processes can't take part, by rank; those that worked together before stay, newcomers must fit in.
+
+    ``state`` is where this process keeps what its clients learn.
+    """
     ordered = sorted(present, key=lambda client: (not client.met, client.rank))
-    plan, taken, found = ordered[0].plan, set[str](), dict[int, str]()
+    first, taken, found = ordered[0], set[str](), dict[int, str]()
+    agreeing = [client for client in present if (client.version, client.plan) == (first.version, first.plan)]
+    run = run_to_go_on_with(agreeing)
     for client in ordered:
-        if client.plan != plan:
-            found.setdefault(
-                client.rank,
-                f"The plan of client {client.name!r} is {client.plan}, and the others have {plan}; allowed: "
-                "one plan for all.",
-            )
-        elif client.name in taken:
-            found.setdefault(
-                client.rank, f"There is a client {client.name!r} already; allowed: a name for each, in one process."
-            )
+        if reason := _objection(client, first, run, taken, state):
+            found.setdefault(client.rank, reason)
         taken.add(client.name)
     return found
+
+
+def _objection(client: Present, first: Present, run: str, taken: Collection[str], state: Path) -> str:
+    """Say why a client can't take part with ``first`` and the others, whose names are ``taken``; empty when it can."""
+    if client.version != first.version:
+        return (
+            f"Client {client.name!r} has fedem {client.version}, and the others have {first.version}; allowed: one "
+            "version for all."
+        )
+    if client.plan != first.plan:
+        return (
+            f"The plan of client {client.name!r} is {client.plan}, and the others have {first.plan}; allowed: one plan "
+            "for all."
+        )
+    if client.name in taken:
+        return f"There is a client {client.name!r} already; allowed: a name for each, in one process."
+    if client.run not in ("", run):
+        return (
+            f"Client {client.name!r} has done {client.round} rounds of another run than the others, kept in {state}; "
+            "allowed: an empty folder for --state, or, to go on with that run, that most of those who meet first are "
+            "of it."
+        )
+    return ""
 
 
 def round_to_go_on_with(present: Iterable[Present]) -> int:

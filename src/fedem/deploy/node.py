@@ -5,6 +5,7 @@ Trees are one client's, without a dimension for clients.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fedem.data.files import FromFile
+from fedem.data.tables.columns import Table
+from fedem.data.tables.features import some
 from fedem.data.tables.readers import read_table
 from fedem.data.tables.targets import plain_targets
 from fedem.deploy.plan import Plan
@@ -28,6 +31,8 @@ from fedem.randomness import PERSONAL, SHUFFLE, derive
 from fedem.rounds import State, init_personal
 from fedem.settling import check_batches
 from fedem.tree import Tree, tree_index, tree_repeat, tree_to
+
+log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
 
 
 class Assessed(NamedTuple):
@@ -176,13 +181,33 @@ class Node:
         return tree_repeat(self._placed(tree), 1)
 
 
+class _ReadOnce(FromFile):
+    """A file that is looked at twice."""
+
+    def read(self) -> Table:
+        return self._table
+
+    @cached_property
+    def _table(self) -> Table:
+        return super().read()
+
+
 def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     """Read, encode and split the samples of a file; ``name`` owns all of them where no column says whose they are."""
     encoding, seed, data = plan.shapes.encoding, plan.config.run.seed, plan.config.values("data")
     shares = {key: data[key] for key in ("validation", "test") if key in data}
     if encoding is not None:
-        source = FromFile(path=str(path), target_column=encoding.target.name, client_column=encoding.client, **shares)
-        return source.make_by(encoding, seed, owner=name)
+        source = _ReadOnce(path=str(path), target_column=encoding.target.name, client_column=encoding.client, **shares)
+        federation = source.make_by(encoding, seed, owner=name)
+        for column, categories in encoding.unseen(source.read()).items():
+            log.warning(
+                "Column %r of %s has %d categories that the plan has not (%s); they count as none of those known.",
+                column,
+                path,
+                len(categories),
+                some(categories),
+            )
+        return federation
     table = read_table(path)
     owners = table.owners()
     if owners is None and name is None:

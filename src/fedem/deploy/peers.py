@@ -9,6 +9,7 @@ Shapes: T clients that are there, C of a round's cohort.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 import traceback
@@ -21,12 +22,15 @@ from typing import IO
 import torch
 from torch import Tensor
 
+import fedem
+from fedem.deploy.desk import Desk
 from fedem.deploy.group import Group, PeersChangedError, pack, unpack
-from fedem.deploy.meeting import Desk, Meeting, MeetingOverError, attend
-from fedem.deploy.members import Member, graph_of
-from fedem.deploy.neighbours import Neighbourhood, Present, refusals, round_to_go_on_with, routes
+from fedem.deploy.meeting import Meeting, MeetingOverError, attend
+from fedem.deploy.members import Member, graph_of, spoilt
+from fedem.deploy.neighbours import Neighbourhood, Present, refusals, round_to_go_on_with, routes, run_to_go_on_with
 from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
+from fedem.deploy.sealing import read_key
 from fedem.errors import UserError
 from fedem.federation import PARTS
 from fedem.graphs import among
@@ -62,20 +66,25 @@ class Task:
         return [Member.open(Node.open(plan, self.data, name), self.state) for name in self.clients or (None,)]
 
 
-def join(meeting: Meeting, task: Task) -> None:
-    """Train with those who meet there until the plan's rounds are done."""
-    if _is_over(task):
-        return
-    try:
-        attend(meeting, work, task, task.tell)
-    except MeetingOverError:
-        # Somebody may be gone just when the others leave: then the meeting is over, and so is the run.
-        if not _is_over(task):
-            raise
+def join(meeting: Meeting, task: Task) -> bool:
+    """Train with those who meet there until the plan's rounds are done; returns whether any was left to do."""
+    key, members = read_key(task.plan), task.open()
+    if _are_done(members):
+        return False
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(member.held())
+        try:
+            attend(meeting, key, work, task, task.tell)
+        except MeetingOverError:
+            # Somebody may be gone just when the others leave: then the meeting is over, and so is the run.
+            if not _are_done(task.open()):
+                raise
+    return True
 
 
-def _is_over(task: Task) -> bool:
-    return all(member.round == member.node.plan.config.run.rounds for member in task.open())
+def _are_done(members: Sequence[Member]) -> bool:
+    return all(member.round == member.node.plan.config.run.rounds for member in members)
 
 
 def work(desk: Desk, task: Task) -> None:
@@ -99,24 +108,37 @@ class Peer:
 
     def __init__(self, group: Group, members: Sequence[Member], desk: Desk, tell: Callable[[str], None]):
         self.group, self.members, self.tell, self.plan = group, members, tell, members[0].node.plan
-        told = [(member.node.name, member.node.num_samples, member.round) for member in members]
+        told = group.tell_all(
+            {
+                "version": fedem.__version__,
+                "plan": self.plan.fingerprint,
+                "met": desk.has_met,
+                "new_run": secrets.token_hex(8),
+                "clients": [
+                    (member.node.name, member.node.num_samples, member.round, desk.run or member.run)
+                    for member in members
+                ],
+            }
+        )
         present = [
-            Present(name, samples, done, facts["plan"], facts["met"], rank)
-            for rank, facts in enumerate(
-                group.tell_all({"clients": told, "plan": self.plan.fingerprint, "met": desk.has_met})
-            )
-            for name, samples, done in facts["clients"]
+            Present(name, samples, done, facts["version"], facts["plan"], kept, facts["met"], rank)
+            for rank, facts in enumerate(told)
+            for name, samples, done, kept in facts["clients"]
         ]
-        refused = refusals(present)
+        refused = refusals(present, members[0].path.parent)
         if group.rank in refused:
             raise UserError(refused[group.rank])
         if refused:
             raise PeersChangedError("somebody must leave")
-        desk.note_met()
+        # Where nobody has done a round yet, the run is called what the first process proposes.
+        common_run = run_to_go_on_with(present) or str(told[0]["new_run"])
+        for member in members:
+            member.run = common_run
+        desk.note_met(common_run)
         run, mixer = self.plan.config.run, self.plan.parts.mixer
         self.graph = graph_of(self.plan)
         self.local = mixer.leaves if isinstance(mixer, LocalLayers) else frozenset[str]()
-        self.ranks = [client.rank for client in present]
+        self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
         self.scales = self.graph.scales(self.sizes)
         self.mine = {
@@ -126,12 +148,12 @@ class Peer:
             if client.name == member.node.name
         }
         self.done = round_to_go_on_with(present)
-        self.neighbourhood = Neighbourhood.around(
-            self.graph.topology, [client.name for client in present], mixer_seed(run.seed)
-        )
+        self.neighbourhood = Neighbourhood.around(self.graph.topology, self.names, mixer_seed(run.seed))
         share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
         self.cohort_size = cohort_size(share, len(present))
         tell(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
+        if self.done and (new := [client.name for client in present if not client.round]):
+            tell(f"warning: Clients that have done none of these: {len(new)} of {len(present)}, such as {new[0]!r}.")
         if self.neighbourhood.remark:
             tell(f"warning: {self.neighbourhood.remark}")
 
@@ -179,7 +201,7 @@ class Peer:
             common[row] = {name: leaf for name, leaf in upload.items() if name not in self.local}
             if self.graph.topology.scale == "updates":
                 common[row] = self._stretched(member, common[row], position, rate, key)
-        up, down = self._exchange(common, matrix, [self.ranks[client] for client in clients.tolist()])
+        up, down = self._exchange(common, matrix, clients.tolist())
         share = int(self.sizes[clients].sum()) / int(self.sizes.sum())
         for row, member in members.items():
             heard = matrix[row].nonzero().flatten()
@@ -205,16 +227,22 @@ class Peer:
         ((_, stretched),) = scaled(tree_repeat(member.shared, 1), this, [(here, tree_repeat(upload, 1))])
         return tree_index(stretched, 0)
 
-    def _exchange(self, trees: dict[int, Tree], matrix: Tensor, ranks: Sequence[int]) -> tuple[int, int]:
+    def _exchange(self, trees: dict[int, Tree], matrix: Tensor, clients: Sequence[int]) -> tuple[int, int]:
         """Add what clients of other processes have trained to ``trees``, by row; returns bytes sent and received."""
-        sends, receives = routes(matrix, ranks, self.group.rank)
+        sends, receives = routes(matrix, [self.ranks[client] for client in clients], self.group.rank)
         outgoing = {rank: torch.cat([pack(trees[row]) for row in rows]) for rank, rows in sends.items()}
         like = {name: leaf for name, leaf in self.members[0].shared.items() if name not in self.local}
         size = len(pack(like))
         incoming = {rank: torch.empty(size * len(rows), dtype=torch.uint8) for rank, rows in receives.items()}
         self.group.exchange(outgoing, incoming)
         for rank, rows in receives.items():
-            trees.update(zip(rows, (unpack(part, like) for part in incoming[rank].split(size)), strict=True))
+            for row, part in zip(rows, incoming[rank].split(size), strict=True):
+                trees[row] = unpack(part, like)
+                if (leaf := spoilt(trees[row])) is not None:
+                    raise UserError(
+                        f"Client {self.names[clients[row]]!r} sent {leaf!r} with numbers that are not finite, which "
+                        "would spoil whoever averages with it; what was learnt before is kept. Stop that client."
+                    )
         return sum(map(len, outgoing.values())), sum(map(len, incoming.values()))
 
     def _assess(self) -> tuple[Record, dict[str, Record]]:

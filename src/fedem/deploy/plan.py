@@ -13,9 +13,9 @@ from fedem.checkpoint import write_atomically, write_json
 from fedem.config import Config, read_toml
 from fedem.data.base import Dataset
 from fedem.errors import UserError
+from fedem.facts import shape_facts, take_shapes
 from fedem.job import Job
 from fedem.parts import Parts, Shapes
-from fedem.facts import shape_facts, take_shapes
 
 CONFIG, PLAN = "config.toml", "plan.json"
 _SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")
@@ -60,7 +60,10 @@ class Plan:
             facts = json.loads(path.read_text(encoding="utf-8"))
             return cls(Config.build(read_toml(folder / CONFIG), preset=False), take_shapes(facts))
         except FileNotFoundError:
-            raise UserError(f"{folder} holds no plan (no {PLAN}); `fedem deploy init` makes one.") from None
+            raise UserError(
+                f"{folder} holds no plan (no {PLAN}); `fedem deploy init` makes one for a server, "
+                "`fedem peer plan` one for peers."
+            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"The plan {path} can't be read ({type(error).__name__}: {error}).") from None
 

@@ -7,24 +7,24 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple, TypeVar
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
+from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
-from fedem.deploy.gathering import advance, averages, check_server, first_state
+from fedem.deploy.gathering import Roster, advance, averages, check_server, first_state
 from fedem.deploy.messages import (
     EVALUATE,
     KEEP,
     TRAIN,
     Answer,
     Scored,
-    check_kept,
     check_reply,
     check_scores,
     to_record,
@@ -34,9 +34,9 @@ from fedem.deploy.messages import (
 from fedem.deploy.plan import Plan
 from fedem.deploy.settings import RunConfig
 from fedem.errors import UserError
+from fedem.facts import checkpoint_facts
 from fedem.randomness import COHORT, choose, client_keys
 from fedem.records import Record
-from fedem.facts import checkpoint_facts
 from fedem.rounds import State, cohort_size
 from fedem.runs import RunFolder
 from fedem.tree import tree_bytes, tree_index
@@ -67,6 +67,15 @@ class Begun(NamedTuple):
     """taken so far"""
     token: str = ""
     """what tells it from other runs by the same name"""
+    nodes: Mapping[str, str] = {}
+    """who is who, as :meth:`Roster.to_json` has it"""
+
+
+class StoppedError(UserError, AppExitException):
+    """What a user is to read of a run that fails; whatever its server raises, Flower has it fail."""
+
+    exit_code = 249
+    """none of Flower's own, which come with explanations that are wrong here"""
 
 
 class MethodStrategy(Strategy):
@@ -78,6 +87,7 @@ class MethodStrategy(Strategy):
         self._kind = upload_kind(plan, tree_index(begun.state.shared, 0))
         self._lines, self._started = lines, time.perf_counter() - begun.seconds
         self._asked = Asked(0.0, 0, 0)
+        self._roster = Roster(begun.token, begun.nodes)
         self._entry: Record = {}
 
     @property
@@ -102,15 +112,11 @@ class MethodStrategy(Strategy):
         log.info("\t└── Folder: %s", self.folder.path.absolute())
 
     def connected(self, grid: Grid) -> list[int]:
-        """Wait for as many nodes as there must be; returns those that are connected."""
+        """Return the nodes that are connected; waits for as many as there must be, though not for ever."""
         deadline = time.monotonic() + self.run.wait
-        while len(nodes := sorted(grid.get_node_ids())) < self.run.min_clients:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients "
-                    f"{self.run.min_clients}. `continue = true` goes on after round {self.state.round}."
-                )
+        while len(nodes := sorted(grid.get_node_ids())) < self.run.min_clients and time.monotonic() <= deadline:
             time.sleep(min(_POLL, self.run.wait))
+        self._roster.connected = frozenset(nodes)
         return nodes
 
     def messages(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
@@ -124,6 +130,11 @@ class MethodStrategy(Strategy):
     ) -> Iterable[Message]:
         """Ask the round's cohort, chosen by hashing the seed, the round and the nodes' numbers."""
         nodes = self.connected(grid)
+        if len(nodes) < self.run.min_clients:
+            raise UserError(
+                f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients "
+                f"{self.run.min_clients}. `continue = true` goes on after round {self.state.round}."
+            )
         wanted = self.config.run.clients_per_round
         # A number of clients is one to aim at: fewer may be connected. A mean over too few would tell of single ones.
         count = max(self.run.min_clients, cohort_size(wanted, max(len(nodes), math.ceil(wanted))))
@@ -137,7 +148,7 @@ class MethodStrategy(Strategy):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Mix the good answers; with too few of them u stays as it is."""
-        answers = _sift(replies, lambda reply: check_reply(reply, self.plan, self._kind))
+        answers = self._sift(replies, lambda reply: check_reply(reply, self.plan, self._kind))
         before, rate = self.state, self.rate
         self.state = replace(before, round=before.round + 1)
         taken = len(answers) >= self.run.min_clients
@@ -167,13 +178,19 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask everybody, when it is due."""
-        due = self.config.run.is_scored(self.state.round)
-        return self.messages(EVALUATE, arrays, self.connected(grid)) if due else []
+        """Ask everybody, when it is due and enough are there: whether they are or not, the round has been trained."""
+        done, least = self.state.round, self.run.min_clients
+        if not self.config.run.is_scored(done):
+            return []
+        nodes = self.connected(grid)
+        if len(nodes) < least:
+            log.warning("Round %d is not scored: %d nodes are connected, needed %d.", done, len(nodes), least)
+            return []
+        return self.messages(EVALUATE, arrays, nodes)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average over clients; then the round is complete, and written down. No client's own figures are."""
-        scored = _sift(replies, lambda reply: check_scores(reply, self.plan))
+        scored = self._sift(replies, lambda reply: check_scores(reply, self.plan))
         found: Record = {}
         if len(scored) >= self.run.min_clients:
             found = averages(self.plan, scored, self.run.min_clients)
@@ -186,24 +203,33 @@ class MethodStrategy(Strategy):
         return MetricRecord(found) if found else None
 
     def save(self) -> None:
-        """Write a checkpoint: the server's tree, and nothing of any client."""
+        """Write a checkpoint: the server's tree and, of clients, at which nodes they are by hashes of their names."""
         facts = checkpoint_facts((), self.plan.shapes, self.plan.parts.model)
         facts |= {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
+        facts["nodes"] = self._roster.to_json()
         self.folder.save({"last": self.state}, facts)
 
     def hand_over(self, grid: Grid) -> int:
-        """Give everybody the final tree to keep; returns how many have."""
-        nodes = list(grid.get_node_ids())
+        """Give everybody the final tree to keep; returns how many clients have."""
+        nodes = sorted(grid.get_node_ids())
+        self._roster.connected = frozenset(nodes)
         replies = grid.send_and_receive(self.messages(KEEP, self.arrays, nodes), timeout=self.run.timeout)
-        kept = 0
+        kept = len(self._sift(replies, lambda reply: check_scores(reply, self.plan)))
+        log.info("%d clients keep their models; %d nodes were asked.", kept, len(nodes))
+        return kept
+
+    def _sift(self, replies: Iterable[Message], check: Callable[[Message], Checked]) -> list[Checked]:
+        """Return the good answers, one a client, in the order of the clients' names."""
+        good: dict[str, Checked] = {}
         for reply in replies:
             try:
-                check_kept(reply, self.plan)
-                kept += 1
+                answer = check(reply)
             except UserError as error:
                 log.warning("%s", error)
-        log.info("%d of %d clients keep their models.", kept, len(nodes))
-        return kept
+                continue
+            if self._roster.admits(answer.client, reply.metadata.src_node_id):
+                good[answer.client] = answer
+        return [good[name] for name in sorted(good)]
 
     def conclude(self) -> Record:
         """Sum the run up."""
@@ -219,22 +245,6 @@ class MethodStrategy(Strategy):
             **{f"{way}_per_round": round(statistics.mean(line[way] for line in history)) for way in _WAYS},
             "seconds_total": self.seconds,
         }
-
-
-def _sift(replies: Iterable[Message], check: Callable[[Message], Checked]) -> list[Checked]:
-    """Return the good answers in the order of the clients' names; of two by the same name, the first."""
-    good: dict[str, Checked] = {}
-    for reply in replies:
-        try:
-            answer = check(reply)
-            if answer.client in good:
-                raise UserError(
-                    f"Client {answer.client!r} answered twice; node {reply.metadata.src_node_id} is left out."
-                )
-            good[answer.client] = answer
-        except UserError as error:
-            log.warning("%s", error)
-    return [good[name] for name in sorted(good)]
 
 
 def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
@@ -263,7 +273,15 @@ def _restored(plan: Plan, folder: RunFolder) -> Begun:
     states, facts = folder.load()
     if facts.get("plan") != plan.fingerprint:
         raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
-    return Begun(states["last"].to(plan.parts.device), facts["seconds"], facts["run"])
+    return Begun(states["last"].to(plan.parts.device), facts["seconds"], facts["run"], facts.get("nodes", {}))
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Leave nothing but the message of what a user is to read, where Flower would print a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, UserError):
+        record.msg, record.args, record.exc_info = "%s", (error,), None
+    return True
 
 
 def make_server_app(folder: Path) -> ServerApp:
@@ -272,6 +290,10 @@ def make_server_app(folder: Path) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(Plan.load(folder), RunConfig.read(context.run_config), grid)
+        log.addFilter(_in_one_line)
+        try:
+            serve(Plan.load(folder), RunConfig.read(context.run_config), grid)
+        except UserError as error:
+            raise StoppedError(str(error)) from None
 
     return app
