@@ -209,7 +209,7 @@ def test_what_the_theorems_do_not_speak_of_is_refused(setting: str, value: objec
 
 
 def test_the_run_that_can_not_be_prepared_is_named() -> None:
-    config = _config("dfedem", graph={"name": "erdos_renyi", "probability": 0.5})
+    config = _config("dfedem", graph={"name": "erdos_renyi", "probability": 0.06})
     graph, keys, connected = config.graph, config.make_data().federation.keys, []
     assert graph is not None
     for seed in range(20):
