@@ -89,16 +89,21 @@ def test_a_node_has_one_name(caplog: pytest.LogCaptureFixture) -> None:
     assert "'a'" not in str(again.to_json())
 
 
-def test_a_round_that_nobody_scores_is_done_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    there = Deployed(tmp_path, {"min-clients": 3, "wait": 0.01}, run=EXACT | {"evaluate_every": 1})
-    gone = there.nodes[12]
+def _let_leave(there: Deployed, leaving: int, after: int) -> None:
+    """Have a node go once so many rounds of single clients have been asked for."""
 
     def leave(node: int, asked: Message, answer: Message) -> Message:
-        if [kind for _, kind in there.grid.sent].count("train") == 6:
-            there.nodes.pop(12, None)
+        if [kind for _, kind in there.grid.sent].count("train") == after:
+            there.nodes.pop(leaving, None)
         return answer
 
     there.grid.spoil = leave
+
+
+def test_a_round_that_nobody_scores_is_done_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = Deployed(tmp_path, {"min-clients": 3, "wait": 0.01}, run=EXACT | {"evaluate_every": 1})
+    gone = there.nodes[12]
+    _let_leave(there, 12, after=6)
     with pytest.raises(UserError, match="`continue = true` goes on after round 2"):
         there.serve()
     assert "Round 2 is not scored: 2 nodes are connected, needed 3." in caplog.text
@@ -114,13 +119,7 @@ def test_who_was_away_at_the_end_gets_its_model_when_the_run_is_continued(
 ) -> None:
     there = Deployed(tmp_path, run=EXACT)
     away = there.nodes[12]
-
-    def leave(node: int, asked: Message, answer: Message) -> Message:
-        if [kind for _, kind in there.grid.sent].count("train") == 9:
-            there.nodes.pop(12, None)
-        return answer
-
-    there.grid.spoil = leave
+    _let_leave(there, 12, after=9)
     there.serve()
     assert "2 clients keep their models; 2 nodes were asked." in caplog.text
     assert there.kept(away["client"]).shared is None

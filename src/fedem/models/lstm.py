@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fedem.errors import UserError
@@ -253,7 +253,7 @@ def _recur_back(
 
 
 # As operations of torch's own kind: a recording then holds one entry for a whole loop.
-_LIBRARY = torch.library.Library("fedem", "DEF")
+_LIBRARY = library.Library("fedem", "DEF")
 _LIBRARY.define(
     "lstm(Tensor bias, Tensor weight, Tensor gates, Tensor hidden, Tensor cell) -> (Tensor, Tensor, Tensor, Tensor)"
 )
