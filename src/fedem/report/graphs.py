@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import torch
 
 from fedem.graphs import GRAPHS, Topology
 from fedem.randomness import client_keys
-from fedem.report.methods import flowing, plain, settings_of, settings_table
+from fedem.report.methods import flowing, paragraphs_of, plain, settings_of, settings_table
 from fedem.rounds import mixer_seed
 from fedem.settings import names_of
 
@@ -47,8 +46,7 @@ def graph_pages(name: str) -> Iterator[RenderableType]:
 
 
 def _about(kind: type[Topology]) -> str:
-    paragraphs = (inspect.getdoc(kind) or "").partition("Attributes:\n")[0].strip().split("\n\n")
-    return plain("\n\n".join(map(flowing, paragraphs)))
+    return plain("\n\n".join(map(flowing, paragraphs_of(kind))))
 
 
 def describe(topology: Topology, num_clients: int, seed: int) -> Table:

@@ -158,10 +158,12 @@ def _origin(row: Method) -> Iterator[RenderableType]:
     for kind in (row.algorithm, row.mixer):
         yield Text.assemble("\n", (kind.__name__, "bold"), f" in {kind.__module__}")
         module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
-        own = (inspect.getdoc(kind) or "").partition("Attributes:\n")[0]
-        yield Text(
-            "\n\n".join(flowing(paragraph) for text in (module, own) for paragraph in text.split("\n\n")).strip()
-        )
+        yield Text("\n\n".join(map(flowing, [*module.split("\n\n"), *paragraphs_of(kind)])).strip())
+
+
+def paragraphs_of(kind: type) -> list[str]:
+    """Return a class's docstring in paragraphs, without what it says of its fields."""
+    return (inspect.getdoc(kind) or "").partition("Attributes:\n")[0].strip().split("\n\n")
 
 
 def flowing(paragraph: str) -> str:

@@ -5,14 +5,13 @@ A kind is what a name in a section stands for: a data set, a model, a solver, ..
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from fedem.errors import UserError, unknown
 from fedem.methods import METHODS, resolve_method
-from fedem.report.methods import Setting, flowing, plain, settings_of, settings_table
+from fedem.report.methods import Setting, flowing, paragraphs_of, plain, settings_of, settings_table
 from fedem.sections import ABOUT, DEFAULTS, NAMED, UNNAMED, WITHOUT_SETTINGS, Kinds
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def kinds_in(section: str) -> list[Kind]:
     if section in UNNAMED:
         return [Kind("", [], _settings_of(UNNAMED[section]))]
     kinds = [
-        Kind(name, [METHODS[name].summary] if section == "method" else _about(classes[0]), _settings_of(classes))
+        Kind(name, [METHODS[name].summary] if section == "method" else paragraphs_of(classes[0]), _settings_of(classes))
         for name, classes in NAMED[section].items()
     ]
     return kinds + [Kind(name, [text], []) for (place, name), text in WITHOUT_SETTINGS.items() if place == section]
@@ -136,12 +135,6 @@ def _settings_of(classes: Kinds) -> list[Setting]:
     """Return what classes say of their fields; no word at all is written as TOML has it."""
     found = [setting for kind in classes for setting in settings_of(kind)]
     return [setting._replace(default=setting.default or _EMPTY) for setting in found]
-
-
-def _about(kind: type) -> list[str]:
-    """Return a class's docstring as paragraphs, without what it says of its fields."""
-    text = (inspect.getdoc(kind) or "").partition("Attributes:\n")[0]
-    return text.strip().split("\n\n")
 
 
 def _flowing(paragraph: str) -> str:
