@@ -20,9 +20,10 @@ every_loss = pytest.mark.parametrize("loss", LOSSES)
 
 
 @pytest.mark.parametrize("engine", [OneByOne(), Stacked()], ids=["one_by_one", "stacked"])
+@pytest.mark.parametrize("method", ["fedem", "bfedem"])
 @every_loss
-def test_fedem_with_one_component_is_fedavg(loss: str, engine: OneByOne | Stacked) -> None:
-    fedem = make_training("fedem", loss=loss, num_components=1, engine=engine)
+def test_fedem_with_one_component_is_fedavg(loss: str, method: str, engine: OneByOne | Stacked) -> None:
+    fedem = make_training(method, loss=loss, num_components=1, engine=engine)
     fedavg = make_training("fedavg", loss=loss, engine=engine)
     # The same initial model: FedEM derives one seed a component.
     seed = int(derive(int(derive(fedavg.seed, COMPONENTS)), 0))

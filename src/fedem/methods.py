@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fedem.algorithms.afl import AFL
 from fedem.algorithms.apfl import APFL
+from fedem.algorithms.balanced import BalancedFedEM
 from fedem.algorithms.base import Algorithm
 from fedem.algorithms.ditto import Ditto
 from fedem.algorithms.fedavg import FedAvg
@@ -80,6 +81,16 @@ METHODS: dict[str, Method] = {
         "Marfoq et al. 2021",
         "mixture weights",
         "M models to and from each neighbour",
+        "fits its mixture weights",
+    ),
+    "bfedem": Method(
+        BalancedFedEM,
+        Star,
+        "Balanced FedEM",
+        "FedEM whose components train at full speed, however few samples they are responsible for",
+        "",
+        "nothing: its mixture weights are sent",
+        "M models, and M mixture weights up",
         "fits its mixture weights",
     ),
     "dsgd": Method(

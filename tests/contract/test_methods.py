@@ -212,6 +212,7 @@ MODELS_SENT = {
     "local": (0, 0),
     "fedem": (3, 3),
     "dfedem": (3, 3),
+    "bfedem": (3, 3),
     "ifca": (1, 3),
     "scaffold": (2, 2),
     "fedfomo": (1, 5),  # its own and those of the four others
@@ -229,14 +230,14 @@ def test_bytes_are_those_of_the_messages(method: str) -> None:
     for sent, models in zip((log.bytes_up, log.bytes_down), MODELS_SENT.get(method, (1, 1)), strict=True):
         besides = sent - num_messages * models * model
         assert 0 <= besides <= num_messages * 8 * 4
-        assert besides == 0 or method in ("afl", "qffl", "ifca", "fedfomo", "mocha")
+        assert besides == 0 or method in ("afl", "qffl", "ifca", "fedfomo", "mocha", "bfedem")
 
 
 @every_method
 def test_every_row_of_the_table_says_what_it_does(method: str) -> None:
     row = METHODS[method]
     assert all((row.title, row.summary, row.personal, row.sent, row.unseen))
-    assert row.paper or method == "local"
+    assert row.paper or method in ("local", "bfedem")
 
 
 @every_method

@@ -8,7 +8,6 @@ Shapes: M components, n samples of the client, B of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from fedem.randomness import uniform
 from fedem.tree import Tree
 
 
-@final
 @dataclass(frozen=True, eq=False)
 class FedEM(Surrogate):
     """u: the M components. v_t: the log mixture weights. The surrogate is fixed by the responsibilities.
@@ -99,14 +97,18 @@ class FedEM(Surrogate):
         training mode, and buffers change.
         """
 
-        def one(component: Tree, memory: Tree, responsibilities: Tensor) -> tuple[Tree, Tree]:
-            weights = batch.weights * responsibilities
+        def one(component: Tree, memory: Tree, counts: Tensor) -> tuple[Tree, Tree]:
+            weights = batch.weights * counts
             return train_step(self.model, self.solver, component, memory, batch, weights, learning_rate)
 
         shared, memory = self.model.over_components(one, (0, 0, 0))(
-            local.shared, local.memory, batch.samples["log_responsibilities"].exp()
+            local.shared, local.memory, self.counts(local, batch)
         )
         return local._replace(shared=shared, memory=memory)
+
+    def counts(self, local: Local, batch: Batch) -> Tensor:
+        """How much each sample counts for each component, ``[M, B]``: its responsibility."""
+        return batch.samples["log_responsibilities"].exp()
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """The client's mixture of the components."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
+from fedem.algorithms.masses import mean_by_mass, times_mass
 from fedem.algorithms.training import distinct_models, start_memory, train_step
 from fedem.mixture import uniform_log_weights
 from fedem.tree import Tree, add_prefix, take_prefix, tree_map
@@ -67,25 +68,12 @@ class IFCA(Algorithm):
 
     def summand(self, upload: Tree) -> Tree:
         """The model in its cluster's place, zeros in the others, ``[K, ...]``; and where it is."""
-        indicator = upload["indicator"]
-
-        def placed(leaf: Tensor) -> Tensor:
-            rows = indicator.reshape(-1, *(1,) * leaf.ndim)
-            return rows.to(leaf.dtype) * leaf
-
-        return add_prefix("model", tree_map(placed, take_prefix("model", upload))) | {"mass": indicator}
+        models = tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), take_prefix("model", upload))
+        return times_mass(models, upload["indicator"])
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """The mean over each cluster's own clients; a cluster that nobody chose stays as it is."""
-        mass = mean["mass"]
-
-        def averaged(old: Tensor, new: Tensor) -> Tensor:
-            rows = mass.reshape(-1, *(1,) * (old.ndim - 1))
-            if not old.is_floating_point():
-                return torch.where(rows > 0, new, old)
-            return torch.where(rows > 0, new / rows.clamp(min=torch.finfo(mass.dtype).tiny).to(new.dtype), old)
-
-        return tree_map(averaged, shared, take_prefix("model", mean))
+        return mean_by_mass(shared, mean)
 
     def keep(self, local: Local) -> tuple[Tree, Tree]:
         """The fine-tuned model stands for all; only the chosen place counts."""
