@@ -45,7 +45,9 @@ def test_with_a_full_local_solve_and_one_client_it_is_centralised_em() -> None:
     )
     state = training.init()
     begun = EMState(tree_index(state.shared, 0), state.personal["log_weights"])
-    for expected in list(CentralizedEM(training.algorithm.model, weight_decay=0).steps(begun, federation.train, 3))[1::2]:
+    for expected in list(CentralizedEM(training.algorithm.model, weight_decay=0).steps(begun, federation.train, 3))[
+        1::2
+    ]:
         state, _ = training.step(state)
         for name, leaf in expected.components.items():
             torch.testing.assert_close(state.shared[name][0], leaf, rtol=0, atol=1e-7)
@@ -60,7 +62,12 @@ def _near(training: Training, thetas: np.ndarray, weights: list[list[float]]) ->
     return State(0, start.shared | {"weight": weight.clone()}, personal, start.memory)
 
 
-_PLANTED = {"loss": "squared_error", "solver": SGD(), "batching": Batching(0, local_steps=3), "schedule": Constant(0.15)}
+_PLANTED = {
+    "loss": "squared_error",
+    "solver": SGD(),
+    "batching": Batching(0, local_steps=3),
+    "schedule": Constant(0.15),
+}
 
 
 def test_clients_that_are_sure_of_their_component_train_as_in_ifca() -> None:

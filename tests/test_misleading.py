@@ -20,6 +20,7 @@ from fedem.records import has_diverged
 from fedem.report.gathered import gather
 from fedem.report.page import build_page
 from fedem.report.reading import read_runs
+from fedem.report.tables import remarks
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -175,3 +176,13 @@ def test_a_run_that_was_killed_predicts_with_a_note(run: Run, tmp_path: Path) ->
     code, _, err = run("predict", tmp_path / "run", "--data", path, "--out", tmp_path / "p.csv", "-q")
     assert code == 0, err
     assert "note: The run is not complete: 2 of its 5 rounds are done." in err
+
+
+@pytest.mark.parametrize("method", ["fedem", "bfedem"])
+def test_components_that_are_hardly_used_are_named(method: str) -> None:
+    summary = fedem.train(make_federation(), method, rounds=1).summary
+    assert sum(summary["weights_mean"]) == pytest.approx(1)
+    assert not any("Hardly used" in line for line in remarks(summary | {"weights_mean": [0.3, 0.3, 0.4]}))
+    (told,) = (line for line in remarks(summary | {"weights_mean": [0.001, 0.996, 0.003]}) if "Hardly used" in line)
+    assert "component 0 (0.1%), 2 (0.3%)" in told
+    assert ("bfedem" in told) == (method == "fedem")

@@ -11,7 +11,7 @@ from helpers import SIZES, make_federation
 from scipy.stats import entropy
 
 from fedem import Synthetic, train
-from fedem.records import name_entropy
+from fedem.records import name_weights
 from fedem.splits import thinned
 
 
@@ -43,8 +43,9 @@ def test_more_samples_help_unseen_clients_and_none_leave_even_weights() -> None:
     assert "weights_entropy" not in train(data, "fedavg", rounds=1).summary
 
 
-def test_the_entropy_is_scipys() -> None:
+def test_the_entropy_is_scipys_and_the_mean_is_numpys() -> None:
     weights = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    found = name_entropy(weights.log())["weights_entropy"]
-    assert found == pytest.approx(entropy(weights.numpy(), axis=1).mean())
-    assert name_entropy(torch.zeros(4, 1)) == {}
+    found = name_weights(weights.log())
+    assert found["weights_entropy"] == pytest.approx(entropy(weights.numpy(), axis=1).mean())
+    assert found["weights_mean"] == pytest.approx(weights.numpy().mean(0))
+    assert name_weights(torch.zeros(4, 1)) == {}

@@ -23,7 +23,7 @@ from fedem.federation import Federation
 from fedem.inexactness import check_measurable, measure
 from fedem.parts import ModelSource, Parts, Shapes
 from fedem.personal import Personalizer, Predictors
-from fedem.records import Record, client_rows, name_entropy, name_scores
+from fedem.records import Record, client_rows, name_scores, name_weights
 from fedem.recovery import Recovery, recover
 from fedem.result import Result
 from fedem.rounds import RoundLog, State, Training, cohort_size, mixer_seed
@@ -188,7 +188,7 @@ class Job:
         scores = {role: self.scores(entry) for role, entry in found.items()}
         summary = self._summary(progress, found["last"], scores)
         weights = found["last"].log_weights(self.parts.algorithm)
-        summary |= name_entropy(weights)
+        summary |= name_weights(weights)
         clients = client_rows("train", self.federation.names, scores["last"], weights)
         unseen = self.federation.unseen
         if unseen is not None and self.parts.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
@@ -200,7 +200,7 @@ class Job:
             theirs = evaluate(self.parts.algorithm, self.engine, fitted, unseen)
             summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
             their_weights = fitted.log_weights(self.parts.algorithm)
-            summary |= {f"unseen_{key}": value for key, value in name_entropy(their_weights).items()}
+            summary |= {f"unseen_{key}": value for key, value in name_weights(their_weights).items()}
             clients += client_rows("unseen", unseen.names, theirs, their_weights)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.parts.device)}
         tuned = {}

@@ -34,13 +34,14 @@ def has_diverged(summary: Mapping[str, Any]) -> bool:
     return "train_accuracy" in summary and (loss is None or not loss < _ABSURD)
 
 
-def name_entropy(log_weights: Tensor) -> Record:
-    """Name the mean entropy of the clients' mixture weights ``[T, M]``, in nats; nothing where they mix one model."""
+def name_weights(log_weights: Tensor) -> Record:
+    """Name the mean of the clients' mixture weights ``[T, M]`` and their mean entropy in nats; nothing if M = 1."""
     if log_weights.shape[1] == 1:
         return {}
     # 0 log 0 is 0.
-    terms = log_weights.double().exp() * log_weights.double().clamp(min=torch.finfo(torch.float64).min)
-    return {"weights_entropy": float(-terms.sum(1).mean())}
+    weights = log_weights.double().exp()
+    terms = weights * log_weights.double().clamp(min=torch.finfo(torch.float64).min)
+    return {"weights_mean": weights.mean(0).tolist(), "weights_entropy": float(-terms.sum(1).mean())}
 
 
 def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], log_weights: Tensor) -> list[Record]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Summary = Mapping[str, Any]
 
+_IDLE = 0.01  # a mean mixture weight below which a component is hardly used
+
 
 def metric_of(summary: Summary) -> str:
     """Return what the run was scored by: accuracy or mean_squared_error."""
@@ -81,6 +83,25 @@ def states_table(summary: Summary) -> Table:
     return table
 
 
+def _idle(summary: Summary) -> list[str]:
+    """Say which components of FedEM are hardly used."""
+    if summary["method"] not in ("fedem", "dfedem", "bfedem"):
+        return []
+    means = summary.get("weights_mean") or []
+    idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
+    if not idle:
+        return []
+    starved = (
+        " Or it starved while others learnt, which method bfedem is made against."
+        if summary["method"] != "bfedem"
+        else ""
+    )
+    return [
+        f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. The data may need fewer "
+        f"(method.num_components).{starved}"
+    ]
+
+
 def remarks(summary: Summary) -> list[str]:
     """Return what else there is to say of a run, a line each."""
     lines = []
@@ -89,6 +110,7 @@ def remarks(summary: Summary) -> list[str]:
             f"warning: The loss on the training samples is {_number(summary['train_loss'], '{:.3g}')}: training has "
             "diverged. A smaller schedule.learning_rate is needed."
         )
+    lines += _idle(summary)
     if recovery := summary.get("recovery"):
         distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
         lines.append(
