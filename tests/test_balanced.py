@@ -1,4 +1,4 @@
-"""Balanced FedEM against FedEM, FedAvg, IFCA and centralised EM, where they must agree; and where it parts from FedEM."""
+"""Balanced FedEM against FedEM, FedAvg, IFCA and centralised EM where they must agree; and where it leaves FedEM."""
 
 from __future__ import annotations
 
