@@ -89,7 +89,7 @@ METHODS: dict[str, Method] = {
         "Balanced FedEM",
         "FedEM whose components train at full speed, however few samples they are responsible for",
         "",
-        "nothing: its mixture weights are sent",
+        "mixture weights, which the server sees",
         "M models, and M mixture weights up",
         "fits its mixture weights",
     ),

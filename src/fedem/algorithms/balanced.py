@@ -2,7 +2,7 @@
 
 FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
 component is responsible for. Networks start on a plateau: the first component to leave it takes the responsibilities,
-and with them the steps, of the others, which stay behind for good. Here a client divides a component's objective by its
+and with them the steps, of the others, which may never follow. Here a client divides a component's objective by its
 mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm in the component's average instead of n_t, as FedAvg
 counts samples. The sum over clients, sum_t n_t pi_tm (g_tm / pi_tm), is FedEM's surrogate; for one gradient step from u
 the round is FedEM's with the component's learning rate divided by sum_t n_t pi_tm / n.
