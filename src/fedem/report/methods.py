@@ -190,16 +190,17 @@ def settings_table(title: str, found: list[Setting]) -> Table:
 def _shipped(name: str) -> Table:
     table = _plain_table("Settings shipped for it, by data")
     told = shipped(name)
-    # Data with the same settings share a column.
-    keys = list(dict.fromkeys(key for values in told.values() for key in values))
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for data, values in told.items():
-        columns.setdefault(tuple(_literal(values.get(key, "-")) for key in keys), []).append(data)
+    usual = told.pop(_ANY)
     table.add_column("setting", no_wrap=True)
-    for names in columns.values():
-        table.add_column("\n".join(names), justify="right", no_wrap=True)
-    for key, *cells in zip(keys, *columns, strict=True):
-        table.add_row(key, *cells)
+    table.add_column(_ANY, no_wrap=True)
+    table.add_column("but")
+    for key in dict.fromkeys(key for values in (usual, *told.values()) for key in values):
+        others: dict[str, list[str]] = {}
+        for data, values in told.items():
+            others.setdefault(_literal(values.get(key, "-")), []).append(data)
+        common = _literal(usual.get(key, "-"))
+        others.pop(common, None)
+        table.add_row(key, common, "; ".join(f"{value} for {', '.join(names)}" for value, names in others.items()))
     return table
 
 
