@@ -83,16 +83,6 @@ METHODS: dict[str, Method] = {
         "M models to and from each neighbour",
         "fits its mixture weights",
     ),
-    "bfedem": Method(
-        BalancedFedEM,
-        Star,
-        "Balanced FedEM",
-        "FedEM whose components train at full speed, however few samples they are responsible for",
-        "",
-        "mixture weights, which the server sees",
-        "M models, and M mixture weights up",
-        "fits its mixture weights",
-    ),
     "dsgd": Method(
         FedAvg,
         Graph,
@@ -275,6 +265,16 @@ METHODS: dict[str, Method] = {
         "nothing",
         "a model",
         "learns an embedding, the network fixed",
+    ),
+    "bfedem": Method(
+        BalancedFedEM,
+        Star,
+        "Balanced FedEM",
+        "FedEM whose components train at full speed, however few samples they are responsible for",
+        "",
+        "mixture weights, which the server sees",
+        "M models, and M mixture weights up",
+        "fits its mixture weights",
     ),
 }
 ALIASES = {"hypcluster": "ifca"}
