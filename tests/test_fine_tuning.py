@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import advance, make_personalizer, make_training
 from newcomers import NEWCOMERS, both_engines, losses_of, one_epoch_by_hand
-from small_runs import SMALL
+from small_runs import SMALL, small_run
 
 import fedem
 from fedem.engines import Batching, OneByOne, Stacked
@@ -16,6 +18,7 @@ from fedem.methods import METHODS
 from fedem.personal import Personalizer
 from fedem.rounds import Training
 from fedem.solvers import SGD
+from fedem.training import reassess
 from fedem.tree import tree_index
 
 # Fine-tuning.
@@ -126,3 +129,40 @@ def test_local_clients_fine_tune_their_own_models() -> None:
         components = found.of(training.algorithm, position).components
         for name, leaf in expected.items():
             torch.testing.assert_close(components[name][0], leaf, rtol=0, atol=1e-12)
+
+
+# Another fine-tuning, once a run is trained.
+
+
+def test_a_trained_run_is_scored_as_if_it_had_fine_tuned(tmp_path: Path) -> None:
+    """Fine-tuning comes after training, so a run without it that is scored with it is the run with it."""
+    tuned = small_run(None, unseen=0.25, fine_tune_epochs=2, fine_tune_rate=0.05)
+    plain = small_run(tmp_path / "run", unseen=0.25)
+    again = reassess(tmp_path / "run", fine_tune_epochs=2, fine_tune_rate=0.05)
+    for key in ("test_loss", "validation_loss", "bottom_decile", "unseen_test_loss", "weights_mean"):
+        assert again.summary[key] == tuned.summary[key]
+    assert again.summary["train_loss"] < plain.summary["train_loss"]
+    assert reassess(tmp_path / "run").summary["test_loss"] == plain.summary["test_loss"]  # the run is as it was
+
+
+def test_another_fine_tuning_is_asked_for_on_the_command_line(run, tmp_path: Path) -> None:
+    plain = small_run(tmp_path / "run")
+    asked = ("evaluate", "run", "--fine-tune-epochs", "1", "--fine-tune-rate", "0.05", "--out", "scores.json")
+    code, out, err = run(*asked)
+    assert (code, err) == (0, "")
+    assert "FedEM" in out
+    assert json.loads((tmp_path / "scores.json").read_text())["train_loss"] < plain.summary["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--fine-tune-epochs", "-1"), "run.fine_tune_epochs is -1"),
+        (("--fine-tune-epochs", "1", "--fine-tune-rate", "-0.1"), "run.fine_tune_rate is -0.1"),
+        (("--fine-tune-rate", "0.1"), "fine_tune_rate is 0.1, but clients of run don't fine-tune"),
+    ],
+)
+def test_a_fine_tuning_that_can_not_be_is_refused(run, tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+    small_run(tmp_path / "run")
+    code, _, err = run("evaluate", "run", *options)
+    assert (code, said in err) == (2, True), err

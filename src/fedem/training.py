@@ -180,10 +180,22 @@ class _Recorder:
             self._listener(entry)
 
 
-def reassess(path: str | Path, device: str = "auto") -> Result:
-    """Make a run's data again and score its saved states afresh; nothing is trained or written."""
+def reassess(
+    path: str | Path, device: str = "auto", fine_tune_epochs: int | None = None, fine_tune_rate: float | None = None
+) -> Result:
+    """Make a run's data again and score its saved states afresh; nothing is trained together, nothing is written.
+
+    Fine-tuning may be another than the run's: it comes after training, so its settings can be tried without training
+    again.
+    """
     folder = RunFolder(Path(path))
-    config = folder.config().replace("run", device=device)
+    asked = {"device": device, "fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate}
+    config = folder.config().replace("run", **{key: value for key, value in asked.items() if value is not None})
+    if fine_tune_rate is not None and not config.run.fine_tune_epochs:
+        raise UserError(
+            f"fine_tune_rate is {fine_tune_rate:g}, but clients of {path} don't fine-tune; allowed with it: "
+            "fine_tune_epochs of at least 1."
+        )
     check_here(folder.load()[1]["clients"])
     job = Job.prepare(config, config.make_data(), None, fresh=False).placed()
     with products(config.run.precision, job.parts.device):

@@ -34,13 +34,24 @@ def show(run_folder: RunArgument) -> None:
 def evaluate(
     run_folder: RunArgument,
     out: Annotated[Path | None, typer.Option(help="Also write the scores to this JSON file.")] = None,
+    fine_tune_epochs: Annotated[
+        int | None, typer.Option(help="Passes over its samples that each client trains for itself before it is scored.")
+    ] = None,
+    fine_tune_rate: Annotated[float | None, typer.Option(help="Learning rate of these passes.")] = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
-    """Make a run's data again and score its saved states afresh."""
+    """Make a run's data again and score its saved states afresh; the run stays as it is.
+
+    Examples:
+      fedem evaluate runs/first
+
+      fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
+
+    """
     RunFolder(run_folder).check()
     with waiting("Scoring", quiet):
-        result = reassess(run_folder, device)
+        result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate)
     if not quiet:
         print_summary([result.summary])
     if out:
