@@ -32,7 +32,7 @@ class FedEM(Surrogate):
     """u: the M components. v_t: the log mixture weights. The surrogate is fixed by the responsibilities.
 
     Attributes:
-        num_components: M.
+        num_components: M, how many component models all clients share; 1 is FedAvg.
         initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
             "uniform" starts all at 1/M.
 

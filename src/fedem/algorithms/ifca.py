@@ -28,7 +28,7 @@ class IFCA(Algorithm):
     """u: K models. v_t: which of them is the client's, as log weights that are 0 there and -inf elsewhere.
 
     Attributes:
-        num_clusters: K; 1 is FedAvg.
+        num_clusters: K, how many models there are; 1 is FedAvg.
 
     """
 

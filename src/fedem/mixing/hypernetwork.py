@@ -30,8 +30,8 @@ class Hypernetwork(Mixer):
     A client's model is base + last tanh(first embedding + bias).
 
     Attributes:
-        embedding_size: E.
-        hidden_size: H.
+        embedding_size: E, numbers in the embedding of a client.
+        hidden_size: H, units of the hidden layer of the network that makes models.
         server_rate: step of the network along the mean of the clients' gradients; for the base alone, 1 is
             FedAvg.
         embedding_rate: step of a client's embedding along its own gradient.

@@ -32,7 +32,7 @@ class Loopless(OwnGroups):
     learning rate eta of the gradient steps, which is the paper's alpha/(n (1 - p)), a = eta penalty (1 - p) / p.
 
     Attributes:
-        penalty: lambda; 0 is Local.
+        penalty: lambda, how strongly clients are pulled towards their mean; 0 is Local.
         probability: p, of a step towards the mean.
 
     """

@@ -22,7 +22,7 @@ class Relations(OwnGroups):
     """A group a client: W = V Sigma / (2 lambda). The memory: everybody's dual vector, and Sigma = Omega^-1.
 
     Attributes:
-        penalty: lambda.
+        penalty: lambda, the weight of the regulariser tr(W Omega W') of all tasks' models W.
         relations_every: rounds between updates of Sigma, enough for the tasks to settle; 0 never updates it, and the
             tasks stay unrelated.
         floor: the least eigenvalue of Sigma relative to its mean one, so that no direction is ruled out for ever.
