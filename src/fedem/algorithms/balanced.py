@@ -1,11 +1,11 @@
 """Balanced FedEM: every component is trained as FedAvg would train it on the samples that are its own.
 
 FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
-component is responsible for. Networks start on a plateau: the first component to leave it takes the responsibilities,
-and with them the steps, of the others, which may never follow. Here a client divides a component's objective by its
-mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm in the component's average instead of n_t, as FedAvg
-counts samples. The sum over clients, sum_t n_t pi_tm (g_tm / pi_tm), is FedEM's surrogate; for one gradient step from u
-the round is FedEM's with the component's learning rate divided by sum_t n_t pi_tm / n.
+component is responsible for: one that falls behind early loses responsibilities, and with them its steps. Here a client
+divides a component's objective by its mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm in the
+component's average instead of n_t, as FedAvg counts samples. The sum over clients, sum_t n_t pi_tm (g_tm / pi_tm), is
+FedEM's surrogate; for one gradient step from u the round is FedEM's with the component's learning rate divided by
+sum_t n_t pi_tm / n.
 
 The server learns the mixture weights of those who take part.
 """
@@ -35,7 +35,7 @@ class BalancedFedEM(FedEM):
         """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
 
         So a batch, in which a few samples may have all of a component's responsibilities, never counts for more than
-        one sample's mean.
+        a mean over samples.
         """
         responsibilities = batch.samples["log_responsibilities"].exp()
         here = (responsibilities * batch.weights).sum(1)

@@ -6,10 +6,10 @@ Shapes: T clients that are there, C of a round's cohort, tau phases.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -183,13 +183,13 @@ class _Given(Topology):
         return list(self.phases)
 
 
-def _shared_settings(topology: Topology) -> Mapping[str, object]:
+def _shared_settings(topology: Topology) -> dict[str, Any]:
     """Return the settings that all graphs have."""
     return {entry.name: getattr(topology, entry.name) for entry in fields(Topology)}
 
 
 def _as_ring(topology: Topology) -> Ring:
-    return Ring(**_shared_settings(topology))  # type: ignore[arg-type]  # the fields of the class they share
+    return Ring(**_shared_settings(topology))
 
 
 def _piece(topology: Topology, keys: Tensor, phases: Sequence[Edges], members: Tensor, seed: int) -> Piece:
@@ -197,7 +197,7 @@ def _piece(topology: Topology, keys: Tensor, phases: Sequence[Edges], members: T
     places = np.full(len(keys), -1, dtype=np.int64)
     places[members.numpy()] = np.arange(len(members))
     inside = [canonical(places[edges][(places[edges] >= 0).all(1)]) for edges in phases]
-    given = _Given(**_shared_settings(topology), phases=tuple(inside))  # type: ignore[arg-type]  # likewise
+    given = _Given(**_shared_settings(topology), phases=tuple(inside))
     try:
         return Piece(members, given, given.matrices(keys[members], seed))
     except UserError:
