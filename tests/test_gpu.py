@@ -61,6 +61,15 @@ def test_a_run_on_the_gpu_resumes_to_the_same_bits(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.predict("ann", inputs), resumed.predict("ann", inputs))
 
 
+def test_convolutions_on_the_gpu_give_the_same_bits_each_time() -> None:
+    images = torch.rand(360, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    federation = fedem.Federation.from_arrays(images, torch.arange(360) % 10, torch.arange(360) % 6)
+    first, second = (
+        fedem.train(federation, rounds=4, model="cnn", batch_size=16, device="cuda").state() for _ in range(2)
+    )
+    assert same_states(first, second)
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "local"])
 def test_unseen_clients_are_fitted_on_the_gpu_as_on_the_cpu(method: str) -> None:
     newcomers = make_federation(sizes=(9, 6), names=("flo", "gus"), seed=3)
