@@ -38,6 +38,8 @@ def failing(verdict: Verdict) -> str:
 LINE = Model(lambda: nn.Linear(3, 1), SquaredError(), torch.float64)
 SOUND = {
     "fedem": FedEM(make_model(), SGD()),
+    "fedem that shares samples": FedEM(make_model(), SGD(), sharpness=0.2),
+    "fedem that parts them": FedEM(make_model(), SGD(), sharpness=3.0),
     "fedem in single precision": FedEM(make_model(dtype=torch.float32), SGD()),
     "envelope": MoreauEnvelope(make_model(), SGD(), iterations=5),
     "quadratic": QuadraticBound(make_model(), SGD(), smoothness=3.0),

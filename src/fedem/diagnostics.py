@@ -1,8 +1,9 @@
 """What the paper's convergence theorems speak of, measured: how far a state is from a consensus stationary point of f.
 
 f(Theta, Pi) = sum_t n_t/n f_t(Theta, pi_t), f_t = 1/n_t sum_i -log sum_m pi_tm exp(-loss_i(theta_m)): what FedEM
-minimises, and FedAvg with its mixture of one. Losses are those of evaluation, and weight decay is no part of f. Where
-every client has models of its own (over a graph), Theta is their plain mean.
+minimises, and FedAvg with its mixture of one; where FedEM has a sharpness s, -1/s log sum_m pi_tm exp(-s loss). Losses
+are those of evaluation, and weight decay is no part of f. Where every client has models of its own (over a graph),
+Theta is their plain mean.
 
 Shapes: T clients, c of a chunk, G groups, M components, n samples of a client, B of a batch.
 """
@@ -149,9 +150,9 @@ class _Measured(Algorithm):
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """E-step and the update of the weights, in double precision: gains are small differences."""
         losses, log_weights = scores["losses"].double(), personal["log_weights"].double().log_softmax(0)
-        log_posterior = log_responsibilities(losses, log_weights)
+        log_posterior = log_responsibilities(losses, log_weights, self.base.sharpness)
         now, then = (
-            mean_loss(negative_log_likelihood(losses, weights), mask)
+            mean_loss(negative_log_likelihood(losses, weights, self.base.sharpness), mask)
             for weights in (log_weights, update_log_weights(log_posterior, mask))
         )
         zeros = tree_map(torch.zeros_like, trained_leaves(self.model, shared))

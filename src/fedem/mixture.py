@@ -16,12 +16,13 @@ _EDGE = 1e-3  # weights below may count as lying on the simplex's edge
 _MOST_NEWTON_STEPS, _MOST_HALVINGS = 1000, 30
 
 
-def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
-    """E-step: log q(z = m), with q(z = m) proportional to pi_m exp(-loss_m) (Eq. 4).
+def log_responsibilities(losses: Tensor, log_weights: Tensor, sharpness: float = 1.0) -> Tensor:
+    """E-step: log q(z = m), with q(z = m) proportional to pi_m exp(-s loss_m) (Eq. 4 where s = 1).
 
     Args:
         losses: negative log-likelihoods ``[M, n]``; infinite ones count as the largest finite number.
         log_weights: ``[M]``
+        sharpness: s, the power that likelihoods have.
 
     Returns:
         ``[M, n]``; each column's exponentials sum to one.
@@ -30,10 +31,18 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor) -> Tensor:
     tensor([0.2500, 0.7500])
 
     """
+    _, relative = _from_least(losses)
+    return torch.log_softmax(log_weights[:, None] - _finite(sharpness * relative), dim=0)
+
+
+def _from_least(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each sample's least loss ``[n]``, and the losses from there ``[M, n]``.
+
+    A large part that is common to all would swallow the weights in floating point.
+    """
     finite = _finite(losses)
-    # Without each sample's smallest loss: a large common part would swallow the weights in floating point.
-    relative = finite - finite.amin(dim=0, keepdim=True)
-    return torch.log_softmax(log_weights[:, None] - relative, dim=0)
+    least = finite.amin(dim=0)
+    return least, finite - least
 
 
 def _finite(losses: Tensor) -> Tensor:
@@ -59,9 +68,18 @@ def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
     return torch.log_softmax(totals, dim=0)
 
 
-def negative_log_likelihood(losses: Tensor, log_weights: Tensor) -> Tensor:
-    """-log sum_m pi_m exp(-loss_m) of each sample; their mean is the paper's f. ``[M, n], [M] -> [n]``."""
-    return -torch.logsumexp(log_weights[:, None] - _finite(losses), dim=0)
+def negative_log_likelihood(losses: Tensor, log_weights: Tensor, sharpness: float = 1.0) -> Tensor:
+    """-1/s log sum_m pi_m exp(-s loss_m) of each sample, ``[M, n], [M] -> [n]``.
+
+    With s = 1 their mean is the paper's f. It lies between the losses' mean by the weights (s near 0) and the least
+    loss (s large), and falls with s.
+
+    >>> losses, weights = torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, 0.5]).log()
+    >>> [round(float(negative_log_likelihood(losses, weights, s)), 2) for s in (0.01, 1.0, 100.0)]
+    [2.0, 1.57, 1.01]
+    """
+    least, relative = _from_least(losses)
+    return least - torch.logsumexp(log_weights[:, None] - _finite(sharpness * relative), dim=0) / sharpness
 
 
 def mix(predictions: Tensor, log_weights: Tensor) -> Tensor:
@@ -104,8 +122,8 @@ def _converge(losses: Tensor, log_weights: Tensor, tolerance: float) -> Tensor:
     thousands of updates. Without the constraint that weights sum to one, -mean log(w P) + sum(w) over w >= 0 has the
     same minimum, and only bounds are left to keep (Bertsekas 1982). Where a Newton step fails, EM goes on.
     """
-    finite = _finite(losses)
-    likelihoods = (finite.amin(dim=0) - finite).exp()  # P, up to a factor a sample: the best component has one
+    _, relative = _from_least(losses)
+    likelihoods = (-relative).exp()  # P, up to a factor a sample: the best component has one
     weights = log_weights.exp()
 
     def objective(candidate: Tensor) -> float:

@@ -35,11 +35,14 @@ class FedEM(Surrogate):
         num_components: M, how many component models all clients share; 1 is FedAvg.
         initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
             "uniform" starts all at 1/M.
+        sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
+            components share samples, until near 0 each is trained on all of them; larger ones part them.
 
     """
 
     num_components: int = field(default=3, metadata={"min": 1})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
+    sharpness: float = field(default=1.0, metadata={"above": 0})
 
     def init_shared(self, seed: int) -> Tree:
         """Draw M models, ``[M, ...]``."""
@@ -59,24 +62,25 @@ class FedEM(Surrogate):
         return {"losses": self.model.component_losses(shared, inputs, targets)}
 
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
-        """The mixture's negative log-likelihood."""
+        """-1/s log sum_m pi_m p_m^s, which is the mixture's negative log-likelihood where s = 1."""
         losses = self.model.component_losses(shared, batch.inputs, batch.targets)
-        return (batch.weights * negative_log_likelihood(losses, personal["log_weights"])).sum()
+        return (batch.weights * negative_log_likelihood(losses, personal["log_weights"], self.sharpness)).sum()
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
         """E-step over all training samples (Eq. 4), ``[M, n]``."""
-        return Fixed({"log_responsibilities": log_responsibilities(scores["losses"], personal["log_weights"])}, {})
+        log_posterior = log_responsibilities(scores["losses"], personal["log_weights"], self.sharpness)
+        return Fixed({"log_responsibilities": log_posterior}, {})
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
         """The mean responsibilities (Eq. 5), whatever the components."""
         return {"log_weights": update_log_weights(fixed.columns["log_responsibilities"], mask)}
 
     def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
-        """sum_m q_m (loss_m - log pi_m + log q_m): the objective and the divergence of q from the posterior."""
+        """sum_m q_m (loss_m + 1/s log(q_m / pi_m)): the objective and 1/s the divergence of q from the posterior."""
         log_posterior = batch.samples["log_responsibilities"]
         responsibilities = log_posterior.exp()
         losses = self.model.component_losses(shared, batch.inputs, batch.targets)
-        terms = losses - personal["log_weights"][:, None] + log_posterior
+        terms = losses + (log_posterior - personal["log_weights"][:, None]) / self.sharpness
         # 0 log 0 is 0, whatever the weight.
         return (batch.weights * responsibilities * terms.masked_fill(responsibilities == 0, 0)).sum()
 
@@ -116,7 +120,7 @@ class FedEM(Surrogate):
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients."""
-        return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}
+        return {"log_weights": fit_log_weights(self.sharpness * scores["losses"], max_iterations)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
