@@ -24,6 +24,7 @@ from fedem.job import Job
 from fedem.rounds import State
 from fedem.tree import Tree
 
+_NOT_CALLED = "a part of Flower's interface that no test was known to use"
 Spoil = Callable[[int, Message, Message], Message | None]
 """(node, what it was asked, its answer) -> the answer that arrives, if one does"""
 
@@ -57,23 +58,23 @@ class LocalGrid(Grid):
     def get_nodes(self) -> Iterable[NodeInfo]:
         return (NodeInfo(node_id=node) for node in self.node_configs)
 
-    # Flower asks for these too; nothing here calls them, and what did would have to know.
+    # Flower's interface has these too.
 
     def set_run(self, run: Run) -> None:
-        raise NotImplementedError
+        raise AssertionError(_NOT_CALLED)
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError
+        raise AssertionError(_NOT_CALLED)
 
     def create_message(self, *_: Any, **__: Any) -> Message:
-        raise NotImplementedError
+        raise AssertionError(_NOT_CALLED)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        raise NotImplementedError
+        raise AssertionError(_NOT_CALLED)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        raise NotImplementedError
+        raise AssertionError(_NOT_CALLED)
 
 
 def node_configs(folder: Path, sample: Path, names: Iterable[str]) -> dict[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,13 +110,14 @@ class Team:
 
     def tell(self, value: _Value | None) -> _Value:
         """Return the leader's ``value`` to all; the others' are not looked at."""
-        told = [value]
+        told: list[Any] = [value]
         if self.size > 1:
             from torch.distributed import broadcast_object_list
 
             with _in_touch():
                 broadcast_object_list(told, src=0, group=self.group, device=torch.device("cpu"))
-        return told[0]  # type: ignore[return-value]  # None only where the leader said so
+        answer: _Value = told[0]
+        return answer
 
     def agree(self, what: str, value: str) -> None:
         """Refuse to go on, all processes at once, where they have different values."""
@@ -217,7 +218,7 @@ def _meet(number: int) -> Store:
 @cache
 def _meeting_place() -> Store:
     """Find the place where processes leave word for each other; it stays for all their runs."""
-    from torch.distributed import rendezvous  # type: ignore[attr-defined]  # likewise
+    from torch.distributed.rendezvous import rendezvous
 
     store: Store
     try:

@@ -31,8 +31,8 @@ from fedem.errors import UserError
 
 # What readers raise for a file that is damaged, or another than was hoped for.
 _DAMAGED = (
-    # NotImplementedError is zipfile's for a compression that it does not know.
-    *(OSError, EOFError, ValueError, KeyError, TypeError, IndexError, NotImplementedError),
+    *(OSError, EOFError, ValueError, KeyError, TypeError, IndexError),
+    NotImplementedError,  # zipfile's, for a compression that it does not know
     *(pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
 )
 

@@ -34,6 +34,6 @@ def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
     """Connect to a store, which may be opened meanwhile."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # likewise
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
 
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))

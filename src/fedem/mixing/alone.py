@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from fedem.mixing.base import Mixed, Round, Uploads, Welcome, gather
 from fedem.mixing.groups import OwnGroups
@@ -15,9 +15,10 @@ from fedem.tree import Tree
 class Alone(OwnGroups):
     """A group a client; the mixing matrix is the identity."""
 
-    no_welcome: ClassVar[str] = (
-        "Clients that train alone leave nothing to share with an unseen client; choose another method."
-    )
+    @property
+    def no_welcome(self) -> str:
+        """Nothing is shared."""
+        return "Clients that train alone leave nothing to share with an unseen client; choose another method."
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """The identity, and no message."""

@@ -87,8 +87,6 @@ class Welcome(NamedTuple):
 class Mixer(Settings, ABC):
     """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses."""
 
-    no_welcome: ClassVar[str] = ""
-    """why there is nothing for clients unseen in training, where that is so"""
     adds_up: ClassVar[bool] = False
     """whether means of some uploads and of the others add up to those of all (of integer leaves: the largest), and the
     memory does not depend on uploads; then processes that share a cohort need not send them to each other"""
@@ -124,6 +122,11 @@ class Mixer(Settings, ABC):
     @abstractmethod
     def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
         """Return what clients unseen in training start from; None when there is nothing for them."""
+
+    @property
+    def no_welcome(self) -> str:
+        """Why there is nothing for clients unseen in training, where that is so."""
+        return ""
 
     @property
     def starts_apart(self) -> bool:

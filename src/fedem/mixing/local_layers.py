@@ -31,7 +31,7 @@ class LocalLayers(Mixer):
     leaves: frozenset[str]
 
     @property
-    def no_welcome(self) -> str:  # type: ignore[override]  # of all mixers this one alone must ask another
+    def no_welcome(self) -> str:
         """The other mixer's reason."""
         return self.base.no_welcome
 

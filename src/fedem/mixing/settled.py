@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 from torch import Tensor
 
@@ -16,9 +16,10 @@ from fedem.tree import Tree
 class Settled(Mixer):
     """Its memory names each client's group."""
 
-    no_welcome: ClassVar[str] = (
-        "These clients were fitted after training; fit further ones from the run that they were fitted from."
-    )
+    @property
+    def no_welcome(self) -> str:
+        """They are unseen ones themselves."""
+        return "These clients were fitted after training; fit further ones from the run that they were fitted from."
 
     def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
         """There is no beginning."""
