@@ -219,7 +219,7 @@ def work_together(deployment: Deployment, processes: list[list[str]], folder: Pa
         told: list[str] = []
         desk = Desk(folder / f"desk{rank}", 0, 1)
         desk.folder.mkdir(exist_ok=True)
-        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]
+        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]  # threads stand in for a group
         assert desk.has_met
         return told
 

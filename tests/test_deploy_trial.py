@@ -123,6 +123,7 @@ def follow(
     network = SimpleNamespace(superlink=FakeProgram(), executor=FakeProgram())
     heard: list[dict[str, Any]] = []
     run = FakeProgram("INFO : fine\nWARNING : Client 'a' is refused", None if hangs else 0)
+    # Programs that are not there, in the place of real ones.
     trial._follow(run, network, [FakeProgram(), node], RunFolder(folder), heard.append, 0.0)  # type: ignore[arg-type]
     return heard
 
