@@ -87,6 +87,21 @@ def test_own_method_finds_what_made_the_data(printed: str) -> None:
     assert _figure(printed, "offsets are off by") < 0.1
 
 
+@pytest.mark.parametrize("printed", ["label_shift"], indirect=True)
+def test_label_shift_counted_shares_bring_one_model_near_the_best(printed: str) -> None:
+    rows = re.findall(r"^(\w+) +(0\.\d+) +(0\.\d+)$", printed, flags=re.MULTILINE)
+    as_it_is, with_shares = ({row[0]: float(row[place]) for row in rows} for place in (1, 2))
+    best = _figure(printed, "best")
+    assert list(as_it_is) == ["fedem", "fedavg", "local"]
+    # One map is behind all posteriors once shares are taken out; without, none is.
+    assert as_it_is["fedavg"] + 0.07 < with_shares["fedavg"] < best + 0.005
+    assert with_shares["fedavg"] > best - 0.04
+    assert as_it_is["fedem"] > as_it_is["fedavg"]
+    assert with_shares["fedem"] > as_it_is["fedem"] + 0.03
+    # A model of one's own learns the shares without being told.
+    assert abs(with_shares["local"] - as_it_is["local"]) < 0.02
+
+
 def test_every_script_is_tried() -> None:
     tried = set(re.findall(r'parametrize\("printed", \["(\w+)"\]', Path(__file__).read_text()))
     assert {path.stem for path in GALLERY.glob("*.py")} == tried
