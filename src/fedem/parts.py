@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedem.algorithms.base import Algorithm
 from fedem.algorithms.compressed import Compressed
 from fedem.algorithms.fedem import FedEM
+from fedem.algorithms.label_shares import LabelShares
 from fedem.arrays import check_inputs
 from fedem.config import Config
 from fedem.data.tables.encoding import Encoding
@@ -20,12 +21,15 @@ from fedem.engines import Engine, choose_engine
 from fedem.errors import UserError
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
+from fedem.mixing.alone import Alone
 from fedem.mixing.base import Mixer
 from fedem.mixing.changes import Changes
+from fedem.mixing.clusters import Clusters
 from fedem.mixing.graph import Graph
 from fedem.mixing.local_layers import LocalLayers
 from fedem.mixing.star import Star
 from fedem.models.base import Model
+from fedem.models.shifting import shifted
 from fedem.personal import Personalizer
 from fedem.randomness import client_keys
 from fedem.records import Record
@@ -82,11 +86,17 @@ class Parts:
             raise UserError(
                 "run.precision is 'bfloat16' but run.dtype is 'float64'; allowed with it: run.dtype float32."
             )
+        if config.run.label_shares:
+            source = shifted(source, shapes.outputs)
         model = Model(source, loss, dtype, config.run.precision)
         algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
         mixer = _over_graph(config, algorithm, mixer)
+        if config.run.label_shares:
+            _check_label_shares(config, mixer)
         if config.run.local_layers == "batch_norm":
             mixer = _with_local_layers(config.name("method"), algorithm, mixer)
+        if config.run.label_shares:
+            algorithm = LabelShares.of(algorithm)
         if config.compression.is_on:
             algorithm, mixer = _compressed(config, algorithm, mixer)
         return cls(model, algorithm, mixer, find_device(config.run.device))
@@ -125,6 +135,17 @@ class Parts:
             run.seed,
             run.fine_tune_rate,
         )
+
+
+def _check_label_shares(config: Config, mixer: Mixer) -> None:
+    """Refuse what makes clients' models in another way than by averages, and messages that are rounded."""
+    if not isinstance(mixer, Star | Graph | Alone | Clusters):
+        raise UserError(
+            f"run.label_shares is true, but models of method {config.name('method')} are no averages; allowed with it: "
+            "methods such as fedem, bfedem, dfedem, fedavg, fedavg+, fedprox and clustered."
+        )
+    if config.compression.is_on:
+        raise UserError("run.label_shares is true and [compression] is on; allowed: one of them.")
 
 
 def _over_graph(config: Config, algorithm: Algorithm, mixer: Mixer) -> Mixer:

@@ -51,6 +51,8 @@ class RunSettings(Settings):
             bits; "bfloat16": models compute in that type where torch deems it safe.
         local_layers: "batch_norm" keeps each client's batch normalisation, scales and statistics, with the client;
             "none" shares all layers.
+        label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
+            the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
             FedAvg into FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
@@ -77,6 +79,7 @@ class RunSettings(Settings):
     dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
     local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
+    label_shares: bool = False
     fine_tune_epochs: int = field(default=0, metadata={"min": 0})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0})
     unseen_epochs: int = field(default=5, metadata={"min": 1})

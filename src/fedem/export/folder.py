@@ -43,6 +43,7 @@ from fedem.export.formats import (
 from fedem.facts import shape_facts, take_shapes
 from fedem.models import MODELS, Model
 from fedem.models.losses import LOSSES
+from fedem.models.shifting import shifted
 from fedem.parts import ModelSource, Shapes, find_device
 from fedem.result import PersonalModel, Result
 from fedem.sections import GIVEN
@@ -182,6 +183,8 @@ def _build(facts: Mapping[str, Any], shapes: Shapes, model: ModelSource | None) 
     if model is None and name == GIVEN:
         raise UserError("This model was passed from Python when it was trained; pass model=... again to load it.")
     source = partial(MODELS[name](**spec).build, shapes.inputs, shapes.outputs) if model is None else model
+    if facts.get("label_shares"):
+        source = shifted(source, shapes.outputs)
     built = Model(source, LOSSES[loss.pop("name")](**loss), getattr(torch, facts["dtype"]), facts["precision"])
     built.not_stackable = facts["not_stackable"]
     return built
@@ -201,6 +204,7 @@ def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: M
         "loss": config.sections["loss"],
         "dtype": config.run.dtype,
         "precision": config.run.precision,
+        "label_shares": config.run.label_shares,
         "not_stackable": personal.model.not_stackable,
         **shape_facts(personal.shapes),
     }

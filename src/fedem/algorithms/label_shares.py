@@ -1,0 +1,156 @@
+"""Any method that averages models, for clients that differ in the shares of their labels.
+
+Where p(x | y) is common to all clients and p_t(y) is not, p_t(y | x) is proportional to p_t(y) p(x | y). So a client
+adds the logarithms of its label shares, which it counts, to the outputs of the shared models, in training as in
+prediction, and they learn what is common. Menon and others (ICLR 2021) shift outputs like this against rare classes,
+Zhang and others (ICML 2022) in federated learning, in training alone.
+
+The shift is a leaf of the model (:class:`fedem.models.shifting.Shifted`), zero in u: a client puts its own there when a
+round begins, and takes it out before it uploads. It is not trained, and nobody else sees it.
+
+Shapes: M components, n samples of the client, K outputs of a model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
+from fedem.algorithms.fedavg import FedAvg
+from fedem.algorithms.fedem import FedEM
+from fedem.algorithms.fedprox import FedProx
+from fedem.errors import UserError
+from fedem.models.shifting import SHIFT
+from fedem.solvers import Solver
+from fedem.tree import Tree
+
+_MORE = 0.5  # samples of every class, so that one not seen yet is rare and not impossible (Jeffreys' prior)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LabelShares(Algorithm):
+    """The method on models that are shifted for each client. v_t gains ``label_shift``, ``[K]``."""
+
+    base: Algorithm
+
+    @classmethod
+    def of(cls, base: Algorithm) -> LabelShares:
+        """Wrap ``base``, if it can be."""
+        if not isinstance(base, FedAvg | FedProx | FedEM):
+            raise UserError(
+                f"run.label_shares is true, but clients of {type(base).__name__} have models or messages of their own; "
+                "allowed: false, or methods such as fedem, bfedem, dfedem, fedavg, fedavg+, fedprox and clustered."
+            )
+        if base.model.loss.metric != "accuracy":
+            raise UserError(
+                f"run.label_shares is true, but targets of {type(base.model.loss).__name__} are no labels; allowed: "
+                "false, or loss cross_entropy or logistic."
+            )
+        return cls(base.model, base.solver, base)
+
+    def with_solver(self, solver: Solver) -> Self:
+        """The wrapped method with another local solver."""
+        return replace(self, solver=solver, base=self.base.with_solver(solver))
+
+    def init_shared(self, seed: int) -> Tree:
+        """As the method does."""
+        return self.base.init_shared(seed)
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """As the method does; and no shift before the client has counted."""
+        like = shared[SHIFT]
+        return self.base.init_personal(shared, key) | {SHIFT: like.new_zeros(like.shape[-1])}
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """The labels ``[n]`` and, for a mixture, each component's outputs without shift, ``[M, K, n]``."""
+        labels = {"labels": targets}
+        if not isinstance(self.base, FedEM):
+            return labels
+        return labels | {"outputs": self.model.component_outputs(shared, inputs).movedim(1, -1)}
+
+    def _scores(self, scores: Tree, shift: Tensor) -> Tree:
+        """Each component's loss on each sample with the shift, ``[M, n]``, if there are outputs."""
+        if "outputs" not in scores:
+            return {}
+        outputs = scores["outputs"].movedim(-1, 1) + shift
+        labels = scores["labels"].expand(outputs.shape[:2])
+        return {"losses": self.model.loss.negative_log_likelihood(outputs, labels)}
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Count the labels, and begin as the method does with the shifted model."""
+        shift = self._shift(scores["labels"], mask, shared[SHIFT])
+        local, samples = self.base.begin(_shifted(shared, shift), _rest(personal), self._scores(scores, shift), mask)
+        return local._replace(personal=local.personal | {SHIFT: shift}), samples
+
+    def _shift(self, labels: Tensor, mask: Tensor, like: Tensor) -> Tensor:
+        """Return what a client with these labels adds to outputs: log shares or, to a single one, the log odds."""
+        num_outputs = like.shape[-1]
+        classes = torch.arange(max(num_outputs, 2), device=labels.device)
+        counts = ((labels == classes[:, None]) & mask).sum(1).to(like.dtype) + _MORE
+        log_shares = (counts / counts.sum()).log()
+        return log_shares if num_outputs > 1 else log_shares[1:] - log_shares[:1]
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """As the method does."""
+        return self.base.step(local, batch, learning_rate)
+
+    @property
+    def tuning_rate(self) -> float | None:
+        """As the method has it."""
+        return self.base.tuning_rate
+
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """As the method does."""
+        return self.base.tune(local, batch, learning_rate)
+
+    def keep(self, local: Local) -> tuple[Tree, Tree]:
+        """As the method does; the shift is in v_t."""
+        shared, personal = self.base.keep(local)
+        return _plain(shared), personal
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """As the method does; the shift stays with the client."""
+        upload, personal = self.base.finish(local)
+        return _plain(upload), personal
+
+    def summand(self, upload: Tree) -> Tree:
+        """As the method does."""
+        return self.base.summand(upload)
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """As the method does."""
+        return self.base.update(shared, mean, share)
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """As the method does, of shifted models."""
+        return self.base.predictor(_shifted(shared, personal[SHIFT]), _rest(personal))
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """Count the labels of an unseen client, and go on as the method does with the shifted model."""
+        labels = scores["labels"]
+        shift = self._shift(labels, torch.ones_like(labels, dtype=torch.bool), shared[SHIFT])
+        fitted = self.base.adapt(_shifted(shared, shift), self._scores(scores, shift), max_iterations)
+        return None if fitted is None else fitted | {SHIFT: shift}
+
+    def check(self, inputs: Tensor) -> None:
+        """As the method does."""
+        self.base.check(inputs)
+
+
+def _shifted(shared: Tree, shift: Tensor) -> Tree:
+    """Put a client's shift into its copy of u, of all components alike."""
+    return shared | {SHIFT: shift.expand(shared[SHIFT].shape)}
+
+
+def _plain(tree: Tree) -> Tree:
+    """Take the shift out of what a client trained, wherever the method has put it."""
+    return {name: torch.zeros_like(leaf) if name.rpartition("/")[2] == SHIFT else leaf for name, leaf in tree.items()}
+
+
+def _rest(personal: Tree) -> Tree:
+    return {name: leaf for name, leaf in personal.items() if name != SHIFT}
