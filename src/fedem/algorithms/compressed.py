@@ -8,17 +8,17 @@ Shapes: M components, c clients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self, final
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
 from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
 from fedem.algorithms.fedem import FedEM
+from fedem.algorithms.wrapping import Wrapped
 from fedem.compression import Compression, read_update, write_update
 from fedem.errors import UserError
-from fedem.solvers import Solver
 from fedem.tree import Tree, add_prefix, take_prefix, tree_bytes, tree_map
 
 _SENT = "sent/components"
@@ -27,7 +27,7 @@ _OWN_STEPS = ("survey", "finish", "summand", "update")
 
 @final
 @dataclass(frozen=True, eq=False)
-class Compressed(Algorithm):
+class Compressed(Wrapped):
     """A client uploads the difference between its u and the one it received; the server adds the mean to u.
 
     Rounding touches what is trained. Buffers and counters go as they are: a rounded variance might fall below zero. v_t
@@ -36,7 +36,6 @@ class Compressed(Algorithm):
     Which components are sent is what a server then learns of the client's weights.
     """
 
-    base: Algorithm
     compression: Compression
 
     @classmethod
@@ -65,14 +64,6 @@ class Compressed(Algorithm):
         """How many first dimensions of u have a scale for each index: components have, a single model has none."""
         return int(isinstance(self.base, FedEM))
 
-    def with_solver(self, solver: Solver) -> Self:
-        """The wrapped method with another local solver."""
-        return replace(self, solver=solver, base=self.base.with_solver(solver))
-
-    def init_shared(self, seed: int) -> Tree:
-        """As the method does."""
-        return self.base.init_shared(seed)
-
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """As the method does; and nothing is left unsaid."""
         return self.base.init_personal(shared, key) | add_prefix("residual", self._no_residual(shared))
@@ -81,10 +72,6 @@ class Compressed(Algorithm):
         if self.compression.updates == "none":
             return {}
         return {name: torch.zeros_like(leaf) for name, leaf in shared.items() if name in self.model.trainable}
-
-    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
-        """As the method does."""
-        return self.base.score(shared, inputs, targets)
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """As the method does; and remember u as it was received."""
@@ -97,11 +84,6 @@ class Compressed(Algorithm):
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """As the method does."""
         return _extended(self.base.step(_inner(local), batch, learning_rate), local.context)
-
-    @property
-    def tuning_rate(self) -> float | None:
-        """As the method has it."""
-        return self.base.tuning_rate
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """As the method does."""
@@ -165,14 +147,6 @@ class Compressed(Algorithm):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """As the method does."""
         return self.base.predictor(shared, _without_residual(personal))
-
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """As the method does."""
-        return self.base.adapt(shared, scores, max_iterations)
-
-    def check(self, inputs: Tensor) -> None:
-        """As the method does."""
-        self.base.check(inputs)
 
 
 def _without_residual(personal: Tree) -> Tree:

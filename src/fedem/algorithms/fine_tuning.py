@@ -6,43 +6,25 @@ FedAvg; here a wrapper for whatever method.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self, final
+from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
 
-from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
-from fedem.solvers import Solver
+from fedem.algorithms.base import Algorithm, Batch, Local
+from fedem.algorithms.wrapping import Wrapped
 from fedem.tree import Tree
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class FineTuned(Algorithm):
+class FineTuned(Wrapped):
     """A method whose round ends with what the client keeps instead of what it uploads."""
-
-    base: Algorithm
 
     @classmethod
     def of(cls, base: Algorithm) -> FineTuned:
         """Wrap ``base``."""
         return cls(base.model, base.solver, base)
-
-    def with_solver(self, solver: Solver) -> Self:
-        """The wrapped method with another local solver."""
-        return replace(self, solver=solver, base=self.base.with_solver(solver))
-
-    def init_shared(self, seed: int) -> Tree:
-        """As the method does."""
-        return self.base.init_shared(seed)
-
-    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
-        """As the method does."""
-        return self.base.score(shared, inputs, targets)
-
-    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """As the method does."""
-        return self.base.begin(shared, personal, scores, mask)
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """The method's step of fine-tuning."""
@@ -51,7 +33,3 @@ class FineTuned(Algorithm):
     def finish(self, local: Local) -> tuple[Tree, Tree]:
         """What the client keeps."""
         return self.base.keep(local)
-
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """As the method does."""
-        return self.base.predictor(shared, personal)

@@ -13,19 +13,19 @@ Shapes: M components, n samples of the client, K outputs of a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Self, final
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Algorithm, Batch, Local, Mixture
+from fedem.algorithms.base import Algorithm, Local, Mixture
 from fedem.algorithms.fedavg import FedAvg
 from fedem.algorithms.fedem import FedEM
 from fedem.algorithms.fedprox import FedProx
+from fedem.algorithms.wrapping import Wrapped
 from fedem.errors import UserError
 from fedem.models.shifting import SHIFT
-from fedem.solvers import Solver
 from fedem.tree import Tree
 
 _MORE = 0.5  # samples of every class, so that one not seen yet is rare and not impossible (Jeffreys' prior)
@@ -33,10 +33,8 @@ _MORE = 0.5  # samples of every class, so that one not seen yet is rare and not 
 
 @final
 @dataclass(frozen=True, eq=False)
-class LabelShares(Algorithm):
+class LabelShares(Wrapped):
     """The method on models that are shifted for each client. v_t gains ``label_shift``, ``[K]``."""
-
-    base: Algorithm
 
     @classmethod
     def of(cls, base: Algorithm) -> LabelShares:
@@ -52,14 +50,6 @@ class LabelShares(Algorithm):
                 "false, or loss cross_entropy or logistic."
             )
         return cls(base.model, base.solver, base)
-
-    def with_solver(self, solver: Solver) -> Self:
-        """The wrapped method with another local solver."""
-        return replace(self, solver=solver, base=self.base.with_solver(solver))
-
-    def init_shared(self, seed: int) -> Tree:
-        """As the method does."""
-        return self.base.init_shared(seed)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """As the method does; and no shift before the client has counted."""
@@ -95,19 +85,6 @@ class LabelShares(Algorithm):
         log_shares = (counts / counts.sum()).log()
         return log_shares if num_outputs > 1 else log_shares[1:] - log_shares[:1]
 
-    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """As the method does."""
-        return self.base.step(local, batch, learning_rate)
-
-    @property
-    def tuning_rate(self) -> float | None:
-        """As the method has it."""
-        return self.base.tuning_rate
-
-    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """As the method does."""
-        return self.base.tune(local, batch, learning_rate)
-
     def keep(self, local: Local) -> tuple[Tree, Tree]:
         """As the method does; the shift is in v_t."""
         shared, personal = self.base.keep(local)
@@ -136,10 +113,6 @@ class LabelShares(Algorithm):
         shift = self._shift(labels, torch.ones_like(labels, dtype=torch.bool), shared[SHIFT])
         fitted = self.base.adapt(_shifted(shared, shift), self._scores(scores, shift), max_iterations)
         return None if fitted is None else fitted | {SHIFT: shift}
-
-    def check(self, inputs: Tensor) -> None:
-        """As the method does."""
-        self.base.check(inputs)
 
 
 def _shifted(shared: Tree, shift: Tensor) -> Tree:
