@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -22,6 +25,20 @@ NAMES = ("ann", "bob", "cem", "dan", "eve")
 DIMENSION = 4
 # Two of its inner steps are enough to tell them from one; each costs as much as a whole step of another method.
 QUICK: dict[str, dict[str, object]] = {"pfedme": {"inner_steps": 2}}
+
+
+class StopError(Exception):
+    """What :func:`stop_at` raises."""
+
+
+def stop_at(round_: int) -> Callable[[Any], None]:
+    """Return a listener that stops its run in this round, as if it were killed."""
+
+    def listener(record: Any) -> None:
+        if record["round"] == round_:
+            raise StopError
+
+    return listener
 
 
 def make_federation(

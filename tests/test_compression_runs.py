@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.compression import SETTINGS
 from benchmarks.compression import main as measure
-from helpers import DIMENSION, make_federation
+from helpers import DIMENSION, StopError, make_federation, stop_at
 from small_runs import SMALL
 from torch import nn
 
@@ -50,15 +50,8 @@ def test_off_is_the_method_itself() -> None:
 def test_a_run_that_was_stopped_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole = _run(tmp_path / "whole", **BOTH)
 
-    class StopError(Exception):
-        pass
-
-    def stop(record: Any) -> None:
-        if record["round"] == 3:
-            raise StopError
-
     with pytest.raises(StopError):
-        _run(tmp_path / "stopped", stop, **BOTH)
+        _run(tmp_path / "stopped", stop_at(3), **BOTH)
     resumed = _run(tmp_path / "stopped", resume=True, **BOTH)
     assert same_states(whole.states["last"], resumed.states["last"])
     lines = [[(line["bytes_up"], line["bytes_down"]) for line in result.history] for result in (whole, resumed)]

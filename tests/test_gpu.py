@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import advance, distance, make_federation, make_personalizer, make_training
+from helpers import StopError, advance, distance, make_federation, make_personalizer, make_training, stop_at
 
 import fedem
 from fedem.checkpoint import same_states
@@ -45,15 +45,8 @@ def test_a_run_on_the_gpu_resumes_to_the_same_bits(tmp_path: Path) -> None:
     settings = {"rounds": 6, "checkpoint_every": 2, "device": "cuda", "clients_per_round": 0.5, "learning_rate": 0.1}
     whole = fedem.train(make_federation(), out=tmp_path / "whole", **settings)
 
-    class StopError(Exception):
-        pass
-
-    def interrupt(record: dict[str, object]) -> None:
-        if record["round"] == 3:
-            raise StopError
-
     with pytest.raises(StopError):
-        fedem.train(make_federation(), out=tmp_path / "cut", listener=interrupt, **settings)
+        fedem.train(make_federation(), out=tmp_path / "cut", listener=stop_at(3), **settings)
     resumed = fedem.train(make_federation(), out=tmp_path / "cut", resume=True, **settings)
     assert same_states(whole.state(), resumed.state())
     loaded = fedem.Result.load(tmp_path / "cut", device="cpu")

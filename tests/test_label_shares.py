@@ -9,7 +9,7 @@ import deployments
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, make_federation
+from helpers import DIMENSION, StopError, make_federation, stop_at
 from torch import Tensor, nn
 
 import fedem
@@ -193,15 +193,8 @@ def test_it_resumes_tunes_and_loads(tmp_path: Path) -> None:
     settings = SETTINGS | {"rounds": 4, "label_shares": True, "fine_tune_epochs": 1, "checkpoint_every": 1}
     whole = fedem.train(federation, "fedem", out=tmp_path / "whole", **settings)
 
-    class StopError(Exception):
-        pass
-
-    def interrupt(record: dict[str, object]) -> None:
-        if record["round"] == 3:
-            raise StopError
-
     with pytest.raises(StopError):
-        fedem.train(federation, "fedem", out=tmp_path / "cut", listener=interrupt, **settings)
+        fedem.train(federation, "fedem", out=tmp_path / "cut", listener=stop_at(3), **settings)
     resumed = fedem.train(federation, "fedem", out=tmp_path / "cut", resume=True, **settings)
     assert same_states(whole.state(), resumed.state())
     loaded = fedem.Result.load(tmp_path / "cut")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DIMENSION, advance, distance, make_federation, make_personalizer, make_training
+from helpers import DIMENSION, StopError, advance, distance, make_federation, make_personalizer, make_training, stop_at
 from torch import nn
 
 import fedem
@@ -107,15 +107,8 @@ def test_a_run_resumes_and_predicts_with_each_clients_own(tmp_path: Path) -> Non
     settings = {"model": _build, "local_layers": "batch_norm", "checkpoint_every": 2, "learning_rate": 0.1}
     whole = fedem.train(federation, "fedavg", rounds=5, out=tmp_path / "whole", **settings)
 
-    class StopError(Exception):
-        pass
-
-    def interrupt(record: dict[str, object]) -> None:
-        if record["round"] == 3:
-            raise StopError
-
     with pytest.raises(StopError):
-        fedem.train(federation, "fedavg", rounds=5, out=tmp_path / "cut", listener=interrupt, **settings)
+        fedem.train(federation, "fedavg", rounds=5, out=tmp_path / "cut", listener=stop_at(3), **settings)
     resumed = fedem.train(federation, "fedavg", rounds=5, out=tmp_path / "cut", resume=True, **settings)
     assert same_states(whole.state(), resumed.state())
     loaded = fedem.Result.load(tmp_path / "cut", model=_build)

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import make_federation
+from helpers import StopError, make_federation, stop_at
 from small_runs import SMALL, small_config, small_run
 
 import fedem
@@ -66,16 +66,9 @@ def test_tensorboard_events_carry_the_metrics(tmp_path: Path) -> None:
 def test_resuming_gives_the_same_bits(tmp_path: Path, stop: int) -> None:
     whole = small_run(tmp_path / "whole", clients_per_round=0.5)
 
-    class StopError(Exception):
-        pass
-
-    def interrupt(record: dict[str, object]) -> None:
-        if record["round"] == stop:
-            raise StopError
-
     config = small_config(clients_per_round=0.5)
     with pytest.raises(StopError):
-        fedem.run(config, config.data.make(0), out=tmp_path / "cut", listener=interrupt)
+        fedem.run(config, config.data.make(0), out=tmp_path / "cut", listener=stop_at(stop))
     resumed = small_run(tmp_path / "cut", resume=True, clients_per_round=0.5)
     for role in ("last", "best"):
         assert same_states(whole.state(role), resumed.state(role))
