@@ -208,6 +208,11 @@ class Member:
         return torch.stack(self.threads.gather(self.rank, values)).sum(0)
 
 
+def as_group(member: Member) -> Any:
+    """Return a thread's end as what it stands in for, a process's end of a group, of whatever type that is."""
+    return member
+
+
 def work_together(deployment: Deployment, processes: list[list[str]], folder: Path) -> list[list[str]]:
     """Let peers run to the end; returns what each told its user."""
     threads = Threads(len(processes))
@@ -219,7 +224,7 @@ def work_together(deployment: Deployment, processes: list[list[str]], folder: Pa
         told: list[str] = []
         desk = Desk(folder / f"desk{rank}", 0, 1)
         desk.folder.mkdir(exist_ok=True)
-        Peer(Member(threads, rank), members[rank], desk, told.append).carry_on()  # type: ignore[arg-type]  # threads stand in for a group
+        Peer(as_group(Member(threads, rank)), members[rank], desk, told.append).carry_on()
         assert desk.has_met
         return told
 

@@ -120,11 +120,12 @@ def follow(
     )
     if complete:
         (folder / "summary.json").write_text('{"rounds": 1}')
-    network = SimpleNamespace(superlink=FakeProgram(), executor=FakeProgram())
+    network: Any = SimpleNamespace(superlink=FakeProgram(), executor=FakeProgram())
     heard: list[dict[str, Any]] = []
-    run = FakeProgram("INFO : fine\nWARNING : Client 'a' is refused", None if hangs else 0)
     # Programs that are not there, in the place of real ones.
-    trial._follow(run, network, [FakeProgram(), node], RunFolder(folder), heard.append, 0.0)  # type: ignore[arg-type]
+    run: Any = FakeProgram("INFO : fine\nWARNING : Client 'a' is refused", None if hangs else 0)
+    nodes: list[Any] = [FakeProgram(), node]
+    trial._follow(run, network, nodes, RunFolder(folder), heard.append, 0.0)
     return heard
 
 

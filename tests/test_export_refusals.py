@@ -190,7 +190,7 @@ class TestCommand:
         self, trained: Path, run: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def refuse(*_: object) -> None:
-            raise NotImplementedError("no such operation.\nand much more")
+            raise RuntimeError("no such operation.\nand much more")
 
         monkeypatch.setitem(formats.FORMATS, "torchscript", formats.FORMATS["torchscript"]._replace(write=refuse))
         code, out, err = run("export", trained, "--out", "m", "--components", "--format", "safetensors,torchscript")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peering import Deployment, Member, Threads, work_together
+from peering import Deployment, Member, Threads, as_group, work_together
 from torch import Tensor
 
 from fedem.deploy.desk import Desk
@@ -26,7 +26,7 @@ def clash(deployment: Deployment, groups: Sequence[Member], names: Sequence[str]
         desk = Desk(deployment.state.parent / f"clash{rank}", 0, 1)
         desk.folder.mkdir()
         with pytest.raises((UserError, PeersChangedError)) as caught:
-            Peer(groups[rank], members[rank], desk, print).carry_on()  # type: ignore[arg-type]  # threads for a group
+            Peer(as_group(groups[rank]), members[rank], desk, print).carry_on()
         return caught.value
 
     with ThreadPoolExecutor(len(names)) as pool:
@@ -58,7 +58,7 @@ def test_a_run_has_its_name_before_anything_is_kept(tmp_path: Path) -> None:
     deployment, desk = Deployment(tmp_path, 1), Desk(tmp_path, 0, 1)
     members = Task(deployment.plan, deployment.data, ("ann",), deployment.state, print).open()
     desk.note_met("the run of a worker before")
-    Peer(Member(Threads(1), 0), members, desk, print).carry_on()  # type: ignore[arg-type]  # threads for a group
+    Peer(as_group(Member(Threads(1), 0)), members, desk, print).carry_on()
     assert deployment.kept("ann").run == "the run of a worker before"
 
 

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from peering import Deployment
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -30,6 +29,7 @@ from fedem.deploy.meeting import Meeting, host_meeting
 from fedem.deploy.peers import Task, join
 from fedem.deploy.plan import Plan
 from fedem.deploy.sealing import KEY, Sealed, make_key, read_key
+from fedem.deploy.stores import reach_store
 from fedem.errors import UserError
 
 
@@ -69,7 +69,7 @@ def task(deployment: Deployment) -> Task:
 def test_what_a_stranger_wrote_is_not_unpickled(tmp_path: Path, seal: bytes) -> None:
     deployment, store, exploded = Deployment(tmp_path, 1), host_meeting(0), tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(exploded))
-    stranger = TCPStore("127.0.0.1", store.port, is_master=False)
+    stranger = reach_store("127.0.0.1", store.port, 300.0)
     stranger.set("torch.rendezvous.fedem", b64encode(seal + bomb).decode())
     with pytest.raises(UserError, match=f"127.0.0.1:{store.port} is not sealed with the {KEY}"):
         join(Meeting(port=store.port, min_peers=1, join_timeout=5), task(deployment))

@@ -17,23 +17,19 @@ def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
         OSError: the system does not give the address or the port.
 
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
-
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Left to itself, the store listens on all addresses, whichever it is given.
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-    return TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    given = listener.getsockname()[1]
+    return _store(host, given, seconds, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
     """Connect to a store, which may be opened meanwhile."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is there, though not listed
+    return _store(host, port, seconds, is_master=False)
 
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+
+def _store(host: str, port: int, seconds: float, **options: Any) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
+
+    return TCPStore(host, port, timeout=timedelta(seconds=seconds), **options)

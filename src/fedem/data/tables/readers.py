@@ -27,6 +27,12 @@ from numpy.typing import NDArray
 from fedem.data.tables.columns import Column, Piece, Table, is_nothing, joined, written
 from fedem.errors import UserError
 
+# What numpy and zipfile raise for an archive that is damaged.
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
+    NotImplementedError,  # zipfile's, for a compression that it does not know
+)
+
 _WHOLE = np.iinfo(np.int64)
 
 
@@ -65,8 +71,7 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = {name: np.asarray(archive[name]) for name in names if name in archive}
             present = ", ".join(archive.files)
-    # numpy and zipfile raise any of these for a damaged file; NotImplementedError is an unknown zip compression.
-    except (OSError, ValueError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error) as error:
+    except _DAMAGED as error:
         raise UserError(
             f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."
         ) from None
