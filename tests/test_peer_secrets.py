@@ -85,8 +85,9 @@ def test_what_a_stranger_wrote_is_not_unpickled(tmp_path: Path, seal: bytes) -> 
 
 @given(st.binary(max_size=50), st.integers(0), st.binary(min_size=32, max_size=32))
 def test_states_come_back_unless_somebody_changed_them(state: bytes, place: int, other: bytes) -> None:
-    shelf, key = Shelf(), b"k" * 32
-    sealed = Sealed(shelf, key)  # type: ignore[arg-type]  # its methods, not its class
+    shelf: Any = Shelf()  # a backend by its methods, not by its class
+    key = b"k" * 32
+    sealed = Sealed(shelf, key)
     assert sealed.get_state() is None
     content, token, is_set = sealed.set_state(state) or (b"", None, False)
     assert (content, is_set) == (state, True)
@@ -95,7 +96,7 @@ def test_states_come_back_unless_somebody_changed_them(state: bytes, place: int,
     assert sealed.set_state(b"late" + state, None) == (state, token, False)
     kept = shelf.state or b""
     with pytest.raises(RendezvousStateError):
-        Sealed(shelf, other).get_state()  # type: ignore[arg-type]
+        Sealed(shelf, other).get_state()
     changed = bytearray(kept)
     changed[place % len(kept)] ^= 1 + place % 255
     for forged in (bytes(changed), kept[:-1], kept + b"x", state, b""):
