@@ -119,8 +119,12 @@ class FedEM(Surrogate):
         return Mixture(shared, personal["log_weights"])
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients."""
-        return {"log_weights": fit_log_weights(self.sharpness * scores["losses"], max_iterations)}
+        """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients.
+
+        Of likelihoods as they are, whatever the sharpness: the weights with which the averaged predictions are most
+        likely. Near s = 0 those of the objective would leave each client the one component with the least loss.
+        """
+        return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
