@@ -132,9 +132,9 @@ def _planned(
     out: Path | None,
 ) -> tuple[Experiment, list[Entry], Path]:
     experiment = find(place, name)
-    chosen = dict(_only(text) for text in only or [])
-    if data is not None:
-        chosen["data"] = listed(data)
+    chosen: dict[str, list[str]] = {}
+    for axis, labels in [*map(_only, only or []), *([] if data is None else [("data", listed(data))])]:
+        chosen.setdefault(axis, []).extend(labels)
     shared, own = sort_settings(experiment, settings or [])
     numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
     folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)

@@ -82,6 +82,9 @@ def read(folder: Path) -> Experiment:
         for axis, choices in content["axes"].items()
     }
     labels = [label for choices in axes.values() for label in choices]
+    for label in labels:
+        named = not any(mark in label for mark in (",", ":", SLASH))
+        _check(path, "label", label, named, f"labels without ',', ':' and '{SLASH}', which part them in options")
     figures, seeds, without = content["figures"], content.get("seeds", 1), content.get("without", [])
     _check(path, "seeds", seeds, type(seeds) is int and seeds > 0, "a whole number from 1")
     words = isinstance(figures, list) and all(isinstance(name, str) for name in figures)

@@ -117,14 +117,16 @@ def sort_settings(experiment: Experiment, assignments: Sequence[str]) -> tuple[l
     shared: list[Layer] = []
     own: dict[str, list[Layer]] = {}
     for text in assignments:
-        key, equals, value = text.partition("=")
-        label, colon, place = key.rpartition(":")
-        if colon and label.strip() not in labels:
-            raise unknown(f"label in --set {text!r}", label.strip(), labels)
-        layer = parse_assignment(f"{place}{equals}{value}")
+        # A label may have an equals sign, "M = 3", and a value a colon.
+        label = next((label for label in labels if text.startswith(f"{label}:")), None)
+        assignment = text if label is None else text.removeprefix(f"{label}:")
+        other, colon, _ = assignment.partition("=")[0].rpartition(":")
+        if colon:
+            raise unknown(f"label in --set {text!r}", other, labels)
+        layer = parse_assignment(assignment)
         if "seed" in layer.get("run", {}):
             raise UserError(f"--set got {text!r}; run.seed is given by --seeds.")
-        (own.setdefault(label.strip(), []) if colon else shared).append(layer)
+        (shared if label is None else own.setdefault(label, [])).append(layer)
     return shared, own
 
 
