@@ -178,7 +178,7 @@ def test_wrong_names_are_told(small: Experiment, tmp_path: Path) -> None:
         plan(small, tmp_path, [0], {"method": ["FedProx"]})
     with pytest.raises(UserError, match="Unknown label"):
         sort_settings(small, ["FedProx:run.rounds=3"])
-    with pytest.raises(UserError, match="Unknown label in --set 'FedEM:fast:run.rounds=3' 'fast'"):
+    with pytest.raises(UserError, match=r"Unknown label in --set 'FedEM:fast:run\.rounds=3' 'fast'"):
         sort_settings(small, ["FedEM:fast:run.rounds=3"])
     with pytest.raises(UserError, match=r"run\.seed is given by --seeds"):
         sort_settings(small, ["run.seed=3"])
