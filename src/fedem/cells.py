@@ -22,6 +22,7 @@ from fedem.training import Listener, carry_out
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
+_OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
 _SAME = ("data", "loss", "run.rounds", "run.unseen")
 _POINTS = 20
 
@@ -65,7 +66,7 @@ def without_own(layers: Iterable[Layer]) -> list[Layer]:
     for layer in layers:
         common = {section: values for section, values in layer.items() if section not in _OWN}
         if "run" in common:
-            common["run"] = {key: value for key, value in common["run"].items() if key != "fine_tune_epochs"}
+            common["run"] = {key: value for key, value in common["run"].items() if key not in _OWN_OF_RUN}
         kept.append(common)
     return kept
 
