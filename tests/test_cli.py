@@ -13,6 +13,7 @@ import pytest
 from commands import SMALL
 
 import fedem
+from fedem.config import Config
 
 
 def test_train_shows_progress_a_table_and_the_folder(run, tmp_path: Path) -> None:
@@ -104,16 +105,24 @@ def test_resume_needs_no_other_option(run, tmp_path: Path) -> None:
 
 
 def test_baselines_keep_their_own_settings_when_resumed_or_run_from_a_config(run, tmp_path: Path) -> None:
-    run("train", *SMALL, "--baselines", "fedavg", "--out", tmp_path / "r", "-q")
-    expected = fedem.Result.load(tmp_path / "r/baselines/fedavg").config
-    assert expected.schedule.learning_rate != fedem.Result.load(tmp_path / "r").config.schedule.learning_rate
+    def configs(folder: str) -> dict[str, Config]:
+        return {name: fedem.Result.load(tmp_path / folder / "baselines" / name).config for name in ("fedavg", "mocha")}
+
+    settings = ["--set", "batching.batch_size=16"]
+    run("train", *SMALL, *settings, "--baselines", "fedavg,mocha", "--out", tmp_path / "r", "-q")
+    expected, main = configs("r"), fedem.Result.load(tmp_path / "r").config
+    assert expected["fedavg"].schedule.learning_rate != main.schedule.learning_rate
+    # Batches are everybody's, for they were asked for; passes over the samples are shipped with the method.
+    assert {config.batching.batch_size for config in expected.values()} == {16}
+    assert expected["mocha"].batching.local_epochs != main.batching.local_epochs
     assert run("train", "--out", tmp_path / "r", "--resume", "--baselines", "fedavg, local", "-q")[0] == 0
     assert (tmp_path / "r/baselines/local/summary.json").exists()
     shutil.rmtree(tmp_path / "r/baselines")
-    assert run("train", "--out", tmp_path / "r", "--resume", "--baselines", "fedavg", "-q")[0] == 0
-    assert fedem.Result.load(tmp_path / "r/baselines/fedavg").config == expected
-    assert run("train", tmp_path / "r/config.toml", "--out", tmp_path / "s", "--baselines", "fedavg", "-q")[0] == 0
-    assert fedem.Result.load(tmp_path / "s/baselines/fedavg").config == expected
+    assert run("train", "--out", tmp_path / "r", "--resume", "--baselines", "fedavg,mocha", "-q")[0] == 0
+    assert configs("r") == expected
+    config = tmp_path / "r/config.toml"
+    assert run("train", config, "--out", tmp_path / "s", "--baselines", "fedavg,mocha", "-q")[0] == 0
+    assert configs("s") == expected
 
 
 def test_columns_are_matched_by_name(run, tmp_path: Path) -> None:

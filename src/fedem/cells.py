@@ -17,7 +17,7 @@ from fedem.errors import UserError
 from fedem.job import Job
 from fedem.methods import METHODS, resolve_method
 from fedem.runs import RunFolder
-from fedem.sections import Layer, Sections
+from fedem.sections import UNNAMED, Layer, Sections
 from fedem.training import Listener, carry_out
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
@@ -69,6 +69,17 @@ def without_own(layers: Iterable[Layer]) -> list[Layer]:
             common["run"] = {key: value for key, value in common["run"].items() if key not in _OWN_OF_RUN}
         kept.append(common)
     return kept
+
+
+def without_shipped(layer: Layer, main: Config) -> Layer:
+    """Leave out of the file of ``main`` what is shipped for its method: another has what is shipped for that one."""
+    shipped = Config.build({"data": main.sections["data"], "method": {"name": main.name("method")}}).sections
+    return {
+        section: {key: value for key, value in values.items() if shipped[section].get(key) != value}
+        if section in UNNAMED
+        else values
+        for section, values in layer.items()
+    }
 
 
 def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from fedem.cells import configure, resolve_methods, without_own
+from fedem.cells import configure, resolve_methods, without_own, without_shipped
 from fedem.cli.options import (
     ClientsPerRound,
     Data,
@@ -108,14 +108,15 @@ def _plan(file: Path | None, options: list[Layer], baselines: list[str], out: Pa
 
     Of the ``options``, which win over the ``file``, the first are those with names of their own on the command line.
     """
-    layers: list[Layer] = [unbound(read_toml(file), *options) if file else {}, *options]
-    if resume and out is not None:
-        layers.insert(0, RunFolder(out).config().sections)
+    files: list[Layer] = [RunFolder(out).config().sections] if resume and out is not None else []
+    files += [unbound(read_toml(file), *options)] if file else []
+    layers = [*files, *options]
     if "num_components" in options[0].get("method", {}):
         _check_components(layers)
     chosen = Config.build(*layers, preset=not resume)
     names = resolve_methods(baselines) if baselines else []
-    others = {name: _baseline(layers, name, out if resume else None) for name in names}
+    common = without_own([*(without_shipped(layer, chosen) for layer in files), *options])
+    others = {name: _baseline(common, name, out if resume else None) for name in names}
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
     folder = RunFolder(out if out else new_folder(Path("runs"), name))
     folder.prepare(resume)
@@ -141,11 +142,11 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
 
 
-def _baseline(layers: list[Layer], name: str, resumed: Path | None) -> Config:
+def _baseline(common: list[Layer], name: str, resumed: Path | None) -> Config:
     """Return the same run with another method; solver and schedule are those shipped for it, not the main method's."""
     if resumed is not None and (place := RunFolder(resumed / "baselines" / name)).exists():
         return place.config()
-    return configure(without_own(layers), name)
+    return configure(common, name)
 
 
 def _train(job: Job, run: _Run, quiet: bool) -> None:
