@@ -104,37 +104,72 @@ def test_predictions_mix_probabilities_and_not_logits() -> None:
     assert mixed.argmax() != of_logits.argmax()  # the trap would even predict another class
 
 
-@given(st.integers(2, 4), st.integers(1, 40), st.integers(0, 2**31))
+PRIORS = st.sampled_from([0.0, 0.1, 1.0, 30.0])
+
+
+@given(st.integers(2, 4), st.integers(1, 40), PRIORS, st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_fitted_weights_reach_the_optimum_that_scipy_finds(num_components: int, count: int, seed: int) -> None:
+def test_fitted_weights_reach_the_optimum_that_scipy_finds(
+    num_components: int, count: int, prior: float, seed: int
+) -> None:
     losses = torch.from_numpy(np.random.default_rng(seed).exponential(2, (num_components, count)))
 
+    def value(log_weights: Tensor) -> float:
+        """Of the posterior under Dirichlet(1 + prior / M), a sample."""
+        likelihood = negative_log_likelihood(losses, log_weights).sum()
+        density = prior * log_weights.mean() if prior else torch.tensor(0.0)
+        return float(likelihood - density) / (count + prior)
+
     def objective(logits: np.ndarray) -> float:
-        log_weights = torch.log_softmax(torch.from_numpy(logits), 0)
-        return float(negative_log_likelihood(losses, log_weights).mean())
+        return value(torch.log_softmax(torch.from_numpy(logits), 0))
 
     best = min(
         minimize(objective, start, method="Nelder-Mead", options={"maxiter": 4000, "fatol": 1e-9, "xatol": 1e-6}).fun
         for start in (np.zeros(num_components), np.random.default_rng(0).normal(size=num_components))
     )
-    found = float(negative_log_likelihood(losses, fit_log_weights(losses)).mean())
-    assert found <= best + 2e-6
+    assert value(fit_log_weights(losses, prior=prior)) <= best + 2e-6
 
 
 @pytest.mark.parametrize("kind", ["plain", "twins", "hopeless", "huge"])
-@given(st.integers(2, 7), st.integers(1, 60), st.floats(-3, 2), st.integers(0, 2**31))
+@given(st.integers(2, 7), st.integers(1, 60), st.floats(-3, 2), PRIORS, st.integers(0, 2**31))
 @settings(max_examples=40)
 def test_fitted_weights_are_optimal_by_their_own_certificate(
-    kind: str, num_components: int, count: int, exponent: float, seed: int
+    kind: str, num_components: int, count: int, exponent: float, prior: float, seed: int
 ) -> None:
-    """No direction into the simplex improves the likelihood: mean_i p_im / p_i is at most one for every component."""
+    """No direction into the simplex improves the likelihood: mean_i p_im / p_i is at most one for every component.
+
+    Among the prior's samples p_im / p_i is 1 / pi_m for one of M.
+    """
     losses = np.random.default_rng(seed).exponential(10**exponent, (num_components, count))
     losses[1] = losses[0] if kind == "twins" else losses[1]
     losses[0] += {"hopeless": 1000, "huge": 1e30}.get(kind, 0)
-    weights = fit_log_weights(torch.from_numpy(losses)).exp().numpy()
+    weights = fit_log_weights(torch.from_numpy(losses), prior=prior).exp().numpy()
     assert weights.sum() == pytest.approx(1)
     likelihoods = np.exp(losses.min(axis=0) - losses)
-    assert (likelihoods / (weights @ likelihoods)).mean(axis=1).max() <= 1 + 1.1e-6
+    sums = (likelihoods / (weights @ likelihoods)).sum(axis=1) + (prior / num_components / weights if prior else 0)
+    assert sums.max() / (count + prior) <= 1 + 1.1e-6
+
+
+def test_samples_that_are_certainly_of_one_component_are_counted_and_the_priors_with_them() -> None:
+    component = torch.tensor([0, 0, 0, 2, 2, 0])
+    losses = torch.where(torch.arange(4)[:, None] == component, 0.0, 800.0).double()
+    fitted = fit_log_weights(losses, prior=2.0).exp()
+    torch.testing.assert_close(fitted, (torch.tensor([4, 0, 2, 0]) + 2 / 4).double() / 8, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("count", "gain"), [(1, 0.2), (3, 0.02), (10, 0.005)])
+def test_the_prior_helps_clients_with_few_samples_to_predict_others(count: int, gain: float) -> None:
+    """Components that emit their own of three symbols with 0.8, clients by Dirichlet(0.4)."""
+    rng = np.random.default_rng(0)
+    emitted = np.full((3, 3), 0.1) + 0.7 * np.eye(3)
+    surprise = dict.fromkeys((0.0, 1.0), 0.0)
+    for _ in range(300):
+        truth = rng.dirichlet(np.full(3, 0.4)) @ emitted
+        losses = torch.from_numpy(-np.log(emitted[:, rng.choice(3, size=count, p=truth)]))
+        for prior in surprise:
+            predicted = fit_log_weights(losses, prior=prior).exp().numpy() @ emitted
+            surprise[prior] -= float(truth @ np.log(predicted)) / 300
+    assert surprise[1.0] < surprise[0.0] - gain
 
 
 def test_fitted_weights_recover_planted_ones() -> None:

@@ -129,7 +129,7 @@ def test_a_round_of_one_step_follows_the_gradient_of_its_own_objective(sharpness
 
 @pytest.mark.parametrize("sharpness", [0.01, 2.0])
 def test_an_unseen_client_has_the_weights_with_which_its_predictions_are_most_likely(sharpness: float) -> None:
-    training = make_training("fedem", sharpness=sharpness)
+    training = make_training("fedem", sharpness=sharpness, unseen_prior=0.0)
     state = advance(training)
     algorithm, shared = training.algorithm, tree_index(state.shared, 0)
     inputs, targets = training.federation.train.client(3)

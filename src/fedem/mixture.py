@@ -92,53 +92,68 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
     return like.new_full((num_components,), -math.log(num_components))
 
 
-def fit_log_weights(losses: Tensor, max_iterations: int | None = None, tolerance: float = 1e-6) -> Tensor:
+def fit_log_weights(
+    losses: Tensor, max_iterations: int | None = None, prior: float = 0.0, tolerance: float = 1e-6
+) -> Tensor:
     """Fit one client's mixture weights with the components fixed, from uniform.
 
     Args:
         losses: ``[M, n]``; with no samples the weights stay uniform.
         max_iterations: so many updates of EM, one being the paper's rule for unseen clients; None for convergence.
+        prior: so many samples more, in equal shares each certainly of one component, count where it converges: the mode
+            under a Dirichlet distribution of 1 + prior / M. 0 is the greatest likelihood, which for a single sample
+            is one component alone.
         tolerance: convergence is when the mean log-likelihood is provably within so much of its maximum.
 
     Returns:
         log weights ``[M]``, in ``losses``'s type
+
+    >>> one_sample = torch.tensor([[0.0], [5.0]])
+    >>> [round(float(fit_log_weights(one_sample, prior=prior)[0].exp()), 2) for prior in (0, 1, 1000)]
+    [1.0, 0.75, 0.5]
     """
     log_weights = uniform_log_weights(len(losses), losses).double()
     if losses.shape[1] == 0:
         return log_weights.to(losses.dtype)
     doubles = losses.double()
     if max_iterations is None:
-        return _converge(doubles, log_weights, tolerance).to(losses.dtype)
+        return _converge(doubles, log_weights, prior, tolerance).to(losses.dtype)
     mask = torch.ones(losses.shape[1], dtype=torch.bool, device=losses.device)
     for _ in range(max_iterations):
         log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
     return log_weights.to(losses.dtype)
 
 
-def _converge(losses: Tensor, log_weights: Tensor, tolerance: float) -> Tensor:
+def _converge(losses: Tensor, log_weights: Tensor, prior: float, tolerance: float) -> Tensor:
     """Maximise the likelihood in the weights by projected Newton steps.
 
     The problem is concave, its optimum often at the simplex's edge; there, or where components are alike, EM takes
     thousands of updates. Without the constraint that weights sum to one, -mean log(w P) + sum(w) over w >= 0 has the
-    same minimum, and only bounds are left to keep (Bertsekas 1982). Where a Newton step fails, EM goes on.
+    same minimum, and only bounds are left to keep (Bertsekas 1982). Where a Newton step fails, EM goes on. The prior's
+    samples are like others, in a mean by their counts.
     """
     _, relative = _from_least(losses)
-    likelihoods = (-relative).exp()  # P, up to a factor a sample: the best component has one
+    count = len(losses)
+    # P, up to a factor a sample: the best component has one.
+    likelihoods = torch.cat([(-relative).exp(), torch.eye(count, dtype=losses.dtype, device=losses.device)], dim=1)
+    counts = losses.new_ones(likelihoods.shape[1])
+    counts[-count:] = prior / count
+    likelihoods, shares = likelihoods[:, counts > 0], counts[counts > 0] / counts.sum()
     weights = log_weights.exp()
 
     def objective(candidate: Tensor) -> float:
-        return float(candidate.sum() - (candidate @ likelihoods).log().mean())
+        return float(candidate.sum() - shares @ (candidate @ likelihoods).log())
 
     value = objective(weights)
     for _ in range(_MOST_NEWTON_STEPS):
         scaled = likelihoods / (weights @ likelihoods)
-        ratios = scaled.mean(dim=1)
+        ratios = scaled @ shares
         # By concavity no weights are better by more than this (Lindsay 1983).
         gap = float(ratios.max()) - 1
         if gap <= tolerance:
             break
         free = (weights > min(_EDGE, gap)) | (ratios >= 1)
-        curvature = scaled[free] @ scaled[free].T / losses.shape[1]
+        curvature = (scaled[free] * shares) @ scaled[free].T
         # Damped by what is still to gain: components that are alike make the curvature singular.
         curvature.diagonal().add_(gap * float(curvature.diagonal().mean()))
         direction = -weights  # what lies at the edge and does not help goes to zero

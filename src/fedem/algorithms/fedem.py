@@ -37,12 +37,15 @@ class FedEM(Surrogate):
             "uniform" starts all at 1/M.
         sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
             components share samples, until near 0 each is trained on all of them; larger ones part them.
+        unseen_prior: so many samples, in equal shares certainly of each component, that a client unseen in training
+            adds to its own when it fits its mixture weights; 0 takes the most likely weights.
 
     """
 
     num_components: int = field(default=3, metadata={"min": 1})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
+    unseen_prior: float = field(default=1.0, metadata={"min": 0})
 
     def init_shared(self, seed: int) -> Tree:
         """Draw M models, ``[M, ...]``."""
@@ -121,10 +124,11 @@ class FedEM(Surrogate):
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients.
 
-        Of likelihoods as they are, whatever the sharpness: the weights with which the averaged predictions are most
-        likely. Near s = 0 those of the objective would leave each client the one component with the least loss.
+        By likelihoods as they are, whatever the sharpness, since predictions are averaged so. Near s = 0 the weights of
+        the objective would leave each client the one component with the least loss. A few updates are of
+        likelihood alone.
         """
-        return {"log_weights": fit_log_weights(scores["losses"], max_iterations)}
+        return {"log_weights": fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""

@@ -18,6 +18,7 @@ _NAMES = {
     "train_accuracy": "train, %",
     "bottom_decile": "bottom decile, %",
     "unseen_test_accuracy": "unseen, test, %",
+    "unseen_test_loss": "unseen, test loss",
     "unseen_train_accuracy": "unseen, train, %",
     "recovery.cluster_accuracy": "assigned rightly, %",
     "recovery.component_distances": "cosine distance",
