@@ -130,7 +130,7 @@ def test_sums_are_the_simulators_scores(tmp_path: Path, tuned: int) -> None:
 
 def test_fitted_weights_beat_all_others(tmp_path: Path) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample, run={"dtype": "float64"})
+    plan, job = deployments.make_plan(sample, run={"dtype": "float64"}, method={"unseen_prior": 0.0})
     state, _ = job.training.step(job.training.init())
     shared = tree_index(state.shared, 0)
     node = Node.open(plan, sample, "shop B")

@@ -50,7 +50,7 @@ def test_one_iteration_of_fedem_is_one_update_of_em() -> None:
 
 
 def test_more_iterations_of_fedem_fit_better() -> None:
-    training = make_training("fedem", num_components=3)
+    training = make_training("fedem", num_components=3, unseen_prior=0.0)
     state = advance(training, 10)
     personalizer = make_personalizer(training)
     losses = [
@@ -194,8 +194,8 @@ def test_more_passes_fit_a_new_client_of_pfedhn_better() -> None:
 def test_an_old_client_that_comes_back_as_new_is_served_as_well_as_before() -> None:
     """Whoever trained the model fits it: the loss of a returning client is that of its kind, not of a stranger."""
     for method in ("fedem", "clustered", "ifca"):
-        settings = {"mean_tolerance": 1e9, "member_tolerance": 0.0} if method == "clustered" else {}
-        training = make_training(method, **settings)
+        own = {"clustered": {"mean_tolerance": 1e9, "member_tolerance": 0.0}, "fedem": {"unseen_prior": 0.0}}
+        training = make_training(method, **own.get(method, {}))
         state = advance(training, 8)
         personalizer = make_personalizer(training)
         federation: Federation = training.federation
