@@ -32,7 +32,7 @@ from fedem.errors import UserError
 # What readers raise for a file that is damaged, or another than was hoped for.
 _DAMAGED = (
     *(OSError, EOFError, ValueError, KeyError, TypeError, IndexError),
-    NotImplementedError,  # zipfile's, for a compression that it does not know
+    RuntimeError,  # zipfile's, for a password or a compression that it does not know
     *(pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
 )
 

@@ -30,7 +30,7 @@ from fedem.errors import UserError
 # What numpy and zipfile raise for an archive that is damaged.
 _DAMAGED = (
     *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
-    NotImplementedError,  # zipfile's, for a compression that it does not know
+    RuntimeError,  # zipfile's, for a password or a compression that it does not know
 )
 
 _WHOLE = np.iinfo(np.int64)
