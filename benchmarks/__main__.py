@@ -19,9 +19,9 @@ from benchmarks.floor import floor_seconds
 from benchmarks.many_clients import Crowd, compare
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
 from benchmarks.plain_loop import LOOPS, Client, Server, run_round
+from fedem.data.federation import Federation
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
-from fedem.federation import Federation
 
 TITLES = {
     "stacked": "stacked engine",

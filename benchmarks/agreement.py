@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.engine import LEARNING_RATES, as_server, make_training
 from benchmarks.plain_loop import LOOPS, Server, run_round
+from fedem.data.federation import Federation
 from fedem.engines import Batching
-from fedem.federation import Federation
 
 TOLERANCE = 1e-4
 _LOCAL_EPOCHS = (1, 3)  # a single step would not show a difference in momentum

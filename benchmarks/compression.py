@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fedem
-from fedem.config import Config
+from fedem.runs.config import Config
 
 _BOTH = {"updates": "int8", "downloads": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -122,8 +122,8 @@ def _print(console: Console, points: Mapping[str, Point]) -> None:
 
 def draw(points: Mapping[str, Point], path: Path) -> None:
     """Draw the change of accuracy against bytes saved."""
-    from fedem.report.figures import COLOURS
     from fedem.report.pictures.canvas import Picture, alone, inked, legend, panels
+    from fedem.report.studies import COLOURS
 
     with inked():
         figure, (axes,) = panels(1, height=3.4)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from benchmarks.plain_loop import MOMENTUM, WEIGHT_DECAY, Server, start
+from fedem.core.tree import tree_index
+from fedem.data.federation import Federation
 from fedem.engines import Batching, Stacked
-from fedem.federation import Federation
 from fedem.methods import find_method
 from fedem.models import Linear, Model
 from fedem.models.losses import Logistic
-from fedem.rounds import State, Training
-from fedem.schedules import Constant
+from fedem.runs.rounds import State, Training
 from fedem.solvers import SGD
-from fedem.tree import tree_index
+from fedem.solvers.schedules import Constant
 
 NUM_COMPONENTS = {"fedem": 3, "fedavg": 1}
 LEARNING_RATES = {"fedem": 1.0, "fedavg": 0.1}

@@ -23,12 +23,11 @@ from rich.table import Table
 
 from benchmarks import flower_plain
 from benchmarks.measure import Disturbance, environment
-from fedem.config import Config
-from fedem.deploy.loopback import Loopback
+from fedem.deploy.flower.project import write_app
+from fedem.deploy.flower.trial import DIMENSION, Loopback, draw_clients, ended_as_interrupted, start_nodes
 from fedem.deploy.plan import Plan
-from fedem.deploy.starting import write_app
-from fedem.deploy.trial import DIMENSION, draw_clients, ended_as_interrupted, start_nodes
-from fedem.runs import RunFolder
+from fedem.runs.config import Config
+from fedem.runs.folder import RunFolder
 
 NUM_COMPONENTS, SEED = 3, 0
 LIMIT = 600.0

@@ -30,18 +30,16 @@ from benchmarks.engine import SEED
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
 from benchmarks.methods import time_rounds
 from benchmarks.plain_loop import MOMENTUM, WEIGHT_DECAY, responsibilities
-from fedem.config import Config
-from fedem.data.base import Dataset
-from fedem.data.collection import from_arrays
-from fedem.data.partitions import Dirichlet
-from fedem.federation import Federation
-from fedem.job import Job
-from fedem.parts import find_device
-from fedem.precision import products
-from fedem.rounds import State, Training
-from fedem.samples import Samples
-from fedem.sections import Sections
-from fedem.tree import Tree, tree_index
+from fedem.core.tree import Tree, tree_index
+from fedem.data.dataset import Dataset
+from fedem.data.federation import Federation
+from fedem.data.partitions import Dirichlet, from_arrays
+from fedem.data.samples import Samples
+from fedem.engines.device import products
+from fedem.runs.config import Config, Sections
+from fedem.runs.recipe import find_device
+from fedem.runs.rounds import State, Training
+from fedem.runs.trainer import Job
 
 NUM_COMPONENTS, NUM_CLASSES, BATCH_SIZE = 3, 62, 128
 LEARNING_RATE = 0.03

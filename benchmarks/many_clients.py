@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from benchmarks.engine import NUM_COMPONENTS, SEED, make_training
 from benchmarks.measure import Effort, measure
+from fedem.core.tree import tree_bytes
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
-from fedem.rounds import Training
-from fedem.tree import tree_bytes
+from fedem.runs.rounds import Training
 
 _FLOAT_BYTES = 4
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from benchmarks.engine import SEED
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
-from fedem.config import Config
-from fedem.data.base import Dataset
+from fedem.core.tree import Tree
+from fedem.data.dataset import Dataset
 from fedem.data.synthetic import Synthetic
 from fedem.engines import OneByOne
-from fedem.job import Job
 from fedem.methods import METHODS
 from fedem.models import Model
-from fedem.rounds import Training
-from fedem.tree import Tree
+from fedem.runs.config import Config
+from fedem.runs.rounds import Training
+from fedem.runs.trainer import Job
 
 REFERENCE = "fedavg"
 _FORWARD = 1 / 3

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from fedem.config import Config
-from fedem.deploy.meeting import host_meeting
+from fedem.deploy.peers.meeting import host_meeting, make_key
 from fedem.deploy.plan import Plan
-from fedem.deploy.sealing import make_key
+from fedem.runs.config import Config
 
 NAMES = ("ann", "bob", "cem", "dan")
 ROUNDS = 40

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedem.samples import Samples
+from fedem.data.samples import Samples
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 

@@ -28,8 +28,8 @@ from benchmarks.measure import Disturbance, Effort, Timing, environment
 from benchmarks.methods import time_rounds
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
-from fedem.rounds import Training
-from fedem.team import joined
+from fedem.engines.processes import joined
+from fedem.runs.rounds import Training
 
 
 class Arrangement(NamedTuple):

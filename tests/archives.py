@@ -10,9 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.data import Public
-from fedem.data.blocks import Block
-from fedem.data.canonical import open_canonical
-from fedem.data.store import prepare
+from fedem.data.store import Block, open_canonical, prepare
 
 RNG = np.random.default_rng(0)
 

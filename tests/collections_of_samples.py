@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedem.data.collection import Assignment, Collection, from_arrays
-from fedem.data.partitions import Partition
+from fedem.data.partitions import Assignment, Collection, Partition, from_arrays
 
 
 def collection_of(sizes: list[int], parts: int = 3) -> Collection:

@@ -8,16 +8,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fedem.config import Config
+from fedem.core.settings import Settings
 from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
-from fedem.schedules import SCHEDULES
-from fedem.settings import Settings
+from fedem.runs.config import Config
 from fedem.solvers import SOLVERS
+from fedem.solvers.schedules import SCHEDULES
 
 ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "data": DATA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from fedem.experiments import Experiment, read
+from fedem.studies.experiments import Experiment, read
 
 SMALL = """
 title = "A small one"

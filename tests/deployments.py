@@ -7,10 +7,10 @@ from typing import Any
 
 import shops
 
-from fedem.config import Config
-from fedem.data.base import Dataset
+from fedem.data.dataset import Dataset
 from fedem.deploy.plan import Plan
-from fedem.job import Job
+from fedem.runs.config import Config
+from fedem.runs.trainer import Job
 
 NAMES = ("shop A", "Shop a", "shop B")
 """of clients; two would share a file where capitals count for nothing"""

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from shops import make_shops
 
-from fedem.data.tables import Table
-from fedem.data.tables.columns import Column, Piece
+from fedem.data.tables import Column, Piece, Table
 
 ROWS = make_shops(10)
 

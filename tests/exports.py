@@ -7,11 +7,11 @@ from dataclasses import asdict
 import torch
 
 import fedem
-from fedem.algorithms.base import Mixture
+from fedem.core.tree import tree_stack
+from fedem.methods.base import Mixture
 from fedem.models import CNN, LSTM, MLP, Linear, MobileNetV2, Model, ModelSpec
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
-from fedem.parts import Shapes
-from fedem.tree import tree_stack
+from fedem.runs.recipe import Shapes
 
 Case = tuple[str, ModelSpec, Loss, tuple[int, ...], torch.dtype, int]
 CASES: dict[str, Case] = {

@@ -16,13 +16,13 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedem.core.tree import Tree
 from fedem.deploy import client_app
-from fedem.deploy.keeping import Kept, place
-from fedem.deploy.server import serve
-from fedem.deploy.settings import RunConfig
-from fedem.job import Job
-from fedem.rounds import State
-from fedem.tree import Tree
+from fedem.deploy.flower.server import serve
+from fedem.deploy.node import Kept, place
+from fedem.deploy.plan import RunConfig
+from fedem.runs.rounds import State
+from fedem.runs.trainer import Job
 
 _NOT_CALLED = "a part of Flower's interface that no test was known to use"
 Spoil = Callable[[int, Message, Message], Message | None]

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedem.data.federation import Federation
 from fedem.engines import Batching, Engine, Stacked
-from fedem.evaluate import Scores, evaluate
-from fedem.federation import Federation
 from fedem.methods import METHODS
 from fedem.models import Linear, Model
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
-from fedem.personal import Personalizer
-from fedem.rounds import State, Training
-from fedem.schedules import Constant, Schedule
+from fedem.runs.evaluate import Scores, evaluate
+from fedem.runs.personalize import Personalizer
+from fedem.runs.rounds import State, Training
 from fedem.solvers import SGD, Solver
+from fedem.solvers.schedules import Constant, Schedule
 
 LOSSES: dict[str, Loss] = {"logistic": Logistic(), "cross_entropy": CrossEntropy(), "squared_error": SquaredError()}
 SIZES = (7, 1, 12, 30, 5)

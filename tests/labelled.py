@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedem.federation import PARTS, Federation
-from fedem.samples import Samples
+from fedem.data.federation import PARTS, Federation
+from fedem.data.samples import Samples
 
 Pair = tuple[NDArray[Any], NDArray[Any]]
 client_sizes = st.lists(st.integers(1, 25), min_size=1, max_size=8)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from helpers import make_training
 
+from fedem.core.tree import Tree, tree_flat
+from fedem.data.federation import Federation
 from fedem.engines import Batching
-from fedem.federation import Federation
-from fedem.rounds import Training
+from fedem.runs.rounds import Training
 from fedem.solvers import Newton
-from fedem.tree import Tree, tree_flat
 
 WHOLE = Batching(0, local_steps=4)
 

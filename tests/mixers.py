@@ -6,19 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedem.core.random import client_keys
+from fedem.core.tree import Tree, add_prefix
 from fedem.graphs import Ring
-from fedem.mixing.agnostic import Agnostic
-from fedem.mixing.alone import Alone
-from fedem.mixing.base import Mixer, Round
-from fedem.mixing.candidates import Candidates
-from fedem.mixing.clusters import Clusters
-from fedem.mixing.graph import Graph
-from fedem.mixing.hypernetwork import Hypernetwork
-from fedem.mixing.pull import Laplacian, Loopless
-from fedem.mixing.relations import Relations
-from fedem.mixing.star import Star
-from fedem.randomness import client_keys
-from fedem.tree import Tree, add_prefix
+from fedem.methods.afl import Agnostic
+from fedem.methods.clustered import Clusters
+from fedem.methods.decentralised import Graph
+from fedem.methods.fedfomo import Candidates
+from fedem.methods.mixer import Alone, Mixer, Round, Star
+from fedem.methods.mocha import Relations
+from fedem.methods.pfedhn import Hypernetwork
+from fedem.methods.pulls import Laplacian, Loopless
 
 MIXERS: dict[str, Mixer] = {
     "star": Star(),

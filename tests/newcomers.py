@@ -7,16 +7,16 @@ import torch
 from helpers import make_federation
 from torch import Tensor
 
+from fedem.core.em import negative_log_likelihood
+from fedem.core.random import FINE_TUNE, derive
+from fedem.core.tree import Tree, tree_index
+from fedem.data.samples import Samples
 from fedem.engines import Batching, OneByOne, Stacked
-from fedem.engines.batches import BatchPlan
-from fedem.evaluate import predict
+from fedem.engines.base import BatchPlan
 from fedem.methods import METHODS
-from fedem.mixture import negative_log_likelihood
-from fedem.personal import Predictors
-from fedem.randomness import FINE_TUNE, derive
-from fedem.rounds import Training
-from fedem.samples import Samples
-from fedem.tree import Tree, tree_index
+from fedem.runs.evaluate import predict
+from fedem.runs.personalize import Predictors
+from fedem.runs.rounds import Training
 
 SHARING = [method for method in METHODS if method != "local"]
 every_method = pytest.mark.parametrize("method", METHODS)

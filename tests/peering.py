@@ -21,14 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.config import Config
-from fedem.deploy.desk import Desk
-from fedem.deploy.keeping import Kept
-from fedem.deploy.peers import Peer, Task
+from fedem.deploy.node import Kept
+from fedem.deploy.peers.meeting import Desk, make_key
+from fedem.deploy.peers.work import Peer, Task
 from fedem.deploy.plan import Plan
-from fedem.deploy.sealing import make_key
-from fedem.job import Job
-from fedem.rounds import State
+from fedem.runs.config import Config
+from fedem.runs.rounds import State
+from fedem.runs.trainer import Job
 
 SIZES = {"ann": 20, "bob": 30, "cem": 45, "dan": 25}
 

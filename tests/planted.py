@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from helpers import DIMENSION
 
-from fedem.federation import Federation
+from fedem.data.federation import Federation
 
 THETAS = 5 * np.array([[1.0, 0, 0, 0], [0, 1, 0, 0.3], [-1, -1, 0.5, 0], [0, 0.2, -1, -1]])
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 import fedem
-from fedem.report.gathered import Gathered, gather
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import Picture, paint
-from fedem.sections import Layer
+from fedem.report.runs import Gathered, gather
+from fedem.runs.config import Layer
 
 METHODS = ("fedem", "fedavg", "local")
 SEEDS = (0, 1)

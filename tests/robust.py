@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedem.federation import Federation
+from fedem.data.federation import Federation
 
 GUIDE = (Path(__file__).parent.parent / "docs" / "surrogates.md").read_text()
 CLASS, USE = re.findall(r"```python\n(from .*?|model = .*?)```", GUIDE, flags=re.DOTALL)

@@ -14,8 +14,8 @@ import torch
 from helpers import make_federation
 
 import fedem
-from fedem.team import joined, placed
-from fedem.tree import Tree, tree_index
+from fedem.core.tree import Tree, tree_index
+from fedem.engines.processes import joined, placed
 
 SIZES = (7, 3, 12, 30, 5, 9, 4, 16)
 NAMES = ("ann", "bob", "cem", "dan", "eve", "fay", "gus", "hal")

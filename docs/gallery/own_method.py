@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 import fedem
-from fedem.algorithms.base import Batch
+from fedem.core.random import uniform
+from fedem.core.tree import Tree
+from fedem.methods.base import Batch
 from fedem.models import Linear
 from fedem.models.losses import SquaredError
-from fedem.randomness import uniform
 from fedem.solvers import SGD
 from fedem.surrogates import Fixed, Surrogate, check, optimise
-from fedem.tree import Tree
 
 NOISE, SLOPE = 0.1, 1.5
 

@@ -8,19 +8,20 @@ torch.Size([4, 2])
 """
 
 from fedem import graphs, surrogates
-from fedem.config import Config
+from fedem.core import VERSION
+from fedem.core.errors import UserError
 from fedem.data import Dataset, FromFile, Synthetic
-from fedem.data.frames import from_datasets, from_frame, from_huggingface
-from fedem.errors import UserError
+from fedem.data.federation import Federation
+from fedem.data.files import from_datasets, from_frame, from_huggingface
+from fedem.data.samples import Samples
 from fedem.export import export_client, load_exported
-from fedem.federation import Federation
 from fedem.methods import METHODS, Method
 from fedem.models import Model
-from fedem.result import PersonalModel, Result
-from fedem.samples import Samples
-from fedem.training import run, train
+from fedem.runs.config import Config
+from fedem.runs.result import PersonalModel, Result
+from fedem.runs.trainer import run, train
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "METHODS",

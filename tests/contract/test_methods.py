@@ -20,13 +20,13 @@ from helpers import (
 )
 from torch import nn
 
-from fedem.checkpoint import load_checkpoint, same_states, save_checkpoint
+from fedem.data.federation import Federation
 from fedem.engines import Batching, OneByOne, Stacked
-from fedem.federation import Federation
 from fedem.methods import METHODS
-from fedem.mixing.alone import Alone
-from fedem.mixing.graph import Graph
+from fedem.methods.decentralised import Graph
+from fedem.methods.mixer import Alone
 from fedem.models import Model
+from fedem.runs.folder import load_checkpoint, same_states, save_checkpoint
 from fedem.solvers import LBFGS, SGD, SOLVERS, Newton, Various
 
 every_method = pytest.mark.parametrize("method", METHODS)

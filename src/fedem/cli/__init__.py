@@ -7,25 +7,10 @@ import sys
 import click
 import typer
 
-from fedem.cli import (
-    about,
-    comparing,
-    datasets,
-    deploying,
-    describing,
-    experimenting,
-    exporting,
-    folders,
-    peering,
-    reporting,
-    theory,
-    training,
-    trying,
-    tuning,
-)
-from fedem.errors import UserError
+from fedem.cli import about, data, deploy, runs, studies, train
+from fedem.core.errors import UserError
+from fedem.engines.processes import number_started
 from fedem.report.console import console, errors
-from fedem.team import number_started
 
 _INTERRUPTED = 130
 
@@ -41,36 +26,36 @@ app = typer.Typer(
 def _start(context: typer.Context) -> None:
     """Refuse several processes where they would all do the same, into the same files."""
     command, started = context.invoked_subcommand, number_started()
-    if started > 1 and command != training.train.__name__:
+    if started > 1 and command != train.train.__name__:
         raise UserError(f"fedem {command} was started as {started} processes; allowed: one, or fedem train.")
 
 
 # In the order in which the help lists them.
 for command in (
-    training.train,
-    comparing.compare,
-    tuning.tune,
-    theory.theory,
-    reporting.report,
-    reporting.plot,
+    train.train,
+    studies.compare,
+    studies.tune,
+    studies.theory,
+    runs.report,
+    runs.plot,
     about.methods,
     about.graphs,
     about.settings,
-    folders.show,
-    folders.evaluate,
-    folders.personalize,
-    folders.predict,
-    exporting.export,
+    runs.show,
+    runs.evaluate,
+    runs.personalize,
+    runs.predict,
+    runs.export,
     about.version,
 ):
     app.command()(command)
-datasets.group.command()(describing.describe)
-app.add_typer(datasets.group, name="data")
-app.add_typer(experimenting.group, name="experiment")
-app.add_typer(peering.group, name="peer")
-for deployed in (trying.trial, trying.certificates, trying.key):
-    deploying.group.command()(deployed)
-app.add_typer(deploying.group, name="deploy")
+data.data_group.command()(data.describe)
+app.add_typer(data.data_group, name="data")
+app.add_typer(studies.experiment_group, name="experiment")
+app.add_typer(deploy.peer_group, name="peer")
+for deployed in (deploy.trial, deploy.certificates, deploy.key):
+    deploy.deploy_group.command()(deployed)
+app.add_typer(deploy.deploy_group, name="deploy")
 
 
 def main() -> None:

@@ -6,15 +6,22 @@ from typing import Annotated
 
 import typer
 
-from fedem import __version__
 from fedem.cli.options import given
-from fedem.config import Config, parse_assignment
-from fedem.errors import UserError
+from fedem.core import VERSION
+from fedem.core.errors import UserError
 from fedem.methods import resolve_method
 from fedem.report.console import console, waiting
-from fedem.report.graphs import describe, graph_pages, graphs_table
-from fedem.report.methods import method_pages, methods_table
-from fedem.report.settings import section_pages, sections_pages, settings_page
+from fedem.report.reference import (
+    describe,
+    graph_pages,
+    graphs_table,
+    method_pages,
+    methods_table,
+    section_pages,
+    sections_pages,
+    settings_page,
+)
+from fedem.runs.config import Config, parse_assignment
 
 
 def methods(
@@ -91,4 +98,4 @@ def graphs(
 
 def version() -> None:
     """Print the version."""
-    console.print(__version__, highlight=False)
+    console.print(VERSION, highlight=False)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
-from fedem.data.tables.readers import READERS
-from fedem.errors import UserError, unknown
-from fedem.sections import Values
+from fedem.data.tables import READERS
+from fedem.runs.config import Values
 
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
 

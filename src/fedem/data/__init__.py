@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedem.data.base import Dataset, DataSource, Truth
 from fedem.data.cifar import Cifar10, Cifar100
+from fedem.data.dataset import Dataset, DataSource, Truth
 from fedem.data.emnist import Emnist
 from fedem.data.femnist import Femnist
 from fedem.data.files import FromFile

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.blocks import Block, opened, pick, plain_images
 from fedem.data.download import Remote
-from fedem.data.store import Public
+from fedem.data.store import Block, Public, opened, pick, plain_images
 
 _SHAPE = (3, 32, 32)
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"

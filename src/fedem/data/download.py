@@ -13,7 +13,7 @@ from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from fedem.errors import UserError
+from fedem.core.errors import UserError
 
 _PIECE = 1 << 18
 _PARTIAL, _PAST_THE_END = 206, 416

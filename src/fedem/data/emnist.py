@@ -21,9 +21,8 @@ from typing import IO, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.blocks import ROWS, Block, Files, opened, pick, plain_images
 from fedem.data.download import Remote
-from fedem.data.store import Public
+from fedem.data.store import ROWS, Block, Files, Public, opened, pick, plain_images
 
 SHAPE = (1, 28, 28)
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase

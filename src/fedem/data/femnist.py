@@ -29,11 +29,10 @@ from typing import Any, ClassVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.blocks import Block, Files, opened, plain_images
+from fedem.core.errors import UserError
 from fedem.data.download import Remote
 from fedem.data.emnist import CHARACTERS, SHAPE
-from fedem.data.store import Public
-from fedem.errors import UserError
+from fedem.data.store import Block, Files, Public, opened, plain_images
 
 _NIST = ("by_class", "by_write")
 

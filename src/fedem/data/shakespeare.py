@@ -29,12 +29,11 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from fedem.data.blocks import Block, opened
-from fedem.data.collection import Collection, fingerprint_of
+from fedem.core.errors import UserError
 from fedem.data.download import Remote
-from fedem.data.store import Public
-from fedem.errors import UserError
-from fedem.samples import Pool
+from fedem.data.partitions import Collection, fingerprint_of
+from fedem.data.samples import Pool
+from fedem.data.store import Block, Public, opened
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(LETTERS) - 1

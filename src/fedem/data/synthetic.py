@@ -14,11 +14,11 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedem.data.base import Dataset, DataSource, Truth
+from fedem.core.errors import UserError
+from fedem.data.dataset import Dataset, DataSource, Truth
+from fedem.data.federation import Federation
 from fedem.data.partitions import Natural, Partition
-from fedem.errors import UserError
-from fedem.federation import Federation
-from fedem.samples import Samples
+from fedem.data.samples import Samples
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedem.data.tables.readers import needed
+from fedem.data.tables import needed
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
+
 
 __all__ = ["client_app", "server_app"]
 
@@ -17,7 +18,7 @@ __all__ = ["client_app", "server_app"]
 def client_app(plan: str | Path) -> ClientApp:
     """Return Flower's app of a client under the plan in a folder."""
     needed("A Flower app", "flwr", extra="flower")
-    from fedem.deploy.client import make_client_app
+    from fedem.deploy.flower.client import make_client_app
 
     return make_client_app(Path(plan))
 
@@ -25,6 +26,6 @@ def client_app(plan: str | Path) -> ClientApp:
 def server_app(plan: str | Path) -> ServerApp:
     """Return Flower's app of the server under the plan in a folder."""
     needed("A Flower app", "flwr", extra="flower")
-    from fedem.deploy.server import make_server_app
+    from fedem.deploy.flower.server import make_server_app
 
     return make_server_app(Path(plan))

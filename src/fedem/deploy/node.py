@@ -5,32 +5,37 @@ Trees are one client's, without a dimension for clients.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedem.core.errors import UserError
+from fedem.core.random import PERSONAL, SHUFFLE, derive
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_index, tree_repeat, tree_to
+from fedem.data.encoding import plain_targets, some
+from fedem.data.federation import Federation
 from fedem.data.files import FromFile
-from fedem.data.tables.columns import Table
-from fedem.data.tables.features import some
-from fedem.data.tables.readers import read_table
-from fedem.data.tables.targets import plain_targets
+from fedem.data.tables import Table, read_table
 from fedem.deploy.plan import Plan
 from fedem.engines import Cohort, OneByOne, SolverDeal
-from fedem.errors import UserError
-from fedem.evaluate import evaluate
-from fedem.federation import Federation
-from fedem.mixing.star import Star
-from fedem.personal import Personalizer, Predictors
-from fedem.precision import products
-from fedem.randomness import PERSONAL, SHUFFLE, derive
-from fedem.rounds import State, init_personal
-from fedem.settling import check_batches
-from fedem.tree import Tree, tree_index, tree_repeat, tree_to
+from fedem.engines.device import products
+from fedem.methods.mixer import Star
+from fedem.runs.evaluate import evaluate
+from fedem.runs.folder import write_atomically
+from fedem.runs.personalize import Personalizer, Predictors
+from fedem.runs.recipe import check_batches
+from fedem.runs.rounds import State, init_personal
 
 log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
 
@@ -215,3 +220,122 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     owners = table.owned_by(str(name)).owners() if owners is None else owners
     inputs: Tensor = plan.shapes.conform("(all)", table.stacked())
     return Federation.from_arrays(inputs, plain_targets(table), owners, seed=seed, **shares)
+
+
+# What a client keeps between messages: one file, replaced whole, that never leaves it.
+
+_TREES = ("personal", "before", "shared")
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
+_LONGEST = 120
+"""characters of a name that are written out: systems allow 255 bytes"""
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a client has learnt, and what it was learnt under.
+
+    Attributes:
+        plan: what all agreed on.
+        round: rounds of the run done when ``personal`` was.
+        personal: v_t.
+        shared: u as it was received last of all; None while the run goes on, since every message brings it.
+        before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
+        run: which run of the experiment it is of, as its server, or its peers, call it.
+        client: its name; empty in files that do not say.
+
+    """
+
+    plan: Plan
+    round: int
+    personal: Tree
+    shared: Tree | None = None
+    before: Tree | None = None
+    run: str = ""
+    client: str = ""
+
+    def save(self, path: Path) -> None:
+        """Replace the file, which nobody else on the machine may read."""
+        from safetensors.torch import save
+
+        there = {name: tree for name in _TREES if (tree := getattr(self, name)) is not None}
+        tensors = {
+            # Copies: trees may share leaves, which the format does not take.
+            key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, tree in there.items()
+            for key, leaf in add_prefix(name, tree).items()
+        }
+        facts = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
+        facts["plan"] = self.plan.to_json()
+        for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, save(tensors, metadata={"kept": json.dumps(facts)}), private=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Kept:
+        """Read a file that :meth:`save` wrote."""
+        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import load_file
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads(file.metadata()["kept"])
+            tensors = load_file(path)
+            trees = {name: take_prefix(name, tensors) for name in facts["trees"]}
+            plan, client = Plan.from_json(facts["plan"]), facts.get("client", "")
+            return cls(plan, facts["round"], **trees, run=facts["run"], client=client)
+        except FileNotFoundError:
+            raise UserError(f"There is no kept file {path}.") from None
+        except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"The kept file {path} can't be read ({type(error).__name__}: {error}); "
+                "without it the client starts anew."
+            ) from None
+
+
+def place(folder: Path, experiment: str, client: str) -> Path:
+    """Return where a client keeps what it learns in an experiment: ``folder/EXPERIMENT/CLIENT.safetensors``."""
+    return folder / _safe("experiment", experiment) / f"{_safe('client', client)}.safetensors"
+
+
+def _safe(what: str, name: str) -> str:
+    """Return a name that any file system takes and that no other name gets, though capitals may count for nothing."""
+    if not name:
+        raise UserError(f"The name of the {what} is empty; allowed: at least one character.")
+    content = name.encode(errors="surrogatepass")
+    escaped = "".join(chr(byte) if byte in _PLAIN else f"%{byte:02x}" for byte in content)
+    if len(escaped) <= _LONGEST:
+        return escaped
+    return f"{escaped[:_LONGEST]}~{blake2b(content, digest_size=16).hexdigest()}"
+
+
+# Files that one process at a time holds; the system lets go of them when that process ends, however it ends.
+
+
+@contextmanager
+def held(path: Path, what: str) -> Iterator[None]:
+    """Hold a file, which is made when missing and stays; ``what`` it stands for is refused to a second process."""
+    import fcntl  # not on every system, and needed by peers alone
+
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{what} is in use by another process, which holds {path}; allowed: one process at a time."
+            ) from None
+        yield
+
+
+def end_with_holder(path: Path) -> None:
+    """Have this process end, at once and without a word, when the one that holds the file is gone."""
+    import fcntl
+
+    def wait() -> None:
+        try:
+            with path.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # returns when nobody holds it any more
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

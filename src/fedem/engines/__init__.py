@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedem.engines.base import Cohort, Engine, Finished, SolverDeal
-from fedem.engines.batches import Batching
+from fedem.core.errors import UserError, unknown
+from fedem.engines.base import Batching, Cohort, Engine, Finished, SolverDeal
 from fedem.engines.one_by_one import OneByOne
 from fedem.engines.stacked import Stacked
-from fedem.errors import UserError, unknown
 from fedem.models.base import Model
 
 __all__ = ["ENGINES", "Batching", "Cohort", "Engine", "Finished", "OneByOne", "SolverDeal", "Stacked", "choose_engine"]

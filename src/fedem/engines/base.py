@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Algorithm
-from fedem.engines.batches import Batching
-from fedem.samples import Samples
-from fedem.settings import Settings
+from fedem.core.random import derive
+from fedem.core.settings import Settings
+from fedem.core.tree import Tree, tree_index
+from fedem.data.samples import Samples
+from fedem.methods.base import Algorithm
 from fedem.solvers import Solver
-from fedem.tree import Tree, tree_index
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 """(shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each."""
@@ -138,3 +139,125 @@ class SolverDeal:
             theirs = None if scales is None else scales[members]
             for chunk in engine.train(algorithm, cohort.take(members), walk, keys[members], learning_rate, theirs):
                 yield chunk._replace(positions=members[chunk.positions])
+
+
+# Which samples stand in which batch: shuffled afresh each epoch, by the client's own key.
+#
+# Shapes: C clients, A active ones (the first A), B the width of a batch.
+
+
+@dataclass(frozen=True)
+class Batching(Settings):
+    """How a client walks through its samples in a round.
+
+    Attributes:
+        batch_size: samples a step; 0 takes all of a client's samples at once.
+        local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
+        local_steps: when above 0, exactly so many steps instead, passing over the samples as often as that takes.
+
+    """
+
+    batch_size: int = field(default=128, metadata={"min": 0})
+    local_epochs: int = field(default=1, metadata={"min": 1})
+    local_steps: int = field(default=0, metadata={"min": 0})
+
+    def widths(self, sizes: Tensor) -> Tensor:
+        """Return the size of a full batch of each client, ``[C]``."""
+        return sizes if self.batch_size == 0 else sizes.clamp(max=self.batch_size)
+
+    def num_steps(self, sizes: Tensor) -> Tensor:
+        """Return how many steps each client takes in a round, ``[C]``."""
+        if self.local_steps:
+            return torch.full_like(sizes, self.local_steps)
+        return self.local_epochs * _ceil_divide(sizes, self.widths(sizes))
+
+
+class Positions(NamedTuple):
+    """One batch of each active client: positions among the client's own samples."""
+
+    positions: Tensor
+    """``[A, B]`` int64; padding repeats the last sample"""
+    mask: Tensor
+    """``[A, B]`` bool"""
+    padded: bool
+    """whether the mask is false anywhere"""
+
+
+class BatchPlan:
+    """All batches of C clients in one round."""
+
+    def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor, device: torch.device):
+        """Shuffle all clients with one sort.
+
+        Args:
+            batching: how the clients walk.
+            sizes: ``[C]`` int64 on the CPU
+            keys: ``[C]`` int64, each client's key for this round
+            device: where the samples are.
+
+        """
+        # What decides on shapes stays on the CPU: asking a GPU would wait for all that it has still to do.
+        self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
+        self._steps_per_epoch = _ceil_divide(sizes, self._widths)
+        self.steps = batching.num_steps(sizes)
+        self.keys = keys.to(device)
+        epochs = _ceil_divide(self.steps, self._steps_per_epoch)
+        # A segment is one client's pass; rows are sorted by (segment, hash).
+        segment_client = torch.repeat_interleave(torch.arange(len(sizes)), epochs)
+        first_segment = epochs.cumsum(0) - epochs
+        segment_epoch = torch.arange(len(segment_client)) - first_segment[segment_client]
+        segment_sizes = sizes[segment_client]
+        starts = segment_sizes.cumsum(0) - segment_sizes
+        self._starts = starts[first_segment]
+        total = int(segment_sizes.sum())
+        segment = torch.repeat_interleave(
+            torch.arange(len(segment_client), device=device), segment_sizes.to(device), output_size=total
+        )
+        position = torch.arange(total, device=device) - starts.to(device)[segment]
+        words = derive(derive(self.keys[segment_client.to(device)], segment_epoch.to(device))[segment], position)
+        self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
+
+    def batch(self, step: int, first: int, last: int) -> Positions:
+        """Return batch number ``step`` of the clients from ``first`` up to ``last``; all of them must have one."""
+        some = slice(first, last)
+        sizes, widths = self._sizes[some], self._widths[some]
+        epoch, index = step // self._steps_per_epoch[some], step % self._steps_per_epoch[some]
+        counts = torch.minimum(widths, sizes - index * widths)
+        begins = (self._starts[some] + epoch * sizes + index * widths).to(self._device)
+        width, least = int(counts.max()), int(counts.min())
+        counts = counts.to(self._device)
+        columns = torch.arange(width, device=self._device)
+        mask = columns < counts[:, None]
+        places = begins[:, None] + torch.minimum(columns, counts[:, None] - 1)
+        return Positions(self._order[places], mask, padded=least < width)
+
+
+def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[int, Positions]]:
+    """Walk through all samples of clients sorted by falling size, ``width`` columns at a time, in order.
+
+    Yields the number of active clients and their positions. Clients without samples never become active. ``sizes``
+    ``[C]`` are on the CPU, what comes out on ``device``.
+    """
+    for start in range(0, int(sizes.max()) if len(sizes) else 0, width):
+        num_active = int((sizes > start).sum())
+        counts = (sizes[:num_active] - start).clamp(max=width)
+        padded = bool(counts.min() < counts.max())
+        columns = torch.arange(int(counts.max()), device=device)
+        counts = counts.to(device)
+        mask = columns < counts[:, None]
+        yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask, padded)
+
+
+def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: int, largest: int) -> Tensor:
+    """Return the positions ordered by segment, then by 32 bits of their word, then by position."""
+    hashes, position_bits = words & 0xFFFFFFFF, largest.bit_length()
+    if num_segments.bit_length() + position_bits > 31:
+        return position[torch.sort((segment << 32) | hashes, stable=True).indices]
+    # All three fit into one word: sorting values is much faster than finding an order, and numpy's sort than torch's.
+    packed = (((segment << 32) | hashes) << position_bits) | position
+    ordered = torch.sort(packed).values if packed.is_cuda else torch.from_numpy(np.sort(packed.numpy()))
+    return ordered & ((1 << position_bits) - 1)
+
+
+def _ceil_divide(a: Tensor, b: Tensor) -> Tensor:
+    return -(-a // b)

@@ -9,11 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Algorithm, Batch
-from fedem.engines.base import Cohort, Engine, Finished, Tally
-from fedem.engines.batches import Batching, BatchPlan
-from fedem.randomness import STOCHASTIC_LAYERS, derive
-from fedem.tree import Tree, tree_index, tree_map
+from fedem.core.random import STOCHASTIC_LAYERS, derive
+from fedem.core.tree import Tree, tree_index, tree_map
+from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Tally
+from fedem.methods.base import Algorithm, Batch
 
 
 def seed_layers(seed: int, device: torch.device) -> None:

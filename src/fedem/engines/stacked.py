@@ -9,23 +9,22 @@ Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves
 
-from fedem.algorithms.base import Algorithm, Batch, Local
-from fedem.engines.base import Cohort, Engine, Finished, Tally
-from fedem.engines.batches import Batching, BatchPlan, Positions, blocks
-from fedem.engines.beginning import begin_clients
-from fedem.engines.chunks import Chunk, bytes_per_sample, flat_scores, similar
-from fedem.engines.memory import budget, is_out_of_memory, release
-from fedem.engines.replay import Replay
-from fedem.randomness import STOCHASTIC_LAYERS, derive
-from fedem.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map
+from fedem.core.random import STOCHASTIC_LAYERS, derive
+from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
+from fedem.data.samples import Pool, Samples
+from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, blocks
+from fedem.engines.device import budget, is_out_of_memory, release
+from fedem.methods.base import Algorithm, Batch, Local
 
 _T = TypeVar("_T")
 
@@ -247,3 +246,208 @@ def _tally_chunk(function: Tally, chunk: Chunk, width: int) -> Tree:
             total = totals.setdefault(name, torch.zeros(len(chunk.members), dtype=torch.float64, device=sums.device))
             total[:num_active] += sums
     return {name: total.cpu() for name, total in totals.items()}
+
+
+# Clients that are stacked together, and what they read.
+#
+# Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, n samples.
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Clients stacked together, sorted by falling number of samples."""
+
+    members: Tensor  # [c] positions in the cohort
+    shared: Tree  # [...] when all read the same group, else [c, ...]
+    shared_dim: int | None  # None or 0, for vmap
+    personal: Tree  # [c, ...]
+    samples: Samples  # on the device: of the whole cohort or, where that is too large, of the chunk
+    starts: Tensor  # [c] each client's first sample among these, on the device
+    places: Tensor  # [c] each client's first sample among the cohort's, on the device
+    sizes: Tensor  # [c] on the CPU
+
+    @classmethod
+    def of(cls, cohort: Cohort, members: Tensor) -> Chunk:
+        """Stack ``members``; samples that are not on the device are sent there, theirs alone."""
+        device = cohort.device
+        groups = cohort.reads[members]
+        common = bool((groups == groups[0]).all())
+        shared = tree_index(cohort.shared, int(groups[0]) if common else groups.to(device))
+        samples, starts = cohort.samples, cohort.samples.offsets[members]
+        places = starts
+        if samples.pool.device != device:
+            samples = samples.take(members).to(device)
+            starts = samples.offsets[:-1]
+        return cls(
+            members,
+            shared,
+            None if common else 0,
+            tree_index(cohort.personal, members.to(device)),
+            samples,
+            starts.to(device),
+            places.to(device),
+            cohort.samples.sizes[members],
+        )
+
+    def part(self, which: slice) -> Chunk:
+        """Some of the clients, a run of them."""
+        return replace(
+            self,
+            members=self.members[which],
+            shared=self.shared if self.shared_dim is None else tree_index(self.shared, which),
+            personal=tree_index(self.personal, which),
+            starts=self.starts[which],
+            places=self.places[which],
+            sizes=self.sizes[which],
+        )
+
+    def read(self, where: Positions) -> Pool:
+        """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``, of the first A clients."""
+        return self.samples.read(self.starts[: len(where.positions), None] + where.positions)
+
+    def active(self, num_active: int) -> tuple[Tree, Tree]:
+        """Return shared and personal of the first clients."""
+        first = self.part(slice(num_active))
+        return first.shared, first.personal
+
+
+def bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
+    """Estimate what one sample takes on its way through all of a client's models."""
+    components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
+    inputs = cohort.samples.pool.inputs[:1].numel() * 4
+    return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
+
+
+def similar(sizes: list[int]) -> Iterator[slice]:
+    """Cut falling ``sizes`` where they have halved."""
+    start = 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
+            yield slice(start, end)
+            start = end
+
+
+def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
+    """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
+    if len(next(iter(cohort.shared.values()))) > 1:
+        return None
+    shared = tree_index(cohort.shared, 0)
+    if type(algorithm).score is Algorithm.score:
+        return {}
+    samples, total = cohort.samples, len(cohort.samples)
+    pieces = [
+        algorithm.score(shared, *samples.span(start, min(start + rows, total)).to(cohort.device))
+        for start in range(0, total, rows)
+    ]
+    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+
+
+# How stacked clients begin a round: scores, surveys, and the surrogates built from them.
+#
+# Shapes: c clients of a chunk, n samples of the largest, N of all.
+
+
+def begin_clients(
+    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
+) -> tuple[Local, Tree, Tensor]:
+    """Begin the clients' rounds, those of similar size together, so that little is padded.
+
+    Returns:
+        the clients' states ``[c, ...]``, what they made for each sample ``[..., columns]``, and the column of each
+        client's first sample ``[c]``
+    """
+    locals_, columns, starts, total = [], [], [], 0
+    for part in similar(chunk.sizes.tolist()):
+        some = chunk.part(part)
+        scores, mask = _padded_scores(algorithm, some, flat, rows)
+        if type(algorithm).survey is not Algorithm.survey:
+            scores = scores | _survey(algorithm, some)
+        local, samples = begin(some.shared, some.personal, scores, mask)
+        locals_.append(local)
+        columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
+        starts.append(total + mask.shape[1] * torch.arange(len(mask), device=mask.device))
+        total += mask.numel()
+    local = Local(*(tree_cat(trees) for trees in zip(*locals_, strict=True)))
+    joined = {name: torch.cat([piece[name] for piece in columns], dim=-1) for name in columns[0]}
+    return local, joined, torch.cat(starts)
+
+
+def _survey(algorithm: Algorithm, chunk: Chunk) -> Tree:
+    """Let each client look at all of its samples at once."""
+    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
+    stacked = vmap(algorithm.survey, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
+    found: Tree = stacked(chunk.shared, chunk.personal, *chunk.read(where), where.mask)
+    return found
+
+
+def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
+    """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
+    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
+    if flat is not None:
+        index = (chunk.places[:, None] + where.positions).flatten()
+        # [..., N] -> [..., c, n] -> [c, ..., n]
+        return tree_map(
+            lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
+        ), where.mask
+    if type(algorithm).score is Algorithm.score:
+        return {}, where.mask
+    stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
+    pieces: list[Tree] = []
+    for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes)), chunk.starts.device):
+        shared, _ = chunk.active(num_active)
+        piece = stacked(shared, *chunk.read(block))
+        missing = len(chunk.sizes) - num_active
+        pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
+    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
+
+
+# Stacked functions that are recorded once and replayed: same operations, same bits, without vmap's overhead.
+#
+# A call through nested vmap and grad costs about a millisecond of Python, whatever the data. Where the same shapes come
+# back round after round, the tensor operations behind a call are recorded (``make_fx``) and from then on run directly.
+# The functions are pure, so a recording is the function, for these shapes.
+
+_MOST_SHAPES = 256
+"""shapes remembered at most: sampled cohorts may never come back"""
+
+
+class Replay:
+    """A pure function of trees of tensors, recorded for the shapes that it has been called with ``after`` times.
+
+    Recording costs about as much as sixty calls save, so it waits until a shape has proved to come back.
+    """
+
+    def __init__(self, function: Callable[..., Any], after: int):
+        self._function, self._after = function, after
+        self._calls: Counter[Any] = Counter()
+        self._recordings: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function, or its recording."""
+        key = tuple(_kind(leaf) for leaf in tree_leaves(arguments))
+        if key in self._recordings:
+            return self._recordings[key](*arguments)
+        self._calls[key] += 1
+        if self._calls[key] <= self._after or len(self._recordings) >= _MOST_SHAPES:
+            if len(self._calls) > 8 * _MOST_SHAPES:
+                self._calls.clear()
+            return self._function(*arguments)
+        self._recordings[key] = self._record(arguments)
+        return self._recordings[key](*arguments)
+
+    def _record(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        function = self._function
+        # make_fx counts parameters, and vmap hides them.
+        wrapped: dict[int, Callable[..., Any]] = {
+            3: lambda a, b, c: function(a, b, c),
+            4: lambda a, b, c, d: function(a, b, c, d),
+        }
+        recording: Callable[..., Any] = make_fx(wrapped[len(arguments)])(*arguments)
+        return recording
+
+
+def _kind(leaf: Tensor) -> tuple[Any, ...]:
+    # Strides too: a recording may view what another layout would have to copy.
+    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device

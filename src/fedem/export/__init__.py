@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedem.export.folder import Exported, export_client, export_personal, load_exported
-from fedem.export.formats import FORMATS
-from fedem.export.module import PersonalModule
+from fedem.export.formats import FORMATS, PersonalModule
 
 __all__ = ["FORMATS", "Exported", "PersonalModule", "export_client", "export_personal", "load_exported"]

@@ -26,10 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedem.algorithms.base import Mixture
-from fedem.checkpoint import write_atomically, write_json
-from fedem.config import Config
-from fedem.errors import UserError
+from fedem.core.errors import UserError
+from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import (
     FORMATS,
     TENSORS,
@@ -40,14 +38,14 @@ from fedem.export.formats import (
     sample_inputs,
     try_file,
 )
-from fedem.facts import shape_facts, take_shapes
+from fedem.methods.base import Mixture
+from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import MODELS, Model
 from fedem.models.losses import LOSSES
-from fedem.models.shifting import shifted
-from fedem.parts import ModelSource, Shapes, find_device
-from fedem.result import PersonalModel, Result
-from fedem.sections import GIVEN
-from fedem.tree import add_prefix, take_prefix, tree_sorted, tree_to
+from fedem.runs.config import GIVEN, Config
+from fedem.runs.folder import write_atomically, write_json
+from fedem.runs.recipe import ModelSource, Shapes, find_device, shape_facts, take_shapes
+from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
 _FACTS, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
@@ -191,12 +189,12 @@ def _build(facts: Mapping[str, Any], shapes: Shapes, model: ModelSource | None) 
 
 
 def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
-    from fedem import __version__
+    from fedem.core import VERSION
 
     spec = config.sections["model"]
     facts = {
         "version": _VERSION,
-        "fedem": __version__,
+        "fedem": VERSION,
         "method": config.name("method"),
         **about,
         "mixture_weights": personal.mixture_weights.tolist(),

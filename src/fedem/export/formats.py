@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.functional import max_pool2d
 
-from fedem.checkpoint import write_atomically
-from fedem.errors import UserError, unknown
-from fedem.export.module import PersonalModule
-from fedem.result import PersonalModel
+from fedem.core.em import mix
+from fedem.core.errors import UserError, unknown
+from fedem.core.tree import Tree, tree_index
+from fedem.models.base import Model
+from fedem.models.small import PooledConv2d
+from fedem.runs.folder import write_atomically
+from fedem.runs.result import PersonalModel
 
 TENSORS = "safetensors"
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -170,3 +175,62 @@ FORMATS: dict[str, Format] = {
     "torchscript": Format("model.pt", (), _write_torchscript, _load_torchscript),
     "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
 }
+
+
+# A personal model as a plain ``nn.Module``: what goes into files that are used without fedem.
+#
+# Shapes: M components, n samples, K classes (or target dimensions).
+
+
+class PersonalModule(nn.Module):
+    """Inputs as in training -> what :meth:`PersonalModel.predict` returns, to rounding.
+
+    Whatever the predictor does is inside: bytes become numbers from 0 to 1, images are standardised where the model
+    does so, probabilities (or means) are mixed, and means are brought to the targets' own units. How a table's columns
+    become inputs is not. The components are the model's own layers, before they are put into forms that stack.
+    """
+
+    log_weights: Tensor
+
+    def __init__(self, personal: PersonalModel):
+        super().__init__()
+        components, log_weights = personal.mixture
+        self.components = nn.ModuleList(
+            _component(personal.model, tree_index(components, m)) for m in range(len(log_weights))
+        )
+        self.register_buffer("log_weights", log_weights.detach().cpu().clone())
+        self._model = personal.model
+        encoding = personal.shapes.encoding
+        self._decode = None if encoding is None else encoding.decode
+        self.eval().requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, ...] -> [n, K]``."""
+        prepared = self._model.prepare(inputs)
+        outputs = torch.stack([component(prepared) for component in self.components])
+        predictions = mix(self._model.loss.probabilities(outputs), self.log_weights)
+        return predictions if self._decode is None else self._decode(predictions)
+
+
+class _PlainPooledConv2d(PooledConv2d):
+    """``PooledConv2d`` of torch's own operations alone: a file can't hold a function of Python's."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, H, W] -> [n, O, h // 2, w // 2]``."""
+        pooled = max_pool2d(self._conv_forward(inputs, self.weight, None), 2)
+        return pooled if self.bias is None else pooled + self.bias[:, None, None]
+
+
+def _component(model: Model, parameters: Tree) -> nn.Module:
+    """Build one component's module and give it its parameters and buffers."""
+    with torch.random.fork_rng(devices=[]):
+        # A copy: the function may hand out a module that somebody else uses.
+        module = deepcopy(model.build()).to(model.dtype)
+    leaves = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, leaf in leaves.items():
+            leaf.copy_(parameters[name])
+    for part in module.modules():
+        if type(part) is PooledConv2d:
+            part.__class__ = _PlainPooledConv2d
+    return module

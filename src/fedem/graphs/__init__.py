@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from fedem.graphs.activity import among
-from fedem.graphs.base import Topology
-from fedem.graphs.consensus import Consensus
-from fedem.graphs.fastest import Fastest, fastest_mixing, fastest_mixing_sdp
-from fedem.graphs.files import File
-from fedem.graphs.topologies import Complete, ErdosRenyi, Grid, Regular, Ring, SmallWorld, StarGraph
-from fedem.graphs.weights import check_mixing, second_modulus
+from fedem.graphs.base import Consensus, Topology, among
+from fedem.graphs.topologies import Complete, ErdosRenyi, File, Grid, Regular, Ring, SmallWorld, StarGraph
+from fedem.graphs.weights import Fastest, check_mixing, fastest_mixing, fastest_mixing_sdp, second_modulus
 
 __all__ = [
     "GRAPHS",

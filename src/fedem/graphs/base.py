@@ -10,25 +10,38 @@ Shapes: T clients, E edges, tau phases.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fedem.errors import UserError
-from fedem.graphs.activity import among, edges_of, matchings, pairwise, random_matching, without_failures
-from fedem.graphs.consensus import Consensus, consensus_of, over_draws, with_failures
-from fedem.graphs.fastest import LARGEST_SHARE, fastest_mixing
-from fedem.graphs.weights import Edges, Matrix, canonical, check_mixing, degrees, max_degree, metropolis, num_components
-from fedem.randomness import choose, derive
-from fedem.settings import Settings
+from fedem.core.errors import UserError
+from fedem.core.random import choose, derive, uniform
+from fedem.core.settings import Settings
+from fedem.graphs.weights import (
+    LARGEST_SHARE,
+    Edges,
+    Matrix,
+    canonical,
+    check_mixing,
+    degrees,
+    fastest_mixing,
+    from_edges,
+    max_degree,
+    metropolis,
+    num_components,
+    second_modulus,
+)
 
 MOST_WEIGHTS = 10**8
 """weights at most in all matrices: 800 MB"""
 
 _NUM_DRAWS = 300
-_DRAWS = 3  # a purpose, beside those of fedem.graphs.activity
+_DRAWS = 3  # a purpose, beside those of fedem.graphs.base
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class Topology(Settings, ABC):
 
     Attributes:
         weights: how much of a neighbour's models a client takes. "fmmc": the weights that bring clients together
-            fastest (:mod:`fedem.graphs.fastest`); "metropolis": 1 / (1 + the larger degree of the two);
+            fastest (:mod:`fedem.graphs.weights`); "metropolis": 1 / (1 + the larger degree of the two);
             "max_degree": 1 / (1 + the largest degree of all). Matchings average pairs evenly, whatever it says: then
             it must be left as it is.
         laziness: the share that a client keeps of its own models besides, W <- (1 - laziness) W + laziness I.
@@ -191,3 +204,137 @@ class Topology(Settings, ABC):
                 f"{num_clients:,} clients and {num_phases:,} phases make {num_phases * num_clients**2:,} weights; "
                 f"allowed: at most {MOST_WEIGHTS:,}."
             )
+
+
+# Which edges are used in a round: matchings, in turn or at random, and links that fail.
+#
+# Shapes: T clients, E edges.
+
+# Purposes, folded into a round's key.
+_MATCHING, _FAILURE = 1, 2
+
+
+def edges_of(matrix: Matrix) -> Edges:
+    """List the edges that have weight."""
+    return np.argwhere(np.triu(matrix, 1) > 0)
+
+
+def edge_numbers(edges: Edges, keys: Tensor, *words: int) -> NDArray[np.float64]:
+    """Draw a number in (0, 1) for each edge, by the keys ``[T]`` of its two ends. ``[E]``."""
+    ends = keys[torch.from_numpy(edges)].reshape(-1, 2).sort(1).values
+    return uniform(derive(derive(*words), ends[:, 0], ends[:, 1]), 1)[:, 0].numpy()
+
+
+def matchings(num_nodes: int, edges: Edges) -> list[Edges]:
+    """Colour the edges so that no two of a colour meet: each takes the first colour that is free at both its ends.
+
+    There are at most twice as many colours as the largest degree, less one.
+    """
+    free = np.ones((num_nodes, max(1, 2 * int(np.bincount(edges.flatten(), minlength=1).max()))), dtype=bool)
+    colours = np.zeros(len(edges), dtype=np.int64)
+    for position, (i, j) in enumerate(edges):
+        colours[position] = colour = int((free[i] & free[j]).argmax())
+        free[i, colour] = free[j, colour] = False
+    return [edges[colours == colour] for colour in range(int(colours.max(initial=0)) + 1)]
+
+
+def pairwise(num_nodes: int, matching: Edges) -> Matrix:
+    """Average the pairs of a matching evenly; all others keep what they have."""
+    return from_edges(num_nodes, matching, np.full(len(matching), 0.5))
+
+
+def random_matching(edges: Edges, keys: Tensor, key: int) -> Edges:
+    """Choose a maximal matching: the edges come in random order, and each is taken that meets none taken before.
+
+    Those that come first at both their ends are taken at once, again and again: the same edges, and few passes.
+    """
+    numbers, busy, taken = edge_numbers(edges, keys, key, _MATCHING), np.zeros(len(keys), dtype=bool), edges[:0]
+    while len(edges):
+        first = np.ones(len(keys))
+        np.minimum.at(first, edges, numbers[:, None])
+        chosen = edges[(first[edges] == numbers[:, None]).all(1)]
+        taken = np.concatenate([taken, chosen])
+        busy[chosen] = True
+        free = ~busy[edges].any(1)
+        edges, numbers = edges[free], numbers[free]
+    return taken
+
+
+def among(matrix: Tensor, present: Tensor) -> Tensor:
+    """Restrict a mixing matrix to some clients, ``[T, T] -> [C, C]``: each keeps what it would give to the others."""
+    part = matrix[present][:, present].clone()
+    part.diagonal().add_(1 - part.sum(1))
+    return part
+
+
+def without_failures(matrix: Matrix, keys: Tensor, key: int, probability: float) -> Matrix:
+    """Let each edge fail with ``probability``; its weight goes back to the diagonal at both ends."""
+    edges = edges_of(matrix)
+    first, second = edges[edge_numbers(edges, keys, key, _FAILURE) < probability].T
+    lost = matrix[first, second]
+    left = matrix.copy()
+    left[first, second] = left[second, first] = 0
+    np.add.at(left, (first, first), lost)
+    np.add.at(left, (second, second), lost)
+    return left
+
+
+# How fast averaging over a graph brings clients together: the constants p and tau of the paper's assumption.
+#
+# With Xi_{k+1} = Xi_k W^k, after a cycle of tau rounds E|Xi W^0 ... W^{tau-1} (I - J)|_F^2 = tr(Xi X Xi'), where X
+# comes from I - J by X <- E[W X W], from the last round of the cycle to the first. So 1 - p is the largest eigenvalue
+# of X.
+#
+# Shapes: T clients, E edges.
+
+Expectation = Callable[[int, Matrix], tuple[Matrix, Matrix]]
+"""A phase and X -> E[W X W] and E[W] in that phase, all ``[T, T]``."""
+
+
+class Consensus(NamedTuple):
+    """How fast clients agree."""
+
+    spectral_gap: float
+    """1 less the second largest modulus of an eigenvalue of E[W], of the product over a cycle where it has phases"""
+    p: float
+    """of the assumption: in expectation a cycle leaves at most 1 - p of the squared distance from the mean"""
+    tau: int
+    """rounds of a cycle"""
+    is_estimate: bool
+    """whether expectations are means over draws; the chance in them makes both figures rather too small"""
+
+
+def consensus_of(expectation: Expectation, num_nodes: int, tau: int, is_estimate: bool) -> Consensus:
+    """Say how fast clients agree whose matrices have these expectations."""
+    rest, product = np.eye(num_nodes) - 1 / num_nodes, np.eye(num_nodes)
+    for phase in reversed(range(tau)):
+        rest, mean = expectation(phase, rest)
+        product = mean @ product
+    left = float(np.linalg.eigvalsh((rest + rest.T) / 2).max())
+    return Consensus(1 - second_modulus(product), min(1.0, 1 - left), tau, is_estimate)
+
+
+def with_failures(matrix: Matrix, probability: float, inner: Matrix) -> tuple[Matrix, Matrix]:
+    """Return E[W X W] and E[W], where W is ``matrix`` and each edge fails with ``probability``, X is ``inner``.
+
+    W = I - sum over the edges of w b (e_i - e_j)(e_i - e_j)' with independent b, 1 or 0: beside E[W] X E[W] there is
+    the variance of each b by itself, times what the edge carries, (e_i - e_j)' X (e_i - e_j).
+    """
+    mean = (1 - probability) * matrix + probability * np.eye(len(matrix))
+    first, second = edges_of(matrix).T
+    diagonal = inner.diagonal()
+    carried = diagonal[first] + diagonal[second] - inner[first, second] - inner[second, first]
+    spread = np.zeros_like(matrix)
+    spread[first, second] = probability * (1 - probability) * matrix[first, second] ** 2 * carried
+    spread += spread.T
+    return mean @ inner @ mean + np.diag(spread.sum(1)) - spread, mean
+
+
+def over_draws(draws: Iterable[Matrix], inner: Matrix) -> tuple[Matrix, Matrix]:
+    """Return the means of W X W and of W over draws of W, X being ``inner``; one draw is in memory at a time."""
+    count, outer, mean = 0, np.zeros_like(inner), np.zeros_like(inner)
+    for matrix in draws:
+        count += 1
+        outer += matrix @ inner @ matrix
+        mean += matrix
+    return outer / count, mean / count

@@ -5,12 +5,16 @@ Shapes: T clients, E edges, each a pair of positions i < j.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedem.errors import UserError
+from fedem.core.errors import UserError
 
 Edges = NDArray[np.int64]
 """``[E, 2]``: pairs of positions i < j, sorted, each once"""
@@ -102,3 +106,242 @@ def _refuse(wrong: Tensor, matrix: Tensor, what: str, allowed: str) -> None:
             f"The mixing matrix {what}: it is {float(matrix[i, j])} at ({i}, {j}) and {float(matrix[j, i])} at "
             f"({j}, {i}); allowed: {allowed}."
         )
+
+
+# The fastest mixing matrix of a graph: the one whose second largest modulus of an eigenvalue is least.
+#
+# Boyd, Diaconis, Xiao: Fastest Mixing Markov Chain on a Graph, SIAM Review 2004. The problem is to minimise |W - J|,
+# the largest modulus of an eigenvalue, J = 1/T everywhere, over the symmetric doubly stochastic W with weight on the
+# edges and the diagonal alone. It is convex, and solved here by the alternating direction method of multipliers with X
+# = W - J: both steps have closed forms or nearly so, and the multipliers give a bound, so the result is known to be
+# optimal up to a stated gap. The best matrix with one weight for all edges is tried first: it is the fastest one on
+# rings, square tori and other graphs whose edges are all alike, and its own bound proves it.
+#
+# Shapes: T nodes, E edges.
+
+MOST_NODES = 1000
+"""nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed"""
+MOST_ITERATIONS = 5000
+"""for up to 300 nodes; with more, as many as take the same time, as one costs T^3"""
+LARGEST_SHARE = 0.01
+"""of the spectral gap, 1 - value, that the distance from the optimum may be: on large sparse graphs the gap is tiny"""
+
+# Over-relaxation, the first penalty, and how often what is looked at: these change the time alone.
+_RELAXATION, _PENALTY = 1.7, 0.1
+_CHECK_EVERY, _ADAPT_EVERY, _ADAPT_UNTIL = 10, 20, 1000
+_ROW_SUM_TOLERANCE = 1e-10
+
+
+class Fastest(NamedTuple):
+    """A mixing matrix and how good it is."""
+
+    matrix: Matrix
+    """``[T, T]``"""
+    value: float
+    """its second largest modulus of an eigenvalue"""
+    bound: float
+    """no mixing matrix of this graph has a smaller one, up to rounding"""
+    iterations: int
+
+
+def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fastest:
+    """Find the fastest mixing matrix of a connected graph.
+
+    It stops once the value is proven to be within ``tolerance`` of the optimum and within 1% of the spectral gap, or
+    after ``MOST_ITERATIONS``: the result tells both the value and the bound. What was found is remembered.
+    """
+    if num_nodes > MOST_NODES:
+        raise UserError(
+            f'There are {num_nodes:,} clients; allowed for weights = "fmmc": at most {MOST_NODES:,}. '
+            'Use weights = "metropolis", which costs nothing.'
+        )
+    if (components := num_components(num_nodes, edges)) > 1:
+        raise UserError(f"The graph has {components} components; allowed for the fastest mixing matrix: one.")
+    if 2 * len(edges) == num_nodes * (num_nodes - 1):
+        return Fastest(np.full((num_nodes, num_nodes), 1 / num_nodes), 0.0, 0.0, 0)
+    found = _found(num_nodes, np.ascontiguousarray(edges, dtype=np.int64).tobytes(), tolerance)
+    return found._replace(matrix=found.matrix.copy())
+
+
+@lru_cache(maxsize=8)
+def _found(num_nodes: int, edges: bytes, tolerance: float) -> Fastest:
+    return _Search(num_nodes, np.frombuffer(edges, dtype=np.int64).reshape(-1, 2)).run(tolerance)
+
+
+class _Search:
+    """The iterations. Between them: W, the scaled multipliers U of X = W - J, and the best that was found."""
+
+    def __init__(self, num_nodes: int, edges: Edges) -> None:
+        self.edges = edges
+        self.support = np.eye(num_nodes, dtype=bool)
+        self.support[edges[:, 0], edges[:, 1]] = self.support[edges[:, 1], edges[:, 0]] = True
+        self.matrix = metropolis(num_nodes, edges)
+        even, dual = _evenly(num_nodes, edges)
+        self.best = min(self.matrix, even, key=second_modulus)
+        self.value, self.bound = second_modulus(self.best), max(0.0, _lower_bound(dual, self.support))
+        self.multipliers = np.zeros_like(self.matrix)
+        self.row_multipliers = np.zeros(num_nodes)
+        self.penalty = _PENALTY
+
+    def run(self, tolerance: float) -> Fastest:
+        """Iterate until the value is close enough to the bound."""
+        iteration, most = 0, MOST_ITERATIONS * min(1, (300 / len(self.matrix)) ** 3)
+        while not self._is_close(tolerance) and iteration < most:
+            iteration += 1
+            self._iterate(iteration)
+        return Fastest(self.best, self.value, min(self.bound, self.value), iteration)
+
+    def _is_close(self, tolerance: float) -> bool:
+        return self.value - self.bound <= min(tolerance, LARGEST_SHARE * (1 - self.value))
+
+    def _iterate(self, iteration: int) -> None:
+        mean, before = 1 / len(self.matrix), self.matrix
+        centred, cut = _shrink(self.matrix - mean - self.multipliers, 1 / self.penalty)
+        relaxed = _RELAXATION * centred + (1 - _RELAXATION) * (self.matrix - mean)
+        target = relaxed + mean + self.multipliers
+        self.matrix, self.row_multipliers = project(target, self.support, self.row_multipliers)
+        self.multipliers = target - self.matrix
+        if iteration % _CHECK_EVERY == 0:
+            self._keep_best(self.penalty * cut)
+        # Changing the penalty for ever might keep the iterations from converging.
+        if iteration % _ADAPT_EVERY == 0 and iteration <= _ADAPT_UNTIL:
+            # Both residuals relative to their own scale, times the product of the two scales.
+            norm = np.linalg.norm
+            primal = norm(centred + mean - self.matrix) * norm(self.multipliers)
+            dual = norm(self.matrix - before) * norm(self.matrix - mean)
+            factor = 2.0 if primal > 2 * dual else 0.5 if dual > 2 * primal else 1.0
+            self.penalty *= factor
+            self.multipliers /= factor
+
+    def _keep_best(self, dual: Matrix) -> None:
+        """Compare what is found, made feasible to the last bit, with the best; likewise the bound."""
+        feasible = from_edges(len(self.matrix), self.edges, self.matrix[self.edges[:, 0], self.edges[:, 1]])
+        value = second_modulus(feasible)
+        if value < self.value:
+            self.best, self.value = feasible, value
+        self.bound = max(self.bound, _lower_bound(dual, self.support))
+
+
+def _evenly(num_nodes: int, edges: Edges) -> tuple[Matrix, Matrix]:
+    """Find the best matrix I - w L with one weight w for all edges, L being the Laplacian, and a dual matrix for it.
+
+    The eigenvalues 1 - w l lie between those of the least and the greatest positive l, whose moduli the best w makes
+    equal, unless some client's own weight would be negative. The dual is of the two eigenspaces, or of the first one:
+    whatever symmetry the graph has, they have it too.
+    """
+    laplacian = num_nodes * (np.eye(num_nodes) - from_edges(num_nodes, edges, np.full(len(edges), 1 / num_nodes)))
+    values, vectors = np.linalg.eigh(laplacian)
+    least, greatest = float(values[1]), float(values[-1])
+    largest_weight = 1 / float(degrees(num_nodes, edges).max())
+    weight = min(largest_weight, 2 / (least + greatest))
+    share = greatest / (least + greatest) if weight < largest_weight else 1.0
+
+    def projection(value: float) -> Matrix:
+        near = vectors[:, np.abs(values - value) <= 1e-9 * greatest]
+        mean: Matrix = near @ near.T / near.shape[1]
+        return mean
+
+    dual = share * projection(least) - (1 - share) * projection(greatest)
+    return from_edges(num_nodes, edges, np.full(len(edges), weight)), dual
+
+
+def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
+    """Minimise radius |X| + |X - matrix|_F^2 / 2 over the symmetric X with X 1 = 0.
+
+    The moduli of the eigenvalues are cut at the height above which they sum to ``radius``.
+
+    Returns:
+        X, and what was cut off, of nuclear norm ``radius`` at most: ``radius`` times a subgradient of |X|.
+
+    """
+    matrix = matrix - matrix.mean(0)
+    matrix -= matrix.mean(1)[:, None]
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    moduli = np.sort(np.abs(values))[::-1]
+    heights = (moduli.cumsum() - radius) / np.arange(1, len(moduli) + 1)
+    height = max(0.0, float(heights.max()))  # the mean excess of the k largest is greatest for the right k
+    excess = np.sign(values) * np.maximum(np.abs(values) - height, 0)
+    there = excess != 0
+    cut: Matrix = (vectors[:, there] * excess[there]) @ vectors[:, there].T
+    return (matrix + matrix.T) / 2 - cut, cut
+
+
+def project(
+    target: Matrix, support: NDArray[np.bool_], start: NDArray[np.float64]
+) -> tuple[Matrix, NDArray[np.float64]]:
+    """Find the nearest matrix that is symmetric, non-negative, of row sums 1 and zero off the ``support``.
+
+    It is max(0, target + y 1' + 1 y') on the support, where y minimises the convex |that|_F^2 / 4 - sum(y): the row
+    sums less 1 are its gradient. Newton's method with a line search finds y in a few steps.
+
+    Args:
+        target: ``[T, T]``, symmetric
+        support: ``[T, T]``, symmetric, the diagonal included
+        start: ``[T]``: a guess of y.
+
+    Returns:
+        The matrix and y.
+
+    """
+    from scipy.linalg import solve
+
+    def at(y: NDArray[np.float64]) -> tuple[Matrix, float]:
+        found = np.where(support, np.maximum(target + y[:, None] + y, 0), 0)
+        return found, float((found * found).sum() / 4 - y.sum())
+
+    y, diagonal = start, np.diag_indices(len(start))
+    matrix, height = at(y)
+    for _ in range(100):
+        gradient = matrix.sum(1) - 1
+        error = float(np.abs(gradient).max())
+        if error <= _ROW_SUM_TOLERANCE:
+            break
+        curvature = (matrix > 0).astype(np.float64)
+        # Two sides of a bipartite graph may move against each other freely: a little is added lest it be singular.
+        curvature[diagonal] += curvature.sum(1) + 1e-6 * min(1.0, error) + 1e-12
+        step = -solve(curvature, gradient, assume_a="pos", overwrite_a=True, check_finite=False)
+        length, slope = 1.0, float(gradient @ step)
+        matrix, lower = at(y + step)
+        # The last term is rounding, below which no descent can be seen.
+        while lower > height + 1e-4 * length * slope + 1e-14 * (1 + abs(height)) and length > 1e-9:
+            length /= 2
+            matrix, lower = at(y + length * step)
+        y, height = y + length * step, lower
+    return matrix, y
+
+
+def _lower_bound(dual: Matrix, support: NDArray[np.bool_]) -> float:
+    """Bound the optimum by a matrix Y of nuclear norm 1 at most: |W - J| >= <Y, W> - <Y, J>, and the least of that.
+
+    A doubly stochastic W is a mean of permutations, so the least is an assignment; for a symmetric Y that of W, of its
+    transpose and of their mean are the same.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    norm = float(np.abs(np.linalg.eigvalsh(dual)).sum())
+    cost = np.where(support, dual / max(1.0, norm), np.inf)
+    rows, columns = linear_sum_assignment(cost)
+    return float(cost[rows, columns].sum() - dual.mean() * len(dual) / max(1.0, norm))
+
+
+def fastest_mixing_sdp(num_nodes: int, edges: Edges) -> Matrix:
+    """Solve the same problem as a semidefinite programme: the reference, for small graphs. ``[T, T]``."""
+    try:
+        cvxpy = import_module("cvxpy")
+    except ImportError:
+        raise UserError(
+            "The semidefinite programme needs the package cvxpy, which is not installed; "
+            'allowed: pip install "fedem[graphs]", or fastest_mixing, which needs no other package.'
+        ) from None
+
+    weights, value = cvxpy.Variable(len(edges), nonneg=True), cvxpy.Variable()
+    incidence = np.zeros((num_nodes, len(edges)))
+    incidence[edges.T, np.arange(len(edges))] = [[1.0], [-1.0]]
+    matrix = np.eye(num_nodes) - incidence @ cvxpy.diag(weights) @ incidence.T
+    centred, identity = matrix - 1 / num_nodes, np.eye(num_nodes)
+    limits = [cvxpy.diag(matrix) >= 0, value * identity >> centred, centred >> -value * identity]
+    problem = cvxpy.Problem(cvxpy.Minimize(value), limits)
+    problem.solve(solver=cvxpy.CLARABEL)
+    if weights.value is None:
+        raise UserError(f"The semidefinite programme ended as {problem.status!r}; allowed: a connected graph.")
+    return from_edges(num_nodes, edges, np.maximum(0, weights.value))

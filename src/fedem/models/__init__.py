@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from fedem.models.base import Model, ModelSpec
-from fedem.models.convolutional import CNN, LeafCNN
 from fedem.models.efficientnet import EfficientNetLite0
-from fedem.models.linear import Linear
-from fedem.models.mlp import MLP
 from fedem.models.mobilenet import MobileNetV2
-from fedem.models.recurrent import LSTM
 from fedem.models.resnet import ResNet18, ResNet34
+from fedem.models.small import CNN, LSTM, MLP, LeafCNN, Linear
 
 MODELS: dict[str, type[ModelSpec]] = {
     "linear": Linear,

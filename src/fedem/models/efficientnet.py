@@ -14,9 +14,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedem.errors import UserError
-from fedem.models.images import Images, draw_convolutions
-from fedem.models.pretrained import INSTALLED, Pretrainable
+from fedem.core.errors import UserError
+from fedem.models.images import INSTALLED, Images, Pretrainable, draw_convolutions
 
 # (expansion, kernel, channels, repetitions, stride of the first) of each stage: table 1 of the paper.
 STAGES = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fedem.errors import UserError
-from fedem.settings import Settings
+from fedem.core.errors import UserError
+from fedem.core.settings import Settings
 
 
 @dataclass(frozen=True)

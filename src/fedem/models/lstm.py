@@ -15,10 +15,14 @@ import torch
 from torch import Tensor, library, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fedem.errors import UserError
-from fedem.models.functions import call
+from fedem.core.errors import UserError
 
 _State = tuple[Tensor, Tensor]
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Call an autograd function, whose ``apply`` torch leaves untyped."""
+    return function.apply(*arguments)
 
 
 def stackable(module: nn.LSTM) -> bool:

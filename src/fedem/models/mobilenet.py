@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from fedem.models.images import ImageNetImages, draw_convolutions
-from fedem.models.pretrained import Pretrainable
+from fedem.models.images import ImageNetImages, Pretrainable, draw_convolutions
 
 # (expansion, channels, repetitions, stride of the first) of each stage: table 2 of the paper.
 STAGES = (

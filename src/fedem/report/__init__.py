@@ -1,1 +1,3 @@
 """Run folders -> tables."""
+
+from __future__ import annotations

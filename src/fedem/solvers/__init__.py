@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from fedem.solvers.base import Objective, Solver
-from fedem.solvers.gradient import SGD, Adam
-from fedem.solvers.lbfgs import LBFGS
-from fedem.solvers.newton import Newton
-from fedem.solvers.various import MEMBERS, Various
+from fedem.solvers.optimizers import LBFGS, MEMBERS, SGD, Adam, Newton, Various
 
 __all__ = ["LBFGS", "SGD", "SOLVERS", "Adam", "Newton", "Objective", "Solver", "Various"]
 

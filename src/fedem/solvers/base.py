@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from fedem.settings import Settings
-from fedem.tree import Tree, tree_map
+from fedem.core.settings import Settings
+from fedem.core.tree import Tree, tree_map
 
 Objective = Callable[[Tree], tuple[Tensor, Tree]]
 """Parameters -> (value to minimise, whatever the pass changed besides: a model's buffers)."""

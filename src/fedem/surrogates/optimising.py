@@ -6,26 +6,28 @@ Shapes: T clients, G groups, c clients stacked together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from textwrap import shorten
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_map as pytree_map
 
-from fedem.algorithms.base import Batch
-from fedem.algorithms.surrogate import Surrogate
+from fedem.core.errors import UserError
+from fedem.core.random import COMPONENTS, PERSONAL, derive
+from fedem.core.tree import Tree, tree_index, tree_map
+from fedem.data.federation import Federation
+from fedem.data.samples import Pool, Samples
 from fedem.engines import Batching, Cohort, OneByOne, choose_engine
-from fedem.engines.batches import blocks
-from fedem.engines.chunks import Chunk, similar
-from fedem.federation import Federation
-from fedem.mixing.base import Mixer
-from fedem.mixing.star import Star
-from fedem.randomness import COMPONENTS, PERSONAL, derive
-from fedem.rounds import State, Training, cohort_size, mixer_seed
-from fedem.schedules import Constant
-from fedem.surrogates.arguments import require, require_count, require_seed, require_surrogate
-from fedem.surrogates.client import OneClient
-from fedem.tree import tree_index
+from fedem.engines.base import blocks
+from fedem.engines.stacked import Chunk, similar
+from fedem.methods.base import Batch
+from fedem.methods.mixer import Mixer, Star
+from fedem.methods.surrogate import Fixed, Surrogate
+from fedem.runs.rounds import State, Training, cohort_size, mixer_seed
+from fedem.solvers.schedules import Constant
 
 _PROBED = 8
 _MOST_ROWS = 1 << 15  # samples judged at once
@@ -65,7 +67,7 @@ def optimise(
         learning_rate: of the solver, the same in every round.
         steps: J, of the solver in a round.
         batch_size: samples a step; 0 for all of a client's.
-        mixer: who averages with whom; None for a server, :class:`fedem.mixing.graph.Graph` for neighbours.
+        mixer: who averages with whom; None for a server, :class:`fedem.methods.decentralised.Graph` for neighbours.
         seed: of the initial u and v_t, of cohorts and of batches.
         clients_per_round: a share up to 1.0, or a number from 2.
         listener: called with the number of rounds done and f, as the history has them.
@@ -75,7 +77,7 @@ def optimise(
     require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")
     require_count("rounds", rounds)
     require_count("steps", steps)
-    mixers = "None for a server, or a mixer such as fedem.mixing.graph.Graph()"
+    mixers = "None for a server, or a mixer such as fedem.methods.decentralised.Graph()"
     require("mixer", mixer, mixer is None or isinstance(mixer, Mixer), mixers)
     require_seed(seed)
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
@@ -140,3 +142,258 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
     batch = Batch(*chunk.read(where), weights, {}, torch.zeros_like(chunk.starts), (where.mask,))
     values: Tensor = vmap(surrogate.objective, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, chunk.personal, batch)
     return values
+
+
+# One client's f and g as functions of (u, v), on all of its samples, and their trial before work starts.
+#
+# Shapes: n samples of the client.
+
+_FEW = 8  # samples: enough to tell whether a round can be run at all
+
+
+class OneClient:
+    """A client with samples ``[n, ...]`` and ``[n]``. Whatever a surrogate's function raises names that function."""
+
+    def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0):
+        self._surrogate, self._samples, self._position = surrogate, (inputs, targets), position
+        self._mask = torch.ones(len(targets), dtype=torch.bool)
+        weights = torch.full((len(targets),), 1 / len(targets), dtype=surrogate.model.dtype)
+        self._batch = Batch(inputs, targets, weights, {}, torch.zeros((), dtype=torch.int64))
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Call one of the surrogate's functions."""
+        try:
+            return self._lift(getattr(self._surrogate, function))(*arguments)
+        except Exception as error:  # a user's function may raise anything
+            raise UserError(f"{self._name(function)} {self._complaint(error, arguments)}.") from error
+
+    def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def _complaint(self, error: Exception, arguments: tuple[Any, ...]) -> str:
+        return f"failed on client {self._position}: {_reason(error, arguments)}"
+
+    def _name(self, function: str) -> str:
+        return f"{type(self._surrogate).__name__}.{function}"
+
+    def _scores(self, shared: Tree, personal: Tree) -> Tree:
+        scores = self._tree("score", self.call("score", shared, *self._samples))
+        return scores | self._tree("survey", self.call("survey", shared, personal, *self._samples, self._mask))
+
+    def fix(self, shared: Tree, personal: Tree) -> Fixed:
+        """Build g near (u, v)."""
+        fixed = self.call("fix", shared, personal, self._scores(shared, personal), self._mask)
+        if not isinstance(fixed, Fixed):
+            raise self._refusal("fix", _described(fixed), "fedem.surrogates.Fixed(columns, context)")
+        for tree in fixed:
+            self._tree("fix", tree)
+        return fixed
+
+    def minimise(self, shared: Tree, personal: Tree, fixed: Fixed) -> Tree:
+        """Return the minimiser of g(u, .); ``personal`` is where g was built."""
+        return self._tree("minimise", self.call("minimise", shared, self._scores(shared, personal), fixed, self._mask))
+
+    def objective(self, shared: Tree, personal: Tree) -> Tensor:
+        """f(u, v)."""
+        return self._number("objective", self.call("objective", shared, personal, self._batch))
+
+    def majorant(self, shared: Tree, personal: Tree, fixed: Fixed) -> Tensor:
+        """g(u, v)."""
+        batch = self._batch._replace(samples=fixed.columns)
+        return self._number("majorant", self.call("majorant", shared, personal, fixed.context, batch))
+
+    def draw(self, shared: Tree, key: Tensor) -> Tree:
+        """Draw any v."""
+        return self._tree("draw_personal", self.call("draw_personal", shared, key))
+
+    def between(self, first: Tree, second: Tree, share: float) -> Tree:
+        """Return the v between two others."""
+        return self._tree("between", self.call("between", first, second, share))
+
+    def start(self, seed: int, key: Tensor) -> tuple[Tree, Tree]:
+        """Draw u and v as training does; refuse trees that don't fit together."""
+        shared = self._tree("init_shared", self.call("init_shared", seed))
+        missing = sorted(self._surrogate.model.trainable - shared.keys())
+        if missing:
+            raise self._refusal("init_shared", f"no leaf {missing[0]!r}", "trees with all that the model trains")
+        personal = self._tree("init_personal", self.call("init_personal", shared, key))
+        found, shapes = _shapes(self.draw(shared, key)), _shapes(personal)
+        if found != shapes:
+            raise self._refusal("draw_personal", f"leaves {found}", f"those of init_personal, {shapes}")
+        return shared, personal
+
+    def try_out(self, shared: Tree, personal: Tree, key: Tensor) -> None:
+        """Refuse functions that fail at (u, v), whose results don't fit together, or that can't be stacked."""
+        fixed, size = self.fix(shared, personal), len(self._mask)
+        for leaf, column in fixed.columns.items():
+            if column.ndim == 0 or column.shape[-1] != size:
+                found = f"columns {leaf!r} of shape {list(column.shape)} for {size} samples"
+                raise self._refusal("fix", found, f"[..., {size}], the samples last")
+        kinds, found_kinds = describe(personal), describe(self.minimise(shared, personal, fixed))
+        if found_kinds != kinds:
+            raise self._refusal("minimise", f"leaves {found_kinds}", f"those of init_personal, {kinds}")
+        self.objective(shared, personal)
+        self.majorant(shared, personal, fixed)
+        # Some solvers only deal out others.
+        solver, _ = next(iter(self._surrogate.solver.among(key[None])))
+        surrogate, (inputs, targets) = self._surrogate.with_solver(solver), (part[:_FEW] for part in self._samples)
+        rate = torch.zeros((), dtype=surrogate.model.dtype)
+        OneClient(surrogate, inputs, targets, self._position)._round(shared, personal, key, rate)
+        if surrogate.model.not_stackable is None:
+            _Twice(surrogate, inputs, targets, self._position)._round(*_twice((shared, personal, key, rate)))
+
+    def _round(self, shared: Tree, personal: Tree, key: Tensor, rate: Tensor) -> None:
+        """Call what an engine calls in a round, and what is called before and after it."""
+        self.call("init_personal", shared, key)
+        fixed = self.fix(shared, personal)
+        self.majorant(shared, self.minimise(shared, personal, fixed), fixed)
+        self.objective(shared, personal)
+        local, columns = self.call("begin", shared, personal, self._scores(shared, personal), self._mask)
+        self.call("step", local, self._batch._replace(samples=columns), rate)
+
+    def _tree(self, function: str, value: Any) -> Tree:
+        """Refuse what is no tree."""
+        if not is_tree(value):
+            raise self._refusal(function, _described(value), "a dictionary from names to tensors")
+        tree: Tree = value
+        return tree
+
+    def _number(self, function: str, value: Any) -> Tensor:
+        """Refuse what is no number."""
+        if not isinstance(value, Tensor) or value.shape != self._mask.shape[:-1] or not value.is_floating_point():
+            raise self._refusal(function, _described(value), "one number, a floating tensor of shape []")
+        return value
+
+    def _refusal(self, function: str, found: str, allowed: str) -> UserError:
+        return UserError(f"{self._name(function)} returns {found}; allowed: {allowed}.")
+
+
+class _Twice(OneClient):
+    """A client beside itself, stacked as an engine stacks clients: everything has a first dimension of two."""
+
+    def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int):
+        super().__init__(surrogate, inputs, targets, position)
+        self._samples, self._mask, self._batch = _twice((self._samples, self._mask, self._batch))
+
+    def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return vmap(function)
+
+    def _complaint(self, error: Exception, arguments: tuple[Any, ...]) -> str:
+        # torch goes on to ask for a report.
+        reason, _, _ = _reason(error, arguments).partition(". ")
+        return (
+            f"can't be stacked over clients ({reason}); allowed: pure functions of tensors that don't branch on values "
+            "(torch.where does what an if would)"
+        )
+
+
+def is_tree(value: object) -> bool:
+    """Whether this is a dictionary from names to tensors."""
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(leaf, Tensor) for name, leaf in value.items()
+    )
+
+
+def describe(tree: Tree) -> dict[str, str]:
+    """Say of what kind each leaf is."""
+    return {name: f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for name, leaf in tree.items()}
+
+
+def _shapes(tree: Tree) -> dict[str, list[int]]:
+    return {name: list(leaf.shape) for name, leaf in tree.items()}
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        (kind,) = describe({"": value}).values()
+        return f"a tensor, {kind}"
+    if isinstance(value, dict):
+        return f"a dictionary with { ({name: type(leaf).__name__ for name, leaf in value.items()}) }"
+    return f"a value of type {type(value).__name__}"
+
+
+def _twice(value: Any) -> Any:
+    """Stack every tensor on itself."""
+    return pytree_map(lambda leaf: torch.stack([leaf, leaf]), value)
+
+
+def _reason(error: Exception, arguments: tuple[Any, ...]) -> str:
+    """Say in one line what went wrong."""
+    if isinstance(error, KeyError):
+        return f"it asks for {error}, and its arguments have the leaves {', '.join(_leaves(arguments)) or 'none'}"
+    first = next(iter(str(error).splitlines()), "").rstrip(". ")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _leaves(value: object) -> list[str]:
+    """Name the leaves of all trees in tuples of tuples."""
+    if isinstance(value, dict):
+        return list(map(str, value))
+    return [name for part in value for name in _leaves(part)] if isinstance(value, tuple) else []
+
+
+# What users pass to ``check`` and ``optimise``, refused before work starts.
+
+_WHOLE = (int, np.integer)
+
+
+def require_surrogate(surrogate: object) -> None:
+    """Refuse what is no surrogate."""
+    if not isinstance(surrogate, Surrogate):
+        raise UserError(
+            f"The surrogate is a {type(surrogate).__name__}; allowed: an instance of a class derived from "
+            "fedem.surrogates.Surrogate, such as fedem.methods.fedem.FedEM."
+        )
+    try:
+        surrogate.with_solver(surrogate.solver)
+    except Exception as error:  # whatever a constructor of a user's own raises
+        raise UserError(
+            f"{type(surrogate).__name__} can't be made again from its fields ({error}); allowed: a frozen dataclass, "
+            "without a constructor of its own."
+        ) from error
+
+
+def require(name: str, value: object, holds: bool, allowed: str) -> None:
+    """Refuse a ``value`` of which something does not hold."""
+    if not holds:
+        raise UserError(f"{name} is {shorten(repr(value), 80)}; allowed: {allowed}.")
+
+
+def require_count(name: str, value: object) -> None:
+    """Refuse what is no number of things."""
+    require(name, value, isinstance(value, _WHOLE) and bool(value >= 1), "a whole number, at least 1")
+
+
+def require_seed(seed: object) -> None:
+    """Refuse what is no seed."""
+    require("seed", seed, isinstance(seed, _WHOLE), "a whole number")
+
+
+def samples_of(data: object, client: object) -> Pool:
+    """Look up a client's (training) samples."""
+    samples = data.train if isinstance(data, Federation) else data
+    if not isinstance(samples, Samples):
+        raise UserError(f"data is a value of type {type(data).__name__}; allowed: a fedem.Federation, or its samples.")
+    if not isinstance(client, _WHOLE) or not 0 <= client < samples.num_clients or not int(samples.sizes[client]):
+        raise UserError(f"client is {client!r}; allowed: 0 to {samples.num_clients - 1}, one that has samples.")
+    return samples.client(int(client))
+
+
+def place_of(at: object, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
+    """Return the (u0, v0) that was given, in double precision; it must be of the same kind as (u, v)."""
+    if not isinstance(at, tuple) or len(at) != 2 or not all(map(is_tree, at)):
+        raise UserError(f"at is {shorten(repr(at), 80)}; allowed: (u0, v0), two dictionaries from names to tensors.")
+    first, second = map(doubled, at)
+    for name, given, own in (("u0", first, shared), ("v0", second, personal)):
+        if describe(given) != describe(own):
+            raise UserError(f"at has {name} with leaves {describe(given)}; allowed: {describe(own)}.")
+    return first, second
+
+
+def doubled(tree: Tree) -> Tree:
+    """Convert floating leaves to double precision."""
+
+    def double(leaf: Tensor) -> Tensor:
+        return leaf.double() if leaf.is_floating_point() else leaf
+
+    return tree_map(double, tree)

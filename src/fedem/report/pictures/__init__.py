@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fedem.report.pictures.canvas import Painter
-from fedem.report.pictures.components import similarity
+from fedem.report.pictures.clients import against_baselines, histogram, sizes, sorted_scores
 from fedem.report.pictures.curves import against_bytes, against_rounds, diagnostics
-from fedem.report.pictures.fairness import histogram, sizes, sorted_scores
-from fedem.report.pictures.gains import against_baselines
-from fedem.report.pictures.weights import entropy, heat_map, simplex
+from fedem.report.pictures.weights import entropy, heat_map, similarity, simplex
 
 
 class Kind(NamedTuple):

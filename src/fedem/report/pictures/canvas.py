@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.report.figures import COLOURS, SETTINGS, saved
-from fedem.report.gathered import Gathered
-from fedem.report.reading import Numbers
+from fedem.report.runs import Gathered, Numbers
+from fedem.report.studies import COLOURS, SETTINGS, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 INK, GRID = "#20262c", "#dde2e7"
 WIDTH = 7.0

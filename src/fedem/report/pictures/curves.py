@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedem.diagnostics import Diagnosis
-from fedem.report.gathered import Gathered
 from fedem.report.pictures.canvas import INK, Picture, band, legend, logarithmic, panels, widely
-from fedem.report.reading import Numbers, Run
-from fedem.report.theory import TITLES as DIAGNOSED
+from fedem.report.runs import Gathered, Numbers, Run
+from fedem.report.studies import TITLES as DIAGNOSED
+from fedem.runs.measures import Diagnosis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 

@@ -1,1 +1,0 @@
-"""The methods, one file each, on the contract of :mod:`fedem.algorithms.base`."""

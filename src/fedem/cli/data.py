@@ -1,0 +1,174 @@
+"""``fedem data list`` and ``fedem data prepare``: the public data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fedem.cli.options import OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
+from fedem.core.errors import UserError, unknown
+from fedem.core.settings import complete
+from fedem.data import PUBLIC
+from fedem.data.store import About, Public, prepare, prepared, read_about
+from fedem.data.store import Progress as Listener
+from fedem.report.console import console, errors, waiting, writing
+from fedem.report.described import ENDINGS, draw_clients, labels_table, remarks, sizes_table
+from fedem.report.described import describe as describe_data
+from fedem.runs.config import Config, Sections, parse_assignment
+from fedem.runs.folder import write_atomically
+
+data_group = typer.Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
+
+
+@data_group.command("list")
+def list_all() -> None:
+    """List the public data sets: what they are, where they are prepared, and where they come from."""
+    console.print(_table())
+
+
+@data_group.command("prepare")
+def prepare_one(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(PUBLIC)}.", show_default=False)],
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="The raw file or folder, or an npz (x, y, client); found or downloaded otherwise."),
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="shakespeare: characters seen before the one to predict.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Convert again what is prepared already.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Download a public data set if need be, and convert it to the form that training reads.
+
+    Examples:
+      fedem data prepare cifar10
+
+      fedem data prepare emnist --from gzip.zip
+
+    """
+    if name not in PUBLIC:
+        raise unknown("data set", name, PUBLIC)
+    data = PUBLIC[name](**complete("data", given(window=window), PUBLIC[name]))
+    with _bars(quiet) as listen:
+        place = prepare(data, source, again, listen)
+    if not quiet:
+        console.print(_outcome(data.opened()[1], place), highlight=False)
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[Listener]:
+    """Show a bar for each file that is downloaded, and how many samples are converted."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    with Progress(*columns, console=errors, disable=quiet) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def listen(what: str, done: int, total: int | None) -> None:
+            count = f"{done:,}" if what == "samples" else f"{size(done)}{f' of {size(total)}' if total else ''}"
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, count=count)
+            bars.update(tasks[what], completed=done, total=total, count=count)
+
+        yield listen
+
+
+def size(num_bytes: int) -> str:
+    """Write a number of bytes.
+
+    >>> size(340), size(170_498_071), size(2_500_000_000)
+    ('340.0 B', '170.5 MB', '2.5 GB')
+    """
+    number = float(num_bytes)
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} GB"
+
+
+def _outcome(about: About, place: Path) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    facts = {
+        about.name: "",
+        "samples": f"{about.samples:,} of shape {about.files['inputs']['shape'][1:]}, {about.files['inputs']['dtype']}",
+        "classes": f"{len(about.labels)}",
+        "clients": f"{len(about.owners):,}" if about.owners else "none of its own",
+        "size": size(about.num_bytes),
+        "fingerprint": about.fingerprint,
+        "folder": str(place),
+    }
+    for label, value in facts.items():
+        table.add_row(label, Text(value, overflow="fold"), style="bold" if label == about.name else "")
+    return table
+
+
+def _table() -> Table:
+    """Return a row for each canonical data set, or for one that is not prepared."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("data set", no_wrap=True, style="bold")
+    for heading in ("samples", "clients", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what it is, where it is, where it comes from")
+    for kind in PUBLIC.values():
+        places = prepared(kind)
+        for place in places:
+            _add_row(table, kind, place)
+        if not places:
+            table.add_row(kind.name, "", "", "", _told(kind, f"not prepared: {kind().command}"))
+    return table
+
+
+def _add_row(table: Table, kind: type[Public], place: Path) -> None:
+    try:
+        about = read_about(place)
+    except (OSError, ValueError):
+        table.add_row(place.name, "", "", "", _told(kind, f"{place} is damaged or outdated: {kind().command} --again"))
+        return
+    clients = f"{len(about.owners):,}" if about.owners else "-"
+    table.add_row(about.name, f"{about.samples:,}", clients, size(about.num_bytes), _told(kind, str(place)))
+
+
+def _told(kind: type[Public], where: str) -> Group:
+    lines = [Text(kind.title), Text(where, overflow="fold")]
+    return Group(*lines, *(Text(remote.address, style="dim", overflow="fold") for remote in kind.remotes))
+
+
+# ``fedem data describe``.
+
+
+def describe(
+    data: Annotated[str, typer.Argument(help="A data set's name, or a file or folder of your own.")],
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
+    seed: Annotated[int, typer.Option(help="Decides partition and split, as in training.")] = 0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Describe a data set's clients: sizes, labels, how much they differ, and what is made of a table's columns."""
+    if out is not None and out.suffix.removeprefix(".") not in ENDINGS:
+        raise UserError(f"--out is {out}; allowed: a file ending in .{' or .'.join(ENDINGS)}.")
+    asked: Sections = {"data": data_section(data, target_column, client_column), "run": {"seed": seed}}
+    config = Config.build(asked, *map(parse_assignment, settings or []))
+    with waiting("Making the data", quiet):
+        found = describe_data(config.make_data(), Path(data).name)
+    if not quiet:
+        console.print(sizes_table(found))
+        if found.counts is not None:
+            console.print(labels_table(found))
+        for line in remarks(found):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
+    if out is not None:
+        with writing(out):
+            write_atomically(out, draw_clients(found, out.suffix.removeprefix(".")))
+        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)

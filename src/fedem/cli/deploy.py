@@ -1,0 +1,265 @@
+"""``fedem deploy``: folders for ``flwr run``, and trials of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, data_section, given
+from fedem.core.errors import UserError
+from fedem.deploy.flower.project import SERVER_DAYS, check_empty, make_certificates, make_node_key, write_app
+from fedem.deploy.flower.trial import SHORT, check_nodes, choose_clients, draw_clients, run_trial
+from fedem.deploy.peers.meeting import KEY, Meeting, host_meeting, make_key
+from fedem.deploy.peers.work import Task, check_start, graph_of, join
+from fedem.deploy.plan import Plan
+from fedem.graphs import GRAPHS
+from fedem.methods import METHODS
+from fedem.report.console import console, errors, progress, show_run, waiting, writing
+from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
+
+deploy_group = typer.Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
+
+
+@deploy_group.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    config: Annotated[Path | None, typer.Option(help="A TOML file, such as a run's config.toml.")] = None,
+    data: Data = None,
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
+    method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
+    rounds: Rounds = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Make a folder that `flwr run` takes: the plan that all sides agree on, and an app of a few lines.
+
+    The data are a sample that says what columns and classes there are; they are not copied.
+
+    Examples:
+      fedem deploy init hospitals --data sample.csv --target-column outcome --client-column hospital
+
+    """
+    asked: Sections = {
+        "run": given(rounds=rounds),
+        "method": given(name=method),
+        "data": data_section(data, target_column, client_column),
+    }
+    options: list[Layer] = [asked, *map(parse_assignment, settings or [])]
+    chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
+    with waiting("Making the plan", quiet):
+        write_app(folder, Plan.make(chosen, chosen.make_data()))
+    console.print(f"App folder: {folder}", soft_wrap=True, highlight=False)
+
+
+# ``fedem deploy trial``, ``certificates`` and ``key``: what a deployment over a network needs beside its app.
+
+
+def trial(
+    nodes: Annotated[int, typer.Option(help="SuperNodes, one a client.")] = 3,
+    rounds: Annotated[int | None, typer.Option(help="Communication rounds; each takes seconds.")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Your own samples, with a column of clients; a synthetic mixture when not given."),
+    ] = None,
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
+    method: Annotated[str | None, typer.Option(help="A method whose server averages, such as fedem.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Decides everything that is random.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
+    keep: Annotated[
+        Path | None, typer.Option(help="Leave everything in this folder; nothing is left when not given.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Try a deployment on this machine: a SuperLink and SuperNodes of Flower, with TLS and keys, on 127.0.0.1.
+
+    Examples:
+      fedem deploy trial --nodes 3 --rounds 5
+
+      fedem deploy trial --data mine.csv --client-column shop --keep tried
+
+    """
+    check_nodes(nodes)
+    if timeout <= 0:
+        raise UserError(f"--timeout is {timeout}; allowed: above 0.")
+    asked: Layer = {"run": given(rounds=rounds, seed=seed), "method": given(name=method)}
+    with _folder(keep) as folder:
+        drawn: Layer = {"data": {"name": "file", "path": str(folder.absolute() / "data")}}
+        own: Layer = {"data": data_section(None if data is None else str(data), target_column, client_column)}
+        config = Config.build(SHORT, drawn if data is None else {}, own, asked, *map(parse_assignment, settings or []))
+        if data is None:
+            clients = draw_clients(folder / "data", nodes, config.run.seed)
+        else:
+            clients = choose_clients(config.make_data().federation.names, data.absolute(), nodes)
+        with progress(METHODS[config.name("method")].title, config.run.rounds, quiet) as listener:
+            run = run_trial(folder, config, clients, timeout=timeout, listener=listener)
+        if not quiet:
+            show_run(run)
+        seconds = [line["seconds"] for line in run.metrics()]
+        console.print(
+            f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.", highlight=False
+        )
+        if keep is not None:
+            console.print(f"Everything is in {keep}; the run in {run.path}.", soft_wrap=True, highlight=False)
+
+
+def certificates(
+    folder: Annotated[Path, typer.Argument(help="Where they go; an authority that is there is used.")],
+    host: Annotated[list[str], typer.Option(help="A name or address of the SuperLink. May be given several times.")],
+    days: Annotated[int, typer.Option(help="How long the server's certificate is valid.")] = SERVER_DAYS,
+) -> None:
+    """Make, or renew, the certificate of a SuperLink, and the authority that signs it when there is none.
+
+    Every node gets ca.crt; ca.key stays where it is.
+
+    Examples:
+      fedem deploy certificates certificates --host federation.example --host 10.0.0.7
+
+    """
+    with writing(folder):
+        files = make_certificates(folder, host, days)
+    for path in files:
+        console.print(str(path), soft_wrap=True, highlight=False)
+
+
+def key(path: Annotated[Path, typer.Argument(help="The key's file; its public half is PATH.pub.")]) -> None:
+    """Make the key by which a SuperLink knows a node. The key stays on the node; the SuperLink is told PATH.pub.
+
+    Examples:
+      fedem deploy key keys/north
+
+    """
+    with writing(path):
+        public = make_node_key(path)
+    console.print(f"{path} (stays here), {public} (to be registered)", soft_wrap=True, highlight=False)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    """Give the folder to keep, which must be new or empty, or one that goes away."""
+    if keep is None:
+        with TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True) as place:
+            yield Path(place)
+        return
+    check_empty(keep)
+    with writing(keep):
+        keep.mkdir(parents=True, exist_ok=True)
+    yield keep
+
+
+# ``fedem peer``: training without a server, a process here and others elsewhere.
+
+peer_group = typer.Typer(invoke_without_command=True)
+
+
+@peer_group.callback()
+def peer(
+    context: typer.Context,
+    plan: Annotated[Path | None, typer.Option(help="The folder of the plan, from `fedem peer plan`.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The samples of this process's clients.")] = None,
+    client: Annotated[
+        list[str] | None, typer.Option(help="A client's name. May be given several times, for clients in one file.")
+    ] = None,
+    meet_at: Annotated[str | None, typer.Option("--meet", help="HOST:PORT, where `fedem peer meet` runs.")] = None,
+    state: Annotated[Path | None, typer.Option(help="A folder for what the clients learn; it never leaves.")] = None,
+    min_peers: Annotated[int, typer.Option(help="Processes without which nobody begins.")] = 2,
+    max_peers: Annotated[
+        int, typer.Option(help="Processes at most; when they are there, nobody waits for more.")
+    ] = 1000,
+    patience: Annotated[int, typer.Option(help="Seconds of silence after which a process counts as gone.")] = 15,
+    round_timeout: Annotated[int, typer.Option(help="Seconds to wait for silent neighbours in a round.")] = 600,
+    join_timeout: Annotated[int, typer.Option(help="Seconds to wait for the meeting place and for others.")] = 600,
+) -> None:
+    """Train with peers until the plan's rounds are done; the same command again goes on where this client was.
+
+    Examples:
+      fedem peer plan plan --data sample.csv --graph ring
+
+      fedem peer meet --host 10.0.0.1 --port 29400
+
+      fedem peer --plan plan --data mine.csv --client ann --meet 10.0.0.1:29400 --state state --min-peers 4
+
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if plan is None or data is None or meet_at is None or state is None:
+        missing = {"--plan": plan, "--data": data, "--meet": meet_at, "--state": state}
+        names = ", ".join(name for name, value in missing.items() if value is None)
+        raise UserError(f"A peer needs {names}; `fedem peer --help` tells more.")
+    meeting = Meeting.at(
+        meet_at,
+        min_peers=min_peers,
+        max_peers=max_peers,
+        patience=patience,
+        round_timeout=round_timeout,
+        join_timeout=join_timeout,
+    )
+    try:
+        trained = join(meeting, Task(plan, data, tuple(client or ()), state, tell))
+    except KeyboardInterrupt:
+        tell("Stopped; the same command goes on from here.")
+        sys.exit(130)
+    done = "Finished" if trained else "All rounds of the plan were done before"
+    console.print(f"{done}; what was learnt is in {state}.", soft_wrap=True, highlight=False)
+
+
+@peer_group.command("plan")
+def make_plan(
+    folder: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    data: Data = None,
+    target_column: OwnTargetColumn = None,
+    client_column: OwnClientColumn = None,
+    method: Annotated[str, typer.Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
+    graph: Annotated[str | None, typer.Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
+    rounds: Rounds = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
+    ] = None,
+) -> None:
+    """Make the plan that all peers agree on; the data are a sample that says what columns and classes there are."""
+    asked: Sections = {
+        "run": given(rounds=rounds),
+        "method": {"name": method},
+        "graph": given(name=graph),
+        "data": data_section(data, target_column, client_column),
+    }
+    config = Config.build(asked, *map(parse_assignment, settings or []))
+    check_empty(folder)
+    check_start(config)
+    plan = Plan.make(config, config.make_data())
+    graph_of(plan)
+    plan.save(folder)
+    make_key(folder)
+    console.print(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.", soft_wrap=True, highlight=False)
+
+
+@peer_group.command()
+def meet(
+    port: Annotated[int, typer.Option(help="Where to listen.", min=1, max=65535)] = 29400,
+    host: Annotated[
+        str, typer.Option(help="The address of this machine to listen on; by default none but this machine gets there.")
+    ] = "127.0.0.1",
+) -> None:
+    """Host the place where peers find each other, for one run; no model and no sample passes through it."""
+    store = host_meeting(port, host)
+    tell(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
+    threading.Event().wait()
+
+
+def tell(note: str) -> None:
+    """Print a note of a peer."""
+    errors.print(note, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,386 @@
+"""What is done with a run's folder: ``fedem show``, ``evaluate``, ``personalize`` and ``predict``."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from fedem.cli.options import ClientColumn, DataFile, Device, Quiet, RunArgument, TargetColumn, Which, listed
+from fedem.core.errors import UserError, unknown
+from fedem.data.encoding import plain_targets, some
+from fedem.data.federation import Federation
+from fedem.data.tables import Table, read_table
+from fedem.deploy.node import Kept
+from fedem.deploy.plan import Plan
+from fedem.export import FORMATS, Exported, export_client, export_personal
+from fedem.report.console import console, errors, metric_of, print_summary, show_run, waiting, writing
+from fedem.report.page import build_page
+from fedem.report.pictures import FIGURES
+from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
+from fedem.report.pictures.canvas import alone, paint
+from fedem.report.runs import gather
+from fedem.runs.folder import RunFolder, check_here, write_atomically, write_json
+from fedem.runs.result import PersonalModel, Result
+from fedem.runs.trainer import reassess
+
+
+def show(run_folder: RunArgument) -> None:
+    """Show a run's table again."""
+    folder = RunFolder(run_folder).check()
+    show_run(folder)
+
+
+def evaluate(
+    run_folder: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="Also write the scores to this JSON file.")] = None,
+    fine_tune_epochs: Annotated[
+        int | None, typer.Option(help="Passes over its samples that each client trains for itself before it is scored.")
+    ] = None,
+    fine_tune_rate: Annotated[float | None, typer.Option(help="Learning rate of these passes.")] = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Make a run's data again and score its saved states afresh; the run stays as it is.
+
+    Examples:
+      fedem evaluate runs/first
+
+      fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
+
+    """
+    RunFolder(run_folder).check()
+    with waiting("Scoring", quiet):
+        result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate)
+    if not quiet:
+        print_summary([result.summary])
+    if out:
+        with writing(out):
+            write_json(out, result.summary)
+
+
+def personalize(
+    run_folder: RunArgument,
+    data: DataFile,
+    out: Annotated[Path, typer.Option(help="Folder to write the new clients' models to.", show_default=False)],
+    iterations: Annotated[
+        int,
+        typer.Option(
+            help="FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge. Methods whose "
+            "newcomers train: passes over their samples, 0 for run.unseen_epochs.",
+            min=0,
+        ),
+    ] = 0,
+    beside: Annotated[
+        str | None,
+        typer.Option(help="A client that took part: start from what it has (without a server, its components)."),
+    ] = None,
+    which: Which = "last",
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
+
+    For FedEM only their mixture weights are fitted. `fedem methods` tells the rules of the others.
+
+    The folder written holds the new clients; `fedem predict` takes it like any run.
+    """
+    result = _loaded(run_folder, device)
+    table = _read(result, data, target_column, client_column)
+    if table.target not in table.columns:
+        raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
+    owners = table.owners()
+    clients = np.full(len(table), data.stem) if owners is None else owners
+    inputs = _inputs(result, table, quiet)
+    encoding = result.shapes.encoding
+    targets = plain_targets(table) if encoding is None else encoding.targets(table)
+    federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
+    with waiting("Personalising", quiet):
+        fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which, beside=beside)
+    fitted.save(out)
+    if not quiet:
+        metric = metric_of(fitted.summary)
+        console.print(f"{federation.num_clients} clients; train {metric} {fitted.summary[f'train_{metric}']:.4f}")
+    console.print(f"Run folder: {out}", soft_wrap=True, highlight=False)
+
+
+def predict(
+    run_folder: RunArgument,
+    data: DataFile,
+    out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv or .npz).", show_default=False)],
+    client: Annotated[
+        str | None,
+        typer.Option(help="Name of the client whose model predicts all rows; each row's own when not given."),
+    ] = None,
+    which: Which = "last",
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
+    device: Device = "auto",
+    quiet: Quiet = False,
+) -> None:
+    """Predict with each client's own mixture: classes and their probabilities, or means for regression.
+
+    Rows keep the file's order. A target column may be there or not; it plays no part.
+
+    CSV: the clients' column, then prediction and the probability of each class. npz: predictions and, where there are
+    such, client, prediction (positions of classes) and labels (their names).
+    """
+    if out.suffix not in (".csv", ".npz"):
+        raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
+    result = _loaded(run_folder, device)
+    check_here(result.names)
+    table = _read(result, data, target_column, client_column)
+    owners = table.owners() if client is None else None
+    inputs = _inputs(result, table, quiet)
+    if client is not None:
+        predictions = result.predict(client, inputs, which).numpy()
+    elif owners is not None:
+        predictions = _predict_each(result, inputs, owners, which)
+    else:
+        raise UserError(
+            f"{data} has no column {table.client!r} of clients' names (see --client-column); "
+            "--client names the one whose model is to predict all rows."
+        )
+    with writing(out):
+        write_atomically(out, _written(result, predictions, table.client, owners, out.suffix))
+    if not quiet:
+        console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
+
+
+def _loaded(run_folder: Path, device: str) -> Result:
+    """Load a run, and say so when it is still to be completed."""
+    result = Result.load(run_folder, device=device)
+    done, rounds = result.state().round, result.config.run.rounds
+    if done < rounds:
+        errors.print(f"note: The run is not complete: {done} of its {rounds} rounds are done.", highlight=False)
+    return result
+
+
+def _predict_each(
+    result: Result, inputs: NDArray[np.generic], owners: NDArray[np.str_], which: str
+) -> NDArray[np.generic]:
+    """Predict every row with its own client's model, ``[n, K]``."""
+    unknown = sorted(set(owners.tolist()) - set(result.names))
+    if unknown:
+        raise UserError(
+            f"{len(unknown)} clients took no part in training: {some(list(map(repr, unknown)))}. Give them models of "
+            "their own first (fedem personalize), or name a client whose model is to predict all rows (--client)."
+        )
+    parts = {name: (owners == name).nonzero()[0] for name in dict.fromkeys(owners.tolist())}
+    found = [result.predict(name, inputs[rows], which).numpy() for name, rows in parts.items()]
+    order = np.concatenate(list(parts.values())).argsort()
+    return np.concatenate(found)[order]
+
+
+def _written(
+    result: Result, predictions: NDArray[np.generic], client: str, owners: NDArray[np.str_] | None, ending: str
+) -> bytes:
+    """Return the content of a file of predictions, beside the clients' column if there is one."""
+    classes = result.parts.model.loss.metric == "accuracy"
+    named = result.shapes.labels
+    labels = np.array(named if named is not None else range(predictions.shape[1]))
+    pairs = list(zip(labels.tolist(), predictions.T, strict=True))
+    if ending == ".npz":
+        arrays: dict[str, Any] = {"predictions": predictions}
+        if classes:
+            arrays |= {"prediction": predictions.argmax(1), "labels": labels}
+        if owners is not None:
+            arrays["client"] = owners
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        return buffer.getvalue()
+    columns: dict[str, NDArray[Any]]
+    if classes:
+        chances = {f"probability_{label}": column for label, column in pairs}
+        columns = {"prediction": labels[predictions.argmax(1)], **chances}
+    else:
+        columns = {f"prediction_{label}" if len(pairs) > 1 else "prediction": column for label, column in pairs}
+    if owners is not None:
+        # All names of predictions start with other words than this one.
+        columns = {"client" if client in columns else client: owners, **columns}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+    return text.getvalue().encode()
+
+
+def _read(result: Result, path: Path, target_column: str | None, client_column: str | None) -> Table:
+    """Read a file with the columns that the run was trained on, unless others are named."""
+    encoding = result.shapes.encoding
+    target, client = ("y", "client") if encoding is None else (encoding.target.name, encoding.client)
+    return read_table(path, target_column or target, client_column or client)
+
+
+def _inputs(result: Result, table: Table, quiet: bool) -> NDArray[np.generic]:
+    """Encode as in training; say which categories training had not."""
+    encoding = result.shapes.encoding
+    if encoding is None:
+        return table.stacked()
+    inputs = encoding.inputs(table)
+    for name, categories in encoding.unseen(table).items():
+        if not quiet:
+            errors.print(
+                f"note: column {name!r} has {len(categories)} categories that training had not "
+                f"({some(categories)}); they count as none of those known.",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+    return inputs
+
+
+# ``fedem export``: a client's model as files that can be used elsewhere.
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(help="The folder of a run, or the file that a deployed client keeps.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder to write to.", show_default=False)],
+    client: Annotated[str | None, typer.Option(help="Name of the client whose model is wanted.")] = None,
+    components: Annotated[
+        bool, typer.Option("--components", help="The components alone, uniformly weighted: nobody's in particular.")
+    ] = False,
+    formats: Annotated[
+        str, typer.Option("--format", help=f"Some of safetensors, {', '.join(FORMATS)}, with commas between.")
+    ] = "safetensors",
+    which: Which = "last",
+    quiet: Quiet = False,
+) -> None:
+    """Write a client's model to files: to load again, or to use where fedem is not installed.
+
+    Each file is loaded again and compared with the model before it counts as written.
+    """
+    with waiting("Exporting", quiet), writing(out):
+        if source.is_file():
+            exported = _of_kept(source, client, components, out, listed(formats))
+        else:
+            exported = _of_run(source, client, components, out, listed(formats), which)
+    if not quiet:
+        for name, difference in exported.differences.items():
+            said = "the same to the bit" if difference == 0 else f"within {difference:.0e} of the largest prediction"
+            console.print(f"{name}: {said}", highlight=False)
+    console.print(f"Exported: {out}", soft_wrap=True, highlight=False)
+    if exported.refused:
+        reasons = "; ".join(f"{name} ({why})" for name, why in exported.refused.items())
+        raise UserError(f"{out} was written without the formats that the model does not allow: {reasons}.")
+
+
+def _of_run(source: Path, client: str | None, components: bool, out: Path, formats: list[str], which: str) -> Exported:
+    if (client is None) != components:
+        given = "Both --client and --components are" if components else "Neither --client nor --components is"
+        raise UserError(f"{given} given; allowed: one of them.")
+    return export_client(Result.load(source, device="cpu"), client, out, formats, which)
+
+
+def _of_kept(source: Path, client: str | None, components: bool, out: Path, formats: list[str]) -> Exported:
+    if client is not None or components:
+        raise UserError(f"{source} is one client's file; allowed without it: --client and --components.")
+    kept = Kept.load(source)
+    if kept.shared is None:
+        raise UserError(f"{source} has no components: they come to the client when its run is over.")
+    # It may have been trained on a device that is not here.
+    config = kept.plan.config.replace("run", device="cpu")
+    # A server asks for the model that predicts, once the run is over, and then there is one before it.
+    if config.run.fine_tune_epochs and kept.before is None:
+        raise UserError(
+            f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they "
+            f"predict, and {source} is of a peer, which keeps the model before that; allowed for a peer's file: 0."
+        )
+    parts = Plan(config, kept.plan.shapes).parts
+    mixture = parts.algorithm.predictor(kept.shared, kept.personal)
+    personal = PersonalModel(parts.model, mixture, kept.plan.shapes)
+    return export_personal(
+        personal, config, out, formats, {"client": kept.client or None, "state": "last", "round": kept.round}
+    )
+
+
+# ``fedem report`` and ``fedem plot``.
+
+_ALL = "all"
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
+]
+
+
+def report(
+    folders: Folders = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    quiet: Quiet = False,
+) -> None:
+    """Put what came out of runs on one page: tables, figures and what there is to see in them, the configuration.
+
+    The page needs nothing else: no network, no scripts, no data. Each data set has its table and its figures; runs of
+    a method are told apart by what differs in their settings, and by their seeds.
+
+    Examples:
+      fedem report runs/compare-synthetic
+
+      fedem report runs/fedem runs/fedavg --out both.html
+
+    """
+    if out.suffix != ".html":
+        raise UserError(f"--out is {out}; allowed: a file ending in .html.")
+    sets = gather(folders or [])
+    with waiting("Drawing", quiet):
+        page = build_page(sets)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page.encode())
+    console.print(f"Report: {out}", soft_wrap=True, highlight=False)
+
+
+def plot(
+    folders: Folders = None,
+    figure: Annotated[str, typer.Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
+    out: Annotated[Path, typer.Option(help="The folder to write them to.")] = Path("figures"),
+    ending: Annotated[str, typer.Option("--format", help=f"One of: {', '.join(PICTURE_FORMATS)}.")] = "svg",
+    names: Annotated[bool, typer.Option("--list", help="Tell which figures there are, and draw nothing.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a report's figures to files of their own, OUT/NAME.svg; with several data sets, OUT/DATA/NAME.svg.
+
+    Examples:
+      fedem plot --list
+
+      fedem plot runs/compare-synthetic --figure clients,weights --format pdf
+
+    """
+    if names:
+        for name, kind in FIGURES.items():
+            console.print(f"{name:12s} {kind.shows} (needs {kind.needs})", soft_wrap=True, highlight=False)
+        return
+    if ending not in PICTURE_FORMATS:
+        raise unknown("format", ending, PICTURE_FORMATS)
+    asked = list(FIGURES) if figure == _ALL else list(dict.fromkeys(listed(figure)))
+    for name in asked:
+        if name not in FIGURES:
+            raise unknown("figure", name, (*FIGURES, _ALL))
+    sets = gather(folders or [])
+    drawn: dict[Path, bytes] = {}
+    found: set[str] = set()
+    with waiting("Drawing", quiet):
+        for data in sets:
+            for name in asked:
+                if (picture := paint(FIGURES[name].painter, data)) is not None:
+                    drawn[out / data.place / f"{name}.{ending}"] = alone(picture, ending)
+                    found.add(name)
+    missing = [name for name in asked if name not in found]
+    if missing and figure != _ALL:
+        needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)
+        raise UserError(f"These runs have nothing for {', '.join(missing)}: {needs}.")
+    with writing(out):
+        for path, content in drawn.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, content)
+    told = ", ".join(name for name in asked if name in found)
+    console.print(f"Figures: {told} in {out}", soft_wrap=True, highlight=False)

@@ -1,0 +1,308 @@
+"""A federation: the clients' samples as flat arrays with offsets, nothing padded.
+
+Shapes: T clients, N samples of all clients together, n of one client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedem.core.errors import UserError, unknown
+from fedem.core.random import HOLD_OUT, SPLIT, choose, client_keys, derive
+from fedem.data.samples import (
+    Pool,
+    Samples,
+    check_pair,
+    check_shares,
+    cut,
+    describe,
+    first_not_finite,
+    not_finite,
+    offsets_of,
+    split_rows,
+)
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """Named clients with training, validation and test samples, and clients held out of training.
+
+    Build one with :meth:`from_clients`, :meth:`from_arrays`, :meth:`from_generator` or :meth:`from_parts`.
+    """
+
+    names: tuple[str, ...]
+    train: Samples
+    validation: Samples
+    test: Samples
+    unseen: Federation | None = field(default=None)
+    ids: Tensor | None = None
+    """``[P]`` int64: a hash of each of the pool's samples, where they are rows of one pool"""
+    origin: str = ""
+    """how inputs were made of these samples, if they were"""
+
+    def __repr__(self) -> str:
+        held_out = f" and {self.unseen.num_clients:,} unseen ones" if self.unseen else ""
+        sizes = f"{len(self.train):,} training samples of shape {list(self.input_shape)}"
+        return f"<Federation: {self.num_clients:,} clients{held_out}, {sizes}>"
+
+    @classmethod
+    def from_clients(
+        cls,
+        clients: Iterable[tuple[Any, Any]],
+        names: Sequence[str] | None = None,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+    ) -> Federation:
+        """Build from one pair (inputs, targets) a client, splitting each client's samples at random.
+
+        Args:
+            clients: arrays or tensors, ``[n, ...]`` and ``[n]``.
+            names: one a client, all different; "0", "1", ... when not given.
+            validation: share of each client's samples used for validation.
+            test: share used for testing. At least one sample always stays for training.
+            seed: decides the split, together with the client's name alone.
+
+        """
+        pairs = list(clients)
+        labels = _check_names(names, len(pairs))
+        check_shares(validation, test)
+        columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
+        for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
+            inputs, targets = check_pair(name, pair)
+            order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
+            for part, rows in zip(PARTS, cut(order, validation, test), strict=True):
+                columns[part].append((inputs[rows], targets[rows]))
+        return cls.from_parts(**columns, names=labels)
+
+    @classmethod
+    def from_arrays(cls, inputs: Any, targets: Any, clients: Any, **options: Any) -> Federation:
+        """Build from flat arrays and one client name a row; rows of a client may stand anywhere.
+
+        Clients are ordered by name; ``options`` are those of :meth:`from_clients`.
+        """
+        owners = np.asarray(clients).astype(str)
+        x, y = check_pair("(all)", (inputs, targets), finite=False)
+        if owners.shape != (len(y),):
+            raise UserError(f"There must be one client name a row: got shape {owners.shape} for {len(y)} rows.")
+        for what, values in (("inputs", x), ("targets", y)):
+            if (row := first_not_finite(values)) is not None:
+                raise not_finite(owners[row], what, row)
+        names, codes = np.unique(owners, return_inverse=True)
+        order = torch.from_numpy(np.argsort(codes, kind="stable"))
+        ends = np.bincount(codes, minlength=len(names)).tolist()
+        pairs = zip(x[order].split(ends), y[order].split(ends), strict=True)
+        return cls.from_clients(pairs, names.tolist(), **options)
+
+    @classmethod
+    def from_generator(cls, clients: Iterable[tuple[str, Any, Any]], **options: Any) -> Federation:
+        """Build from an iterable of (name, inputs, targets); ``options`` are those of :meth:`from_clients`."""
+        triples = list(clients)
+        for position, triple in enumerate(triples):
+            if not isinstance(triple, tuple | list) or len(triple) != 3:
+                raise UserError(f"Item {position} of the generator is no triple (name, inputs, targets).")
+        return cls.from_clients(((x, y) for _, x, y in triples), [name for name, _, _ in triples], **options)
+
+    @classmethod
+    def from_parts(
+        cls,
+        train: Sequence[tuple[Any, Any]],
+        validation: Sequence[tuple[Any, Any]] | None = None,
+        test: Sequence[tuple[Any, Any]] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Federation:
+        """Build from parts that are split already: one pair (inputs, targets) a client in each part given."""
+        labels = _check_names(names, len(train))
+        parts: dict[str, Samples] = {}
+        for part, pairs in zip(PARTS, (train, validation, test), strict=True):
+            if pairs is None:
+                first = parts["train"]
+                parts[part] = Samples.of(first.inputs[:0], first.targets[:0], torch.zeros(len(labels) + 1).long())
+                continue
+            if len(pairs) != len(labels):
+                raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
+            checked = [check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
+            parts[part] = _join(labels, checked)
+        return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
+
+    @classmethod
+    def from_pool(
+        cls,
+        pool: Pool,
+        names: Sequence[str],
+        rows: Tensor,
+        offsets: Tensor,
+        ids: Tensor,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        origin: str = "",
+    ) -> Federation:
+        """Build from a pool of samples and who owns which; nothing is read or copied.
+
+        Args:
+            pool: P samples, perhaps mapped from a file.
+            names: of the T clients, all different.
+            rows: ``[N]`` int64, rows of the pool, one client after the other.
+            offsets: ``[T + 1]`` int64 of each client's rows.
+            ids: ``[P]`` int64, hashes of the samples' content: the split and the order of a client's samples go by
+                them, not by the pool's order.
+            validation: share of each client's samples used for validation.
+            test: share used for testing. At least one sample always stays for training.
+            seed: decides the split, together with the clients' names and the ids.
+            origin: how inputs were made of the samples that the ids are of, if they were.
+
+        """
+        labels = _check_names(names, len(offsets) - 1)
+        cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
+        training, validating, testing = (Samples(pool, starts, own) for own, starts in cuts)
+        return cls(labels, training, validating, testing, ids=ids, origin=origin).check()
+
+    def check(self) -> Federation:
+        """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
+        if not self.names:
+            raise UserError("A federation needs at least one client; got none.")
+        empty = [name for name, size in zip(self.names, self.train.sizes.tolist(), strict=True) if size == 0]
+        if empty:
+            raise UserError(f"Client {empty[0]!r} has no training samples ({len(empty)} such); at least 1 is needed.")
+        for part in PARTS[1:]:
+            samples = self.part(part)
+            for what, mine, reference in (
+                ("inputs", samples.pool.inputs, self.train.pool.inputs),
+                ("targets", samples.pool.targets, self.train.pool.targets),
+            ):
+                if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
+                    raise UserError(
+                        f"The {part} {what} are {describe(mine)}; allowed: {describe(reference)}, as in training."
+                    )
+        return self
+
+    @property
+    def num_clients(self) -> int:
+        """T, without the clients held out."""
+        return len(self.names)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Each client's word for random numbers, ``[T]`` int64: a hash of its name."""
+        return client_keys(self.names)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the names and of all samples in their order, but for the clients held out."""
+        digest = blake2b("\0".join((*self.names, self.origin)).encode(errors="surrogatepass"), digest_size=16)
+        for part in PARTS:
+            samples = self.part(part)
+            content: tuple[Tensor, ...] = (samples.targets, samples.inputs)
+            if self.ids is not None and samples.rows is not None:
+                content = (self.ids[samples.rows],)
+            for array in (samples.offsets, *content):
+                digest.update(f"{array.dtype}{tuple(array.shape)}".encode())
+                digest.update(array.cpu().contiguous().numpy().view(np.uint8).data if array.numel() else b"")
+        return digest.hexdigest()
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {name: position for position, name in enumerate(self.names)}
+
+    def position(self, name: str) -> int:
+        """Return where the client called ``name`` stands."""
+        if name not in self._positions:
+            some = ", ".join(self.names[:5]) + (", ..." if self.num_clients > 5 else "")
+            raise UserError(f"Unknown client {name!r}; allowed: one of the {self.num_clients} clients ({some}).")
+        return self._positions[name]
+
+    def part(self, name: str) -> Samples:
+        """Return the part called ``name``: train, validation or test."""
+        if name not in PARTS:
+            raise unknown("part", name, PARTS)
+        samples: Samples = getattr(self, name)
+        return samples
+
+    def take(self, clients: Tensor) -> Federation:
+        """Return the federation of ``clients`` (positions) in that order."""
+        names = tuple(self.names[position] for position in clients.tolist())
+        train, validation, test = (self.part(part).take(clients) for part in PARTS)
+        return Federation(names, train, validation, test, ids=self.ids, origin=self.origin)
+
+    def to(self, device: torch.device) -> Federation:
+        """Move all samples to ``device``."""
+        train, validation, test = (self.part(part).to(device) for part in PARTS)
+        unseen = None if self.unseen is None else self.unseen.to(device)
+        moved = replace(self, train=train, validation=validation, test=test, unseen=unseen)
+        # They are the same samples, though no longer rows of the pool that the hash goes by.
+        moved.__dict__["fingerprint"] = self.fingerprint
+        return moved
+
+    @property
+    def input_range(self) -> tuple[int, int]:
+        """The least and the largest of all input numbers, those of the whole pool; each pool is read once."""
+        groups = [self] + ([self.unseen] if self.unseen else [])
+        arrays = [group.part(part).pool.inputs for group in groups for part in PARTS]
+        ranges = [array.aminmax() for array in {id(array): array for array in arrays if array.numel()}.values()]
+        return min(int(found.min) for found in ranges), max(int(found.max) for found in ranges)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(self.part(part).num_bytes for part in PARTS) + (self.unseen.num_bytes if self.unseen else 0)
+
+    def hold_out(self, share: float, seed: int = 0) -> Federation:
+        """Hold ``share`` of the clients out of training: they become ``unseen``."""
+        if self.unseen is not None:
+            raise UserError(
+                f"{self.unseen.num_clients} clients are held out already; hold out from the whole federation."
+            )
+        if not 0 <= share < 1:
+            raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
+        count = round(share * self.num_clients)
+        if count == 0:
+            return replace(self, unseen=None)
+        if count == self.num_clients:
+            raise UserError(f"Holding out {share} of {self.num_clients} clients leaves none to train on.")
+        held = choose(self.keys, count, HOLD_OUT, seed)
+        stays = torch.ones(self.num_clients, dtype=torch.bool)
+        stays[held] = False
+        return replace(self.take(stays.nonzero().flatten()), unseen=self.take(held))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.train.pool.inputs.shape[1:])
+
+
+def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
+    """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
+    first = next((pair for pair in pairs if len(pair[1])), pairs[0])
+    for name, pair in zip(names, pairs, strict=True):
+        for what, mine, reference in zip(("inputs", "targets"), pair, first, strict=True):
+            if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
+                raise UserError(
+                    f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
+                )
+    sizes = torch.tensor([len(targets) for _, targets in pairs])
+    return Samples.of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
+
+
+def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    if count == 0:
+        raise UserError("A federation needs at least one client; got none.")
+    labels = tuple(map(str, range(count))) if names is None else tuple(map(str, names))
+    if len(labels) != count:
+        raise UserError(f"Got {len(labels)} names for {count} clients; allowed: one name a client.")
+    if len(set(labels)) != count:
+        twice = next(name for name in labels if labels.count(name) > 1)
+        raise UserError(f"The client name {twice!r} stands more than once; names must differ.")
+    return labels

@@ -1,0 +1,537 @@
+"""The contract of partitions, and what those that deal samples have in common.
+
+The order of a collection's rows plays no part. Samples to be dealt are first put in a random order, by hashes of the
+seed and of their content. What is drawn afterwards, from a generator that knows the seed alone, goes by the places in
+that order and by labels.
+
+Shapes: N samples of a collection, n of them dealt, T clients, G groups of samples.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedem.core.errors import UserError
+from fedem.core.random import choose, client_keys, derive
+from fedem.core.settings import Settings
+from fedem.data.samples import Pool, describe, offsets_of
+
+# Purposes, beside those of fedem.core.random.
+SAMPLES, CLIENTS, DRAWS = 101, 102, 103
+NOBODY = -1
+# The logarithm of a small share is of the order of -1 / concentration, which must not overflow.
+CONCENTRATION = {"min": 1e-300}
+
+
+@dataclass(frozen=True)
+class Partition(Settings, ABC):
+    """A recipe for clients: the same samples, recipe and seed make the same ones.
+
+    Attributes:
+        share: how much of the samples is kept, chosen uniformly.
+        min_samples: no client has fewer; where one would, the partition is refused.
+
+    """
+
+    share: float = field(default=1.0, metadata={"above": 0, "max": 1})
+    min_samples: int = field(default=1, metadata={"min": 1})
+
+    def assign(self, collection: Collection, seed: int) -> Assignment:
+        """Say who owns which samples; the rows of each client ascend."""
+        if not 0 <= seed < 1 << 63:
+            raise UserError(f"The seed is {seed}; allowed: at least 0 and below 2**63.")
+        return self._assign(collection, seed)
+
+    @abstractmethod
+    def _assign(self, collection: Collection, seed: int) -> Assignment:
+        """Assign by a seed that is allowed."""
+
+
+@dataclass(frozen=True)
+class Dealing(Partition):
+    """Samples dealt to ``num_clients`` clients called "0", "1", ...; whose they were plays no part.
+
+    With the same seed, all partitions of this kind keep the same ``share`` of the samples.
+
+    Attributes:
+        num_clients: T, to whom samples are dealt.
+
+    """
+
+    num_clients: int = field(default=100, metadata={"min": 1})
+
+    def _assign(self, collection: Collection, seed: int) -> Assignment:
+        count = round(self.share * len(collection.ids))
+        if self.num_clients * self._needed > count:
+            raise UserError(
+                f"partition.num_clients is {self.num_clients}; allowed: at most {count // self._needed}, since "
+                f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {self._needed}."
+            )
+        tickets = derive(derive(SAMPLES, seed), collection.ids)
+        rows = np.argsort(tickets.numpy(), kind="stable")[:count]
+        clients = self._deal(collection, rows, np.random.default_rng((DRAWS, seed)))
+        assignment = assignment_of([str(client) for client in range(self.num_clients)], rows, clients)
+        smallest = int(assignment.offsets.diff().min())
+        if smallest < self.min_samples:
+            raise UserError(
+                f"partition.min_samples is {self.min_samples}; allowed: at most {smallest}, "
+                "what the smallest client gets here."
+            )
+        return assignment
+
+    @property
+    def _needed(self) -> int:
+        """Samples without which there can't be a client."""
+        return self.min_samples
+
+    @abstractmethod
+    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        """Return the client of each of ``rows``, which are in random order, or ``NOBODY``. ``[n] -> [n]``."""
+
+
+def assignment_of(names: Sequence[str], rows: NDArray[np.int64], clients: NDArray[np.int64]) -> Assignment:
+    """Put ``rows`` ``[n]`` in the order of their ``clients`` ``[n]``, positions among ``names``."""
+    owned = clients != NOBODY
+    rows, clients = rows[owned], clients[owned]
+    sizes = np.bincount(clients, minlength=len(names))
+    in_order = rows[np.lexsort((rows, clients))]
+    return Assignment(tuple(names), torch.from_numpy(in_order), offsets_of(torch.from_numpy(sizes)))
+
+
+def labels_of(collection: Collection, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
+    targets = collection.pool.targets
+    if targets.is_floating_point() or targets.ndim != 1:
+        raise UserError(
+            f"The targets are {describe(targets)}; allowed, as this partition goes by labels: integers of shape [n]."
+        )
+    return np.unique(targets.numpy()[rows], return_inverse=True)[1]
+
+
+def deal_counts(groups: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Deal ``counts`` ``[G, T]`` samples of each group to each client. Groups ``[n]`` -> clients ``[n]``."""
+    rest = np.bincount(groups, minlength=len(counts)) - counts.sum(1)
+    receivers = np.tile([*range(counts.shape[1]), NOBODY], len(counts))
+    clients = np.empty_like(groups)
+    clients[np.argsort(groups, kind="stable")] = np.repeat(receivers, np.column_stack([counts, rest]).flatten())
+    return clients
+
+
+def log_gammas(rng: Generator, concentration: float, *shape: int) -> NDArray[np.float64]:
+    """Draw a symmetric Dirichlet's shares as logarithms, which no concentration makes underflow; not normalised."""
+    # Gamma(a) is Gamma(a + 1) U^(1 / a), and minus the logarithm of a uniform U is exponential.
+    return np.log(rng.standard_gamma(concentration + 1, shape)) - rng.standard_exponential(shape) / concentration
+
+
+def normalized(logs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the shares, of sum 1 over the last dimension."""
+    shares = np.exp(logs - logs.max(-1, keepdims=True))
+    result: NDArray[np.float64] = shares / shares.sum(-1, keepdims=True)
+    return result
+
+
+def fingerprint(assignment: Assignment, collection: Collection) -> str:
+    """Hash who owns which samples, whatever the order of rows and clients: 32 hexadecimal digits."""
+    ids = collection.ids[assignment.rows].tensor_split(assignment.offsets[1:-1])
+    digest = blake2b(digest_size=16)
+    for name, own in sorted(zip(assignment.names, ids, strict=True), key=lambda pair: pair[0]):
+        word = name.encode(errors="surrogatepass")
+        digest.update(f"{len(word)} {len(own)} ".encode() + word + own.sort().values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+# All samples of a data set, before anybody owns them.
+#
+# Shapes: N samples.
+
+_ROWS = 1 << 16
+_SEED = 20211206
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """Samples with what a partition may go by.
+
+    Attributes:
+        pool: the samples.
+        ids: ``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: what is chosen by
+            it does not depend on the file's order.
+        fingerprint: a hash of all samples, whatever their order.
+        owners: ``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``.
+        owner_names: names of those clients; empty when the data set has none.
+        coarse: ``[N]`` int64, the group that each sample's label belongs to; None when labels have no groups.
+        features: names of the input columns, when they came from a table.
+
+    """
+
+    pool: Pool
+    ids: Tensor
+    fingerprint: str
+    owners: Tensor | None = None
+    owner_names: tuple[str, ...] = ()
+    coarse: Tensor | None = None
+    features: tuple[str, ...] | None = None
+
+
+class Assignment(NamedTuple):
+    """Who owns which samples of a collection."""
+
+    names: tuple[str, ...]
+    """of the T clients, all different"""
+    rows: Tensor
+    """``[n]`` int64, rows of the collection, one client after the other; none stands twice"""
+    offsets: Tensor
+    """``[T + 1]`` int64; client t owns ``rows[offsets[t]:offsets[t + 1]]``"""
+
+
+def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``.
+
+    Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
+    """
+    rng = np.random.default_rng(_SEED)
+    ids = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        width = int(np.prod(column.shape[1:])) * column.dtype.itemsize
+        factors = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        for start in range(0, len(column), _ROWS):
+            block = np.ascontiguousarray(column[start : start + _ROWS]).reshape(-1)
+            content = np.zeros((len(block) * column.dtype.itemsize // max(width, 1), 8 * len(factors)), np.uint8)
+            content[:, :width] = block.view(np.uint8).reshape(-1, width)
+            words = _scramble(content.view(np.uint64))
+            ids[start : start + _ROWS] += (words * factors).sum(1, dtype=np.uint64)
+        ids = _scramble(ids)
+    return ids.view(np.int64)
+
+
+def numbered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
+
+    Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
+    ids belong to the same content.
+    """
+    order = np.argsort(ids, kind="stable")
+    places = np.arange(len(ids))
+    first = np.ones(len(ids), dtype=bool)
+    first[1:] = ids[order[1:]] != ids[order[:-1]]
+    counts = np.empty(len(ids), dtype=np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(first, places, 0))
+    return content_ids(ids, counts)
+
+
+def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply splitmix64's finaliser, so that a change of one bit changes them all."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def fingerprint_of(ids: NDArray[np.int64]) -> str:
+    """Hash all samples, whatever their order: 32 hexadecimal digits."""
+    return blake2b(np.sort(ids).tobytes(), digest_size=16).hexdigest()
+
+
+def from_arrays(
+    inputs: NDArray[np.generic],
+    targets: NDArray[np.generic],
+    owners: NDArray[np.str_] | None = None,
+    features: tuple[str, ...] | None = None,
+) -> Collection:
+    """Make a collection of arrays in memory; ``owners`` are names, one a sample."""
+    ids = content_ids(inputs, targets)
+    names: tuple[str, ...] = ()
+    codes = None
+    if owners is not None:
+        unique, codes = np.unique(owners.astype(str), return_inverse=True)
+        names = tuple(unique.tolist())
+        ids = content_ids(ids, client_keys(names).numpy()[codes])
+    ids = numbered(ids)
+    return Collection(
+        Pool(torch.from_numpy(inputs), torch.from_numpy(targets)),
+        torch.from_numpy(ids),
+        fingerprint_of(ids),
+        None if codes is None else torch.from_numpy(codes.astype(np.int64)),
+        names,
+        features=features,
+    )
+
+
+# Shares of labels drawn from a Dirichlet distribution over the clients.
+#
+# Shapes: n samples, T clients, G groups of labels.
+
+_ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Concentrated(Dealing):
+    """Groups of labels, each dealt to the clients in shares from a symmetric Dirichlet(``alpha``) over them.
+
+    How many samples of a group each client gets is multinomial with these shares, as in the paper's own code. Where a
+    client would have fewer than ``min_samples``, all shares are drawn again, as is common. So the clients follow that
+    law given that none is too small; samples moved to small clients would bring labels that no Dirichlet drew.
+
+    Attributes:
+        min_samples: no client has fewer; where one would, all shares are drawn again.
+        alpha: concentration of the shares; the smaller, the fewer clients have most of a label.
+
+    """
+
+    min_samples: int = field(default=10, metadata={"min": 1})
+    alpha: float = field(default=0.4, metadata=CONCENTRATION)
+
+    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        groups = self._groups(labels_of(collection, rows), rng)
+        sizes = np.bincount(groups)
+        for _ in range(_ATTEMPTS):
+            counts = rng.multinomial(sizes, normalized(log_gammas(rng, self.alpha, len(sizes), self.num_clients)))
+            if counts.sum(0).min() >= self.min_samples:
+                return deal_counts(groups, counts)
+        raise UserError(
+            f"With partition.alpha {self.alpha:g}, each of {_ATTEMPTS} draws left one of {self.num_clients} clients "
+            f"with fewer than {self.min_samples} samples; allowed: a smaller partition.min_samples or "
+            "partition.num_clients, or a larger partition.alpha."
+        )
+
+    @abstractmethod
+    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        """Return the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
+
+
+@final
+@dataclass(frozen=True)
+class Dirichlet(Concentrated):
+    """Every label dealt by itself in Dirichlet shares: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020)."""
+
+    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        return labels
+
+
+@final
+@dataclass(frozen=True)
+class LabelGroups(Concentrated):
+    """Labels put at random into ``num_groups`` groups, as equal as can be: what the paper's own code does for CIFAR-10.
+
+    The labels of a group have the same shares.
+
+    Attributes:
+        num_groups: G, at most as many as there are labels.
+
+    """
+
+    num_groups: int = field(default=3, metadata={"min": 1})
+
+    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        num_labels = int(labels.max()) + 1
+        if self.num_groups > num_labels:
+            raise UserError(
+                f"partition.num_groups is {self.num_groups}; allowed: at most {num_labels}, the number of labels."
+            )
+        groups: NDArray[np.int64] = (rng.permutation(num_labels) % self.num_groups)[labels]
+        return groups
+
+
+# Pachinko allocation, for labels of two levels.
+#
+# Shapes: n samples, T clients, C coarse labels, F fine labels.
+
+
+@final
+@dataclass(frozen=True)
+class Pachinko(Dealing):
+    """The paper's CIFAR-100 (after Li and McCallum 2006, Reddi et al. 2021): clients of the same size.
+
+    A client draws shares of the coarse labels from a Dirichlet(``alpha``) and, for each of them, shares of its fine
+    labels from a Dirichlet(``beta``). Its samples are drawn one by one: a coarse label, a fine label of it, an unused
+    sample of that. A fine label leaves with its last unused sample, a coarse one with its last fine label; the shares
+    of those that stay are normalised again.
+
+    Attributes:
+        samples_per_client: the same for all; 0 stands for as many as there are for everybody.
+        alpha: concentration of a client's shares of the coarse labels; the smaller, the fewer it has.
+        beta: concentration of its shares of a coarse label's fine labels; likewise.
+
+    """
+
+    samples_per_client: int = field(default=600, metadata={"min": 0})
+    alpha: float = field(default=0.4, metadata=CONCENTRATION)
+    beta: float = field(default=10.0, metadata=CONCENTRATION)
+
+    @property
+    def _needed(self) -> int:
+        return max(self.min_samples, self.samples_per_client)
+
+    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        if collection.coarse is None:
+            raise UserError(
+                "These labels have no coarse labels above them, which the pachinko partition needs; "
+                "allowed: another partition by labels, such as dirichlet."
+            )
+        fine = labels_of(collection, rows)
+        coarse = np.unique(collection.coarse.numpy()[rows], return_inverse=True)[1]
+        pairs, groups = np.unique(np.stack([coarse, fine]), axis=1, return_inverse=True)
+        groups = groups.reshape(-1)  # some releases of numpy keep the dimension that was not searched
+        size = self.samples_per_client or len(rows) // self.num_clients
+        return deal_counts(groups, self._counts(pairs[0], np.bincount(groups), size, rng))
+
+    def _counts(
+        self, parents: NDArray[np.int64], unused: NDArray[np.int64], size: int, rng: Generator
+    ) -> NDArray[np.int64]:
+        """Draw how many samples of each fine label each client gets, ``size`` in all.
+
+        Args:
+            parents: ``[F]``, the coarse label of each fine one, ascending from 0.
+            unused: ``[F]``, samples of each fine label.
+            size: samples of each client.
+            rng: where the draws come from.
+
+        Returns:
+            ``[F, T]``
+
+        """
+        unused = unused.copy()
+        counts = np.zeros((len(parents), self.num_clients), dtype=np.int64)
+        for own in counts.T:
+            coarse = log_gammas(rng, self.alpha, int(parents[-1]) + 1)
+            fine = log_gammas(rng, self.beta, len(parents))
+            while missing := size - int(own.sum()):
+                # Up to the one that takes a label's last sample, all draws have one distribution: draw them at once.
+                there = np.flatnonzero(unused)
+                draws = there[rng.choice(len(there), missing, p=_joint(coarse, fine[there], parents[there]))]
+                taken = np.bincount(draws[: _valid(draws, unused)], minlength=len(parents))
+                own += taken
+                unused -= taken
+        return counts
+
+
+def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the probability of each fine label: logarithms ``[C]`` and ``[f]`` of those still there -> ``[f]``."""
+    there, starts, members = np.unique(parents, return_index=True, return_counts=True)
+    within = fine - np.repeat(np.logaddexp.reduceat(fine, starts), members)
+    probabilities: NDArray[np.float64] = np.exp(within) * np.repeat(normalized(coarse[there]), members)
+    return probabilities
+
+
+def _valid(draws: NDArray[np.int64], unused: NDArray[np.int64]) -> int:
+    """Count the draws up to the first that takes the last unused sample of a label."""
+    counts = np.bincount(draws, minlength=len(unused))
+    spent = np.flatnonzero((counts >= unused) & (unused > 0))
+    return min((int(np.flatnonzero(draws == label)[unused[label] - 1]) + 1 for label in spent), default=len(draws))
+
+
+# Clients of equal size: alike, or with few labels each.
+
+
+@final
+@dataclass(frozen=True)
+class Uniform(Dealing):
+    """Samples dealt at random: all clients have one distribution, and their sizes differ by at most one."""
+
+    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        return np.arange(len(rows)) % self.num_clients
+
+
+@final
+@dataclass(frozen=True)
+class Shards(Dealing):
+    """Few labels a client (McMahan et al. 2017): samples sorted by label, cut into shards, and those dealt at random.
+
+    The sizes of shards differ by at most one.
+
+    Attributes:
+        shards_per_client: about as many as a client then has labels, since few shards hold two.
+
+    """
+
+    shards_per_client: int = field(default=2, metadata={"min": 1})
+
+    @property
+    def _needed(self) -> int:
+        return max(self.min_samples, self.shards_per_client)
+
+    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        count = self.num_clients * self.shards_per_client
+        receivers = rng.permutation(count) % self.num_clients
+        clients = np.empty_like(rows)
+        by_label = np.argsort(labels_of(collection, rows), kind="stable")
+        clients[by_label] = receivers[np.arange(len(rows)) * count // len(rows)]
+        return clients
+
+
+# Clients as the data have them.
+
+
+@final
+@dataclass(frozen=True)
+class Natural(Partition):
+    """Writers, roles or whatever the samples came with, in the order of their names.
+
+    Those that are kept are chosen by their names: with the same seed, a smaller choice is part of a larger one.
+
+    Attributes:
+        share: how much of the clients is kept, each with all its samples.
+        min_samples: clients with fewer are left out beforehand.
+        max_clients: how many are kept at most; 0: all.
+
+    """
+
+    min_samples: int = field(default=2, metadata={"min": 1})
+    max_clients: int = field(default=0, metadata={"min": 0})
+
+    def _assign(self, collection: Collection, seed: int) -> Assignment:
+        if collection.owners is None:
+            raise UserError(
+                "These samples have no clients of their own, which the natural partition needs; "
+                "allowed: a partition that deals samples, such as dirichlet or uniform."
+            )
+        owners = collection.owners.numpy()
+        sizes = np.bincount(owners, minlength=len(collection.owner_names)).tolist()
+        large = sorted(
+            name for name, size in zip(collection.owner_names, sizes, strict=True) if size >= self.min_samples
+        )
+        if not large:
+            raise UserError(
+                f"partition.min_samples is {self.min_samples}; allowed: at most {max(sizes, default=0)}, "
+                "what the largest client has."
+            )
+        count = max(1, round(self.share * len(large)))
+        chosen = choose(client_keys(large), min(count, self.max_clients or count), CLIENTS, seed)
+        names = [large[position] for position in chosen.tolist()]
+        positions = {name: position for position, name in enumerate(names)}
+        clients = np.array([positions.get(name, NOBODY) for name in collection.owner_names])[owners]
+        return assignment_of(names, np.arange(len(owners)), clients)
+
+
+# How a collection's samples become clients', by name.
+
+__all__ = [
+    "PARTITIONS",
+    "Dirichlet",
+    "LabelGroups",
+    "Natural",
+    "Pachinko",
+    "Partition",
+    "Shards",
+    "Uniform",
+    "fingerprint",
+]
+
+PARTITIONS: dict[str, type[Partition]] = {
+    "natural": Natural,
+    "dirichlet": Dirichlet,
+    "label_groups": LabelGroups,
+    "pachinko": Pachinko,
+    "shards": Shards,
+    "uniform": Uniform,
+}

@@ -1,0 +1,306 @@
+"""Samples of several clients: rows of a pool, one client after the other, nothing padded and nothing copied.
+
+Shapes: P samples of the pool, T clients, N samples of all clients together, n of some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedem.core.errors import UserError
+from fedem.core.random import SPLIT, client_keys, derive
+
+
+class Pool(NamedTuple):
+    """Inputs and targets that samples are rows of. They may be mapped from a file: only what is read costs memory."""
+
+    inputs: Tensor
+    """``[P, ...]``"""
+    targets: Tensor
+    """``[P]`` integers (classes) or floats, or ``[P, D]`` floats"""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self.inputs.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of inputs and targets."""
+        return sum(array.numel() * array.element_size() for array in self)
+
+    def read(self, rows: Tensor) -> Pool:
+        """Read ``rows`` (positions of any shape, on the pool's device)."""
+        # index_select is several times faster than indexing on a CPU.
+        inputs, targets = (
+            array.index_select(0, rows.flatten()).reshape(*rows.shape, *array.shape[1:]) for array in self
+        )
+        return Pool(inputs, targets)
+
+    def to(self, device: torch.device) -> Pool:
+        """Move to ``device``; integers stay as small as they are."""
+        return Pool(*(array.to(device) for array in self))
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Samples of several clients, one client after the other.
+
+    Attributes:
+        pool: where the samples are.
+        offsets: ``[T + 1]`` int64 on the CPU; client ``t`` owns samples ``offsets[t]`` up to ``offsets[t + 1]``.
+        rows: ``[N]`` int64 on the pool's device: each sample's row of the pool; None when the samples are the pool, in
+            its order.
+
+    """
+
+    pool: Pool
+    offsets: Tensor
+    rows: Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: Tensor, targets: Tensor, offsets: Tensor) -> Samples:
+        """Make samples of flat arrays that are in order already."""
+        return cls(Pool(inputs, targets), offsets)
+
+    @property
+    def inputs(self) -> Tensor:
+        """All inputs in order, ``[N, ...]``; read from the pool each time, unless the samples are the pool."""
+        return self.pool.inputs if self.rows is None else self.pool.inputs.index_select(0, self.rows)
+
+    @property
+    def targets(self) -> Tensor:
+        """All targets in order, ``[N]`` or ``[N, D]``; likewise."""
+        return self.pool.targets if self.rows is None else self.pool.targets.index_select(0, self.rows)
+
+    @property
+    def num_clients(self) -> int:
+        """T."""
+        return len(self.offsets) - 1
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Number of samples of each client, ``[T]`` int64."""
+        return self.offsets.diff()
+
+    def __len__(self) -> int:
+        return int(self.offsets[-1])
+
+    def read(self, positions: Tensor) -> Pool:
+        """Read the samples at ``positions`` ``[...]`` (among the N, on the pool's device)."""
+        if self.rows is None:
+            return self.pool.read(positions)
+        return self.pool.read(self.rows.index_select(0, positions.flatten()).reshape(positions.shape))
+
+    def span(self, start: int, end: int) -> Pool:
+        """Read the samples from ``start`` up to ``end``; a view where the samples are the pool."""
+        if self.rows is None:
+            return Pool(*(array[start:end] for array in self.pool))
+        return self.pool.read(self.rows[start:end])
+
+    def client(self, position: int) -> Pool:
+        """Return one client's inputs and targets."""
+        return self.span(int(self.offsets[position]), int(self.offsets[position + 1]))
+
+    def take(self, clients: Tensor) -> Samples:
+        """Return the samples of ``clients`` (positions) in that order; nothing is read."""
+        if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
+            return self
+        if len(clients) and not 0 <= int(clients.min()) <= int(clients.max()) < self.num_clients:
+            raise UserError(
+                f"Positions run from {int(clients.min())} to {int(clients.max())}; "
+                f"allowed: 0 to {self.num_clients - 1}."
+            )
+        sizes = self.sizes[clients]
+        offsets = offsets_of(sizes)
+        shift = np.repeat((self.offsets[clients] - offsets[:-1]).numpy(), sizes.numpy())
+        rows = torch.from_numpy(np.arange(int(offsets[-1])) + shift).to(self.pool.device)
+        return Samples(self.pool, offsets, rows if self.rows is None else self.rows.index_select(0, rows))
+
+    def gathered(self) -> Samples:
+        """Read all samples into a pool of their own."""
+        return self if self.rows is None else Samples(self.pool.read(self.rows), self.offsets)
+
+    def to(self, device: torch.device) -> Samples:
+        """Move the samples, and no others, to ``device``."""
+        if self.pool.device == device:
+            return self
+        own = self.gathered()
+        return replace(own, pool=own.pool.to(device))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all inputs and targets."""
+        return self.pool.num_bytes * len(self) // max(1, len(self.pool.targets))
+
+
+def offsets_of(sizes: Tensor) -> Tensor:
+    """Return where each client's rows start, and where the last one's end. ``[T] -> [T + 1]``."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+
+# A client's arrays, checked on entry: what is wrong is said by the client's name.
+
+_INPUT_KINDS = "uint8, int64 or float (32 or 64 bit)"
+
+
+def describe(x: Tensor) -> str:
+    """Say what kind of array this is."""
+    return f"{str(x.dtype).removeprefix('torch.')} of shape [n, {', '.join(map(str, x.shape[1:]))}]".replace(", ]", "]")
+
+
+def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
+    """Return one client's inputs as a tensor of an allowed kind; refuse NaN and infinities by the client's name.
+
+    A flat array ``[n]`` is n samples of one feature.
+    """
+    inputs = _as_tensor(name, "inputs", values)
+    if inputs.dtype in (torch.int8, torch.int16, torch.int32):
+        inputs = inputs.long()
+    elif inputs.dtype in (torch.float16, torch.bfloat16):
+        inputs = inputs.float()
+    elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
+        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {_INPUT_KINDS}.")
+    if finite:
+        _check_finite(name, "inputs", inputs)
+    return inputs[:, None] if inputs.ndim == 1 else inputs
+
+
+def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tuple[Tensor, Tensor]:
+    """Return one client's inputs and targets as tensors of allowed kinds, as many of each."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise UserError(f"Client {name!r} is a {type(pair).__name__}; allowed: a pair (inputs, targets).")
+    inputs, targets = check_inputs(name, pair[0], finite=finite), _as_tensor(name, "targets", pair[1])
+    if targets.is_complex():
+        raise UserError(f"Client {name!r} has targets of type {targets.dtype}; allowed: integers or floats.")
+    if targets.dtype in (torch.float16, torch.bfloat16):
+        targets = targets.float()
+    elif not targets.is_floating_point():
+        whole = targets.long()
+        if targets.dtype == torch.uint64 and bool((whole < 0).any()):
+            raise UserError(f"Client {name!r} has integer targets above {2**63 - 1}, the largest allowed.")
+        targets = whole
+    if targets.ndim > 2:
+        raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
+    if len(inputs) != len(targets):
+        raise UserError(
+            f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each."
+        )
+    if finite:
+        _check_finite(name, "targets", targets)
+    return inputs, targets
+
+
+def _as_tensor(name: str, what: str, values: Any) -> Tensor:
+    try:
+        tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(_writable(values))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"Client {name!r} has {what} that are no array of numbers ({error}).") from None
+    if tensor.ndim == 0:
+        raise UserError(f"Client {name!r} has a single number as {what}; allowed: an array of shape [n, ...].")
+    return tensor
+
+
+def _writable(values: Any) -> NDArray[Any]:
+    """Torch wants arrays that may be written; a read-only one is copied."""
+    array = np.asarray(values)
+    return np.require(array, requirements=["C", "W"] if array.ndim else ["W"])
+
+
+def first_not_finite(values: Tensor) -> int | None:
+    """Return the first row that has a NaN or an infinity, if there is one."""
+    if not values.is_floating_point() or bool(torch.isfinite(values).all()):
+        return None
+    return int((~torch.isfinite(values.reshape(len(values), -1))).any(1).nonzero()[0])
+
+
+def not_finite(name: str, what: str, row: int) -> UserError:
+    """Return the error for a NaN or an infinity in a client's ``row``."""
+    return UserError(
+        f"Client {str(name)!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
+    )
+
+
+def _check_finite(name: str, what: str, values: Tensor) -> None:
+    if (row := first_not_finite(values)) is not None:
+        raise not_finite(name, what, row)
+
+
+# Each client's samples, split at random into those to train on, to validate and to test.
+#
+# Shapes: T clients, N samples of all clients together, P of the pool.
+
+
+def check_shares(validation: float, test: float) -> None:
+    """Refuse shares that leave nothing to train on."""
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        raise UserError(
+            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
+        )
+
+
+def cut(order: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut a client's shuffled rows into train, validation and test, leaving at least one row to train on."""
+    count = len(order)
+    num_test = min(round(test * count), max(count - 1, 0))
+    num_validation = min(round(validation * count), max(count - 1 - num_test, 0))
+    num_train = count - num_validation - num_test
+    train, valid, tested = order.split([num_train, num_validation, num_test])
+    return train, valid, tested
+
+
+def split_rows(
+    names: Sequence[str], rows: Tensor, offsets: Tensor, ids: Tensor, validation: float, test: float, seed: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Split every client's rows at random by the ids of its samples.
+
+    Args:
+        names: of the T clients.
+        rows: ``[N]`` int64, rows of the pool, one client after the other.
+        offsets: ``[T + 1]`` int64 of each client's rows.
+        ids: ``[P]`` int64.
+        validation: share of each client's samples.
+        test: likewise. At least one sample always stays for training.
+        seed: decides the split, together with the names and the ids.
+
+    Returns:
+        for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets
+    """
+    check_shares(validation, test)
+    sizes = offsets.diff()
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    words = derive(client_keys(names), SPLIT, seed)[owner]
+    # Whatever the pool's order, a client's samples stand in that of these words.
+    rows = rows[torch.from_numpy(np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy())))]
+    rank = torch.arange(len(rows)) - offsets[:-1][owner]
+    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
+    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
+    first_validation = (sizes - num_validation - num_test)[owner]
+    first_test = (sizes - num_test)[owner]
+    chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
+    counts = (sizes - num_validation - num_test, num_validation, num_test)
+    return [(rows[mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
+
+
+def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
+    """Keep a ``share`` of each client's samples, drawn at random by ``seed`` and the clients' ``keys`` ``[T]``.
+
+    A smaller share is a part of a larger one. Counts are rounded, so a client may keep none.
+    """
+    sizes, offsets = samples.sizes, samples.offsets
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    position = torch.arange(len(owner)) - offsets[:-1][owner]
+    words = derive(derive(keys, SPLIT, seed)[owner], position)
+    order = torch.from_numpy(np.lexsort((words.numpy(), owner.numpy())))
+    counts = (share * sizes.double()).round().long()
+    kept = order[position < counts[owner]].sort().values.to(samples.pool.device)
+    rows = kept if samples.rows is None else samples.rows.index_select(0, kept)
+    return Samples(samples.pool, offsets_of(counts), rows)

@@ -1,0 +1,496 @@
+"""Tables of named columns: read, checked, and encoded as inputs and targets."""
+
+from __future__ import annotations
+
+import csv
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.core.errors import UserError
+
+# Columns as they were read, before anything is made of them: what is wrong is said by column and row.
+#
+# Shapes: n rows.
+
+BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"
+"""What a column may hold."""
+
+_WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
+_BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
+LARGEST = float(np.finfo(np.float32).max)
+"""of single precision"""
+_NAMED = 5
+_NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One column.
+
+    Attributes:
+        values: ``[n]`` booleans, integers, floats or texts (objects); a target may be floats ``[n, D]``.
+        blank: ``[n]`` booleans, where nothing stands.
+        written: whether these are the texts of a file without types, so that the content says what they are.
+
+    """
+
+    values: NDArray[Any]
+    blank: NDArray[np.bool_]
+    written: bool = False
+
+    @cached_property
+    def missing(self) -> NDArray[np.bool_]:
+        """``[n]``, where no value stands.
+
+        Words for that (NA, None, ?, ...) count where all others are numbers, or true and false; a column of text has
+        them as categories.
+        """
+        if not self.written:
+            return self.blank
+        words = np.array([is_nothing(text) for text in self.values], dtype=bool)
+        rest = ~(self.blank | words)
+        return self.blank | words if not rest.any() or self._kind_of(rest) != TEXT else self.blank
+
+    @cached_property
+    def kind(self) -> str:
+        """What the column holds: a number anywhere that is none makes it text."""
+        if self.values.dtype != object:
+            return {"b": BOOLEAN, "f": NUMBER}.get(self.values.dtype.kind, WHOLE)
+        return self._kind_of(~self.missing) if self.written and not self.missing.all() else TEXT
+
+    def _kind_of(self, rows: NDArray[np.bool_]) -> str:
+        """Return what the texts of some rows are."""
+        texts = self.values[rows]
+        if all(text.strip().lower() in ("true", "false") for text in texts):
+            return BOOLEAN
+        if np.isnan(self.parsed[rows]).any():
+            return TEXT
+        return WHOLE if all(map(_WHOLE.fullmatch, texts)) else NUMBER
+
+    @cached_property
+    def parsed(self) -> NDArray[np.float64]:
+        """``[n]``, NaN for what is no number."""
+        if self.values.dtype != object:
+            return self.values.astype(np.float64)
+        return np.array([_parse(text) for text in self.values], dtype=np.float64)
+
+    def texts(self, kind: str) -> list[str]:
+        """Return the values as text, one text a value however it was written: 1.0 and "+1" are the number 1."""
+        if kind != TEXT and self.values.dtype == object:
+            if kind == BOOLEAN:
+                return [text.strip().lower() for text in self.values]
+            whole = (_WHOLE.fullmatch(text) for text in self.values)
+            return [
+                str(int(text)) if exact else written(number)
+                for text, exact, number in zip(self.values, whole, self.parsed.tolist(), strict=True)
+            ]
+        return [written(value) for value in self.values.tolist()]
+
+
+class Piece(NamedTuple):
+    """Where some rows stand that follow each other."""
+
+    source: str
+    rows: int
+    lines: Sequence[int] | None = None
+    """the line of each in a file of lines"""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Samples as read: named columns, or an array of inputs beside the columns of targets and clients.
+
+    Attributes:
+        columns: by name, in the file's order.
+        target: name of the column of targets, whether it is there or not.
+        client: name of the column of client names; likewise.
+        pieces: where the rows come from.
+        array: ``[n, ...]`` inputs that have no columns.
+
+    """
+
+    columns: Mapping[str, Column]
+    target: str
+    client: str
+    pieces: tuple[Piece, ...]
+    array: NDArray[np.generic] | None = None
+
+    def __len__(self) -> int:
+        return sum(piece.rows for piece in self.pieces)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the columns that are neither targets nor clients."""
+        return tuple(name for name in self.columns if name not in (self.target, self.client))
+
+    def without(self, names: Sequence[str]) -> Table:
+        """Leave columns out; those that are not there are not missed."""
+        return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
+
+    def as_text(self, names: Sequence[str]) -> Table:
+        """Take columns for text, whatever stands in them."""
+        texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
+        return replace(self, columns={**self.columns, **texts})
+
+    def owned_by(self, client: str) -> Table:
+        """Give all rows to one client."""
+        owner = Column(np.array([client] * len(self), dtype=object), np.zeros(len(self), dtype=bool))
+        return replace(self, columns={**self.columns, self.client: owner})
+
+    def place(self, row: int) -> str:
+        """Say where a row stands: its file and line, or its position counted from 0."""
+        for piece in self.pieces:
+            if row < piece.rows:
+                return f"{piece.source}, line {piece.lines[row]}" if piece.lines else f"{piece.source}, row {row}"
+            row -= piece.rows
+        raise IndexError(row)
+
+    def complete(self, names: Sequence[str]) -> Table:
+        """Refuse missing values in the columns called ``names``: all such columns are named, with their numbers."""
+        counts = {name: int(self.columns[name].missing.sum()) for name in names}
+        found = [
+            f"{count} in column {name!r} (first: {self.place(int(self.columns[name].missing.argmax()))})"
+            for name, count in counts.items()
+            if count
+        ]
+        if found:
+            more = f" and {len(found) - _NAMED} columns more" if len(found) > _NAMED else ""
+            raise UserError(
+                f"Missing values: {', '.join(found[:_NAMED])}{more}. Fill them in, or leave those rows or columns out."
+            )
+        return self
+
+    def owners(self) -> NDArray[np.str_] | None:
+        """Return the client of each row, ``[n]``; None without such a column."""
+        if self.client not in self.columns:
+            return None
+        column = self.complete([self.client]).columns[self.client]
+        return np.array(column.texts(TEXT), dtype=str)
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        """Return a column of numbers, ``[n]``; refuse text and what is not finite in single precision."""
+        column = self.complete([name]).columns[name]
+        if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
+            row = int(np.isnan(column.parsed).argmax()) if column.written else 0
+            raise self.refusal(name, row, "is no number")
+        numbers = column.parsed
+        large = ~(np.abs(numbers) <= LARGEST)
+        if large.any():
+            raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
+        return numbers
+
+    def booleans(self, name: str) -> NDArray[np.float64]:
+        """Return a column of true and false (or 1 and 0) as 1 and 0, ``[n]``."""
+        column = self.complete([name]).columns[name]
+        values = [_BOOLEANS.get(text.strip().lower()) for text in column.texts(TEXT)]
+        if None in values:
+            raise self.refusal(name, values.index(None), "is neither true nor false")
+        return np.array(values, dtype=np.float64)
+
+    def stacked(self) -> NDArray[np.generic]:
+        """Return the inputs as they are: the array, or all features as numbers in the file's order, ``[n, d]``."""
+        if self.array is not None:
+            return self.array
+        return np.stack([self.numbers(name) for name in self.features], axis=1).astype(np.float32)
+
+    def refusal(self, name: str, row: int, why: str) -> UserError:
+        """Return the error for one value."""
+        value = self.columns[name].values[row]
+        shown = value if isinstance(value, str) else np.asarray(value).tolist()
+        return UserError(f"{self.place(row)}, column {name!r}: {shown!r} {why}.")
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """Lay tables of the same columns under each other, in the first one's order of columns."""
+    first = tables[0]
+    for table in tables[1:]:
+        for name in sorted(set(first.columns) ^ set(table.columns)):
+            having, lacking = (first, table) if name in first.columns else (table, first)
+            raise UserError(
+                f"{having.pieces[0].source} has the column {name!r} and {lacking.pieces[0].source} has not; "
+                "all files of a folder must have the same columns."
+            )
+    columns = {name: _joined([table.columns[name] for table in tables]) for name in first.columns}
+    arrays = [table.array for table in tables if table.array is not None]
+    kinds = {(array.shape[1:], array.dtype) for array in arrays}
+    if len(kinds) > 1:
+        raise UserError(f"The arrays of inputs differ in shape or type: {', '.join(sorted(map(str, kinds)))}.")
+    pieces = tuple(piece for table in tables for piece in table.pieces)
+    return Table(columns, first.target, first.client, pieces, np.concatenate(arrays) if arrays else None)
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    """Join the parts of one column; where some are text, all are."""
+    values = [column.values for column in columns]
+    if len({array.dtype == object for array in values}) > 1:
+        values = [np.array(column.texts(TEXT), dtype=object) for column in columns]
+    blank = np.concatenate([column.blank for column in columns])
+    return Column(np.concatenate(values), blank, all(column.written for column in columns))
+
+
+def _parse(text: str) -> float:
+    try:
+        return float(text.replace("_", " "))  # Python would read 1_0 as ten
+    except ValueError:
+        return float("nan")
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether this is a word for a value that is missing."""
+    return isinstance(value, str) and value.strip().lower() in _NOTHING
+
+
+def written(value: Any) -> str:
+    """Write a value in one way: whole numbers without a point, booleans in small letters."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return str(value)
+
+
+# Files, folders and data frames -> tables.
+#
+# - CSV with a header; Parquet: a column of targets, a column of client names, every other column a feature.
+# - npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
+# - A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
+# - A pandas data frame, or what turns into one.
+#
+# Missing values are refused by column and line once it is known which columns are used. In CSV these are empty fields
+# and, where all other fields of a column are numbers (or true and false), NA, N/A, NaN, None, null, ? and -, in
+# capitals or not; in a column of text they are categories.
+
+# What numpy and zipfile raise for an archive that is damaged.
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
+    RuntimeError,  # zipfile's, for a password or a compression that it does not know
+)
+
+_INT64 = np.iinfo(np.int64)
+
+
+def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
+    """Read a file of samples, whose ending says how, or a folder of such files."""
+    if path.is_dir():
+        return _read_folder(path, target, client)
+    if path.suffix.lower() not in READERS:
+        raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(READERS)}, or a folder of such files.")
+    if not path.is_file():
+        raise UserError(f"There is no file {path}.")
+    return READERS[path.suffix.lower()](path, target, client)
+
+
+def _read_folder(folder: Path, target: str, client: str) -> Table:
+    # Names that start so are bookkeeping of whatever wrote the folder.
+    paths = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
+    endings = sorted({path.suffix.lower() for path in paths})
+    if len(endings) != 1 or endings[0] not in READERS:
+        raise UserError(
+            f"The folder {folder} holds {', '.join(map(repr, endings)) or 'no'} files; "
+            f"allowed: files of one kind, {', '.join(READERS)}."
+        )
+    tables = [read_table(path, target, client) for path in paths]
+    if not any(client in table.columns for table in tables):
+        stems = np.repeat(np.array([path.stem for path in paths], dtype=object), [len(table) for table in tables])
+        whole = joined(tables)
+        owner = Column(stems, np.zeros(len(stems), dtype=bool))
+        return Table({**whole.columns, client: owner}, target, client, whole.pieces, whole.array)
+    return joined(tables)
+
+
+def _read_npz(path: Path, target: str, client: str) -> Table:
+    names = ("x", target, client)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            found = {name: np.asarray(archive[name]) for name in names if name in archive}
+            present = ", ".join(archive.files)
+    except _DAMAGED as error:
+        raise UserError(
+            f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."
+        ) from None
+    if "x" not in found:
+        raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")
+    for name, array in found.items():
+        if array.ndim == 0:
+            raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry a sample.")
+    inputs = found.pop("x")
+    for name, what in ((target, "targets"), (client, "clients")):
+        if name in found and len(found[name]) != len(inputs):
+            raise UserError(f"{path} has {len(inputs)} inputs but {len(found[name])} {what}; allowed: as many of each.")
+    if client in found and found[client].ndim > 1:
+        raise UserError(f"{path}: there must be one client name a row: got shape {found[client].shape}.")
+    columns = {name: _array_column(path, name, array, text=name == client) for name, array in found.items()}
+    return Table(columns, target, client, (Piece(str(path), len(inputs)),), inputs)
+
+
+def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> Column:
+    if array.dtype.kind not in "biufUS":
+        raise UserError(f"{path}: the array {name!r} is of type {array.dtype}; allowed: numbers, booleans or text.")
+    if array.dtype.kind in "US":
+        texts = array.astype(str).astype(object)
+        return Column(texts, np.array([text == "" for text in texts], dtype=bool))
+    if array.dtype == np.uint64:
+        if text:
+            return Column(array.astype(str).astype(object), np.zeros(len(array), dtype=bool))
+        array = _whole(str(path), name, array.reshape(-1).tolist()).reshape(array.shape)
+    blank = array != array  # NaN alone differs from itself
+    return Column(array, blank.any(tuple(range(1, array.ndim))))
+
+
+def _read_csv(path: Path, target: str, client: str) -> Table:
+    try:
+        # utf-8-sig: spreadsheets put a mark before the first column's name.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            rows = [(reader.line_num, row) for row in reader if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} can't be read as CSV: {error}.") from None
+    if len(rows) < 2:
+        raise UserError(f"{path} has {len(rows)} lines; allowed: a header and at least one row.")
+    header = rows[0][1]
+    for line, row in rows[1:]:
+        if len(row) != len(header):
+            raise UserError(f"{path}, line {line}: {len(row)} fields; allowed: {len(header)}, as in the header.")
+    columns = {}
+    for name, texts in zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True):
+        # A client may well be called Null, or a blank.
+        empty = [(text if name == client else text.strip()) == "" for text in texts]
+        columns[name] = Column(np.array(texts, dtype=object), np.array(empty), written=name != client)
+    return _checked(str(path), header, columns, target, client, [line for line, _ in rows[1:]])
+
+
+def _read_parquet(path: Path, target: str, client: str) -> Table:
+    needed(path, "pyarrow", "pandas")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        # One file as it is: folders named like key=value do not become columns.
+        frame = ParquetFile(path).read().to_pandas()
+    except (OSError, ArrowException) as error:
+        raise UserError(f"{path} can't be read as Parquet: {error}.") from None
+    return read_frame(frame, target, client, str(path))
+
+
+def read_frame(frame: Any, target: str = "y", client: str = "client", source: str = "the data frame") -> Table:
+    """Read a pandas data frame, or what turns into one (polars, arrow)."""
+    if hasattr(frame, "to_pandas"):
+        frame = frame.to_pandas()
+    if not is_frame(frame):
+        raise UserError(f"The data are a {type(frame).__name__}; allowed: a pandas data frame.")
+    names = [str(name) for name in frame.columns]
+    series = (frame.iloc[:, position] for position in range(len(names)))
+    columns = {
+        name: frame_column(source, name, entry, text=name == client) for name, entry in zip(names, series, strict=True)
+    }
+    if len(frame) == 0:
+        raise UserError(f"{source} has no rows; allowed: at least one.")
+    return _checked(source, names, columns, target, client, None)
+
+
+def is_frame(values: Any) -> bool:
+    """Whether these are named columns, and not an array."""
+    return hasattr(values, "to_pandas") or (hasattr(values, "iloc") and hasattr(values, "columns"))
+
+
+def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> Column:
+    """Read one column of a data frame, a pandas series; ``text``: numbers are names, however large."""
+    import pandas
+
+    types, missing = pandas.api.types, series.isna().to_numpy(dtype=bool)
+    text = text or isinstance(series.dtype, pandas.CategoricalDtype)
+    for holds, dtype, blank in (
+        (types.is_bool_dtype, bool, False),
+        (types.is_integer_dtype, np.int64, 0),
+        (types.is_float_dtype, np.float64, np.nan),
+    ):
+        if holds(series.dtype) and not text:
+            if str(series.dtype).lower() == "uint64":  # the one type that int64 does not hold
+                _whole(source, name, series.fillna(0).tolist())
+            return Column(series.to_numpy(dtype=dtype, na_value=blank), missing)
+    values = [None if gone else value for value, gone in zip(series.tolist(), missing, strict=True)]
+    present = [value for value in values if value is not None]
+    strange = next((value for value in present if isinstance(value, list | dict | set | bytes | np.ndarray)), None)
+    if strange is not None:
+        raise UserError(
+            f"{source}, column {name!r} holds a {type(strange).__name__}; allowed: numbers, true or false, text."
+        )
+    # In a column of Python objects the values say what they are.
+    told = [value for value in present if not is_nothing(value)]
+    for kinds in ((bool,), (int,), (int, float, Decimal)):
+        if told and not text and all(_is(value, kinds) for value in told):
+            gone = np.array([value is None or is_nothing(value) for value in values])
+            numbers = [0 if none else value for none, value in zip(gone, values, strict=True)]
+            return Column(_numbers(source, name, numbers, kinds), gone)
+    return Column(np.array(["" if value is None else written(value) for value in values], dtype=object), missing)
+
+
+def _numbers(source: str, name: str, values: list[Any], kinds: tuple[type, ...]) -> NDArray[Any]:
+    """Turn Python's numbers, of any size, into an array ``[n]``."""
+    if kinds == (int,):
+        return _whole(source, name, values)
+    if kinds == (bool,):
+        return np.array(values, dtype=bool)
+    numbers = np.zeros(len(values))
+    for row, value in enumerate(values):
+        try:
+            numbers[row] = value
+        except OverflowError:
+            raise UserError(f"{source}, row {row}, column {name!r}: {value} does not fit in a float.") from None
+    return numbers
+
+
+def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
+    """Return whole numbers as int64, ``[n]``; refuse those that it does not hold."""
+    for row, value in enumerate(values):
+        if not _INT64.min <= value <= _INT64.max:
+            raise UserError(
+                f"{source}, row {row}, column {name!r}: {value} does not fit in 64 bits with a sign; "
+                "allowed: smaller whole numbers, floats, or text."
+            )
+    return np.array(values, dtype=np.int64)
+
+
+def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _checked(
+    source: str, header: list[str], columns: dict[str, Column], target: str, client: str, lines: list[int] | None
+) -> Table:
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise UserError(f"{source} has the column {twice!r} more than once; names must differ.")
+    rows = len(next(iter(columns.values())).missing) if columns else 0
+    table = Table(columns, target, client, (Piece(source, rows, lines),))
+    if not table.features:
+        raise UserError(f"{source} has the columns {', '.join(header)}; at least one feature is needed besides.")
+    return table
+
+
+def needed(what: object, *packages: str, extra: str = "tables") -> None:
+    """Refuse what needs packages that are not installed."""
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError:
+            raise UserError(
+                f"{what} needs the package {package}, which is not installed: pip install 'fedem[{extra}]'."
+            ) from None
+
+
+READERS: dict[str, Callable[[Path, str, str], Table]] = {
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".npz": _read_npz,
+}

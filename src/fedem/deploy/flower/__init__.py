@@ -1,0 +1,1 @@
+"""Behind a Flower server: its strategy, the clients' app, project folders, trials on this machine."""

@@ -1,0 +1,141 @@
+"""The client's side behind a Flower server: answers to messages, between which all it learns is in one file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedem.core.errors import UserError
+from fedem.core.tree import Tree
+from fedem.deploy.flower.messages import Ask, read_ask, write_answer, write_scores
+from fedem.deploy.node import Kept, Node, place, read_clients
+from fedem.deploy.plan import NodeConfig, Plan, RunConfig
+
+log = logging.getLogger("flwr")  # whose lines end up where the rest of a run's do
+_REFUSED = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """A node and the file that it keeps."""
+
+    node: Node
+    path: Path
+
+    def train(self, ask: Ask) -> RecordDict:
+        """Run a round from what was kept, keep what comes of it, then answer."""
+        start = self._start(self._kept(ask), ask)
+        upload, personal = self.node.train(ask.shared, start, ask.round, ask.learning_rate)
+        self._keep(ask, ask.round + 1, personal, before=start)
+        return write_answer(self.node.plan, self.node.name, self.node.num_samples, upload)
+
+    def _start(self, kept: Kept | None, ask: Ask) -> Tree:
+        if kept is None:
+            return self.node.first_personal(ask.shared)
+        if kept.round <= ask.round:
+            return kept.personal
+        # The server repeats a round: it never got the answer, or lost it.
+        if kept.round == ask.round + 1 and kept.before is not None:
+            return kept.before
+        raise UserError(
+            f"{self.path} is of round {kept.round}, but the server begins round {ask.round + 1}; allowed: a run config "
+            "whose experiment has another name, or to remove that file."
+        )
+
+    def evaluate(self, ask: Ask) -> RecordDict:
+        """Score the predictor; weights that were never trained are fitted at once, and not kept."""
+        kept = self._kept(ask)
+        personal = self.node.fit(ask.shared) if kept is None else kept.personal
+        parts = self.node.assess(ask.shared, personal)
+        return write_scores(self.node.plan, self.node.name, self.node.num_samples, parts)
+
+    def keep(self, ask: Ask) -> RecordDict:
+        """Keep what the predictor is made of, so that it can be used without a server."""
+        kept = self._kept(ask)
+        if kept is None:
+            personal = self.node.fit(ask.shared)
+        else:
+            # Asked once more, it starts from what it had before it was asked.
+            personal = kept.personal if kept.shared is None or kept.before is None else kept.before
+        shared, settled = self.node.settle(ask.shared, personal)
+        self._keep(ask, ask.round, settled, shared, before=personal)
+        return write_scores(self.node.plan, self.node.name, self.node.num_samples, {})
+
+    def _keep(self, ask: Ask, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
+        Kept(self.node.plan, done, personal, shared, before, ask.run, self.node.name).save(self.path)
+
+    def _kept(self, ask: Ask) -> Kept | None:
+        """Read what was kept, if there is something; refuse what belongs to another plan, or another run."""
+        if not self.path.exists():
+            return None
+        kept = Kept.load(self.path)
+        if kept.plan.fingerprint != self.node.plan.fingerprint:
+            raise UserError(
+                f"{self.path} was kept under plan {kept.plan.fingerprint}, but the present one is "
+                f"{self.node.plan.fingerprint}; allowed: a run config whose experiment has another name."
+            )
+        if kept.run != ask.run:
+            raise UserError(
+                f"{self.path} was kept in another run of experiment {ask.experiment!r}, and stays as it is; allowed: "
+                "a run config whose experiment has another name, or to move that file away."
+            )
+        return kept
+
+
+def make_client_app(folder: Path) -> ClientApp:
+    """Return the app of a client under the plan in ``folder``."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _answer(folder, message, context, Client.train)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        return _answer(folder, message, context, Client.evaluate)
+
+    @app.query("keep")
+    def keep(message: Message, context: Context) -> Message:
+        return _answer(folder, message, context, Client.keep)
+
+    return app
+
+
+def _answer(folder: Path, message: Message, context: Context, act: Callable[[Client, Ask], RecordDict]) -> Message:
+    """Answer a message, or say why not. What is wrong with data stays here: the server hears only where to look."""
+    try:
+        own, run = NodeConfig.read(context.node_config), RunConfig.read(context.run_config)
+        data, state = own.places(run)
+        plan = Plan.load(folder).on_node(own.device)
+        ask = read_ask(message, plan)
+    except UserError as error:
+        return _refusal(message, error, str(error))
+    try:
+        node = _open(plan, data, own)
+        return Message(act(Client(node, place(state, ask.experiment, node.name)), ask), reply_to=message)
+    except Exception as error:  # Flower would tell the server what any of them says
+        if not isinstance(error, UserError):
+            log.exception("The message can't be answered.")
+        return _refusal(message, error, "its own log says why; see 'data' and 'state' of its node config.")
+
+
+def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
+    """Open the node's data; in a simulation the number of its partition says whose they are."""
+    if own.client or own.partition_id < 0:
+        return Node.open(plan, data, own.client or None)
+    federation = read_clients(plan, data)
+    if own.partition_id >= federation.num_clients:
+        raise UserError(
+            f"The partition-id is {own.partition_id}; allowed: below {federation.num_clients}, the clients."
+        )
+    return Node(plan, federation.names[own.partition_id], federation).check()
+
+
+def _refusal(message: Message, error: Exception, told: str) -> Message:
+    log.error("%s", error)
+    return Message(Error(_REFUSED, told), reply_to=message)

@@ -1,0 +1,438 @@
+"""A deployment tried on one machine: the same app, programs, certificates and keys as between real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import numpy as np
+import torch
+
+from fedem.core.errors import UserError
+from fedem.data.synthetic import Synthetic
+from fedem.deploy.flower.project import Certificates, make_certificates, make_node_key, write_app
+from fedem.deploy.plan import Plan
+from fedem.runs.config import Config, Layer, RunSettings
+from fedem.runs.evaluate import Record
+from fedem.runs.folder import RunFolder
+
+EXPERIMENT = "trial"
+FEWEST, MOST = 2, 50
+"""Nodes of a trial: a process or two each, and a federation is of several."""
+SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}
+"""What a trial has unless other settings are asked for: every message to a node takes seconds."""
+DIMENSION = 20
+"""Features of the clients that are drawn."""
+_APP_STARTING, _BETWEEN = 120.0, 30.0
+"""Seconds that a run may take to start, and the server between the answers to one message and the next."""
+
+Listener = Callable[[Record], None]
+
+
+class Client(NamedTuple):
+    """A node's client: its name, and where its samples are."""
+
+    name: str
+    data: Path
+
+
+def check_nodes(nodes: int) -> int:
+    """Refuse a number of nodes that no trial has."""
+    if not FEWEST <= nodes <= MOST:
+        raise UserError(f"A trial of {nodes} nodes is asked for; allowed: {FEWEST} to {MOST}.")
+    return nodes
+
+
+def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
+    """Draw a small synthetic mixture, a file for each client, by which it is named."""
+    source = Synthetic(
+        num_clients=nodes, dimension=DIMENSION, size_mean=6.0, size_sigma=0.5, num_validation=0, num_test=0
+    )
+    federation = source.make(seed).federation
+    folder.mkdir(parents=True, exist_ok=True)
+    clients = []
+    for number in range(nodes):
+        samples = federation.take(torch.tensor([number])).train
+        client = Client(f"client-{number}", folder / f"client-{number}.npz")
+        np.savez(client.data, x=samples.inputs.numpy(), y=samples.targets.numpy())
+        clients.append(client)
+    return clients
+
+
+def choose_clients(names: Sequence[str], path: Path, nodes: int) -> list[Client]:
+    """Return the first clients of a file, one for each node."""
+    if len(names) < nodes:
+        raise UserError(f"{path} has {len(names)} clients; allowed for a trial of {nodes} nodes: at least as many.")
+    return [Client(name, path) for name in names[:nodes]]
+
+
+def run_trial(
+    folder: Path, config: Config, clients: Sequence[Client], *, timeout: float = 120.0, listener: Listener | None = None
+) -> RunFolder:
+    """Carry out a deployed run on this machine; every process that it started has ended when it returns or raises.
+
+    Args:
+        folder: where everything goes: the app, certificates and keys, logs, what the clients keep, and the run.
+        config: the run; its data are sample data, from which the plan is made.
+        clients: one a node.
+        timeout: seconds that a round waits for its slowest node.
+        listener: called with each round's record.
+
+    """
+    folder = folder.absolute()
+    write_app(folder / "app", Plan.make(config, config.make_data()))
+    place = RunFolder(folder / "runs" / EXPERIMENT)
+    with ended_as_interrupted(), Loopback(folder) as network:
+        nodes = start_nodes(network, clients)
+        settings: dict[str, str | int | float | bool] = {
+            "experiment": EXPERIMENT,
+            "folder": str(place.path.parent),
+            "min-clients": len(clients),
+            "timeout": timeout,
+        }
+        limit = _longest(config.run, timeout)
+        _follow(network.submit(folder / "app", settings), network, nodes, place, listener, limit)
+    return place
+
+
+def _longest(run: RunSettings, timeout: float) -> float:
+    """Return how many seconds a run takes in which every message waits as long as it may."""
+    scored = sum(run.is_scored(done + 1) for done in range(run.rounds))
+    messages = run.rounds + scored + 1  # to train, to score, and to keep what has come out
+    return _APP_STARTING + messages * (timeout + _BETWEEN)
+
+
+def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
+    """Start a SuperNode a client, each with a key of its own; returns when the SuperLink has let all in."""
+    keys = [network.register(f"node-{number}") for number in range(len(clients))]
+    nodes = [
+        network.start_node(
+            key.name,
+            {
+                "data": str(client.data.absolute()),
+                "client": client.name,
+                "state": str(network.folder / "state" / key.name),
+            },
+            key,
+            wait=False,
+        )
+        for client, key in zip(clients, keys, strict=True)
+    ]
+    for node in nodes:
+        node.wait_until_in()
+    return nodes
+
+
+def _follow(
+    run: Program,
+    network: Loopback,
+    nodes: Sequence[Program],
+    place: RunFolder,
+    listener: Listener | None,
+    limit: float,
+) -> None:
+    """Tell the listener of each round until the run is over; an error with logs when it did not come to its end.
+
+    After ``limit`` seconds it hangs, and that is an error too.
+    """
+    told, over, deadline = 0, False, time.monotonic() + limit
+    while not over:
+        over = run.process.poll() is not None
+        news = place.metrics()[told:]
+        told += len(news)
+        if listener is not None:
+            for record in news:
+                listener(record)
+        for program in (network.superlink, network.executor, *nodes):
+            if program.process.poll() is not None:
+                raise program.failure(f"ended with code {program.process.returncode} amid the run")
+        if not over and time.monotonic() > deadline:
+            raise run.failure(f"has not ended within {limit:.0f} s, and {told} rounds are done")
+        time.sleep(0.2)
+    said = [f"{node.name}: {line}" for node in nodes for line in node.said().splitlines() if "ERROR" in line]
+    if place.summary() is None:
+        raise UserError("\n".join([str(run.failure("did not come to its end")), *said]))
+    # In a deployment that is all right; in a trial everybody is there, so something is wrong.
+    lacking = [record["round"] for record in place.metrics() if record["clients"] < len(nodes)]
+    if lacking:
+        why = [line for line in run.said().splitlines() if "WARNING" in line]
+        raise UserError(
+            "\n".join(
+                [f"Not all of {len(nodes)} nodes answered in rounds {', '.join(map(str, lacking))}:", *why, *said]
+            )
+        )
+
+
+@contextmanager
+def ended_as_interrupted() -> Iterator[None]:
+    """Treat a request to end this process like Ctrl-C, so that what it started is ended first."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# A SuperLink and SuperNodes of Flower on this machine, with TLS and keys as between real ones; all on 127.0.0.1.
+
+HOST = "127.0.0.1"
+CONNECTION = "loopback"
+"""What ``flwr`` calls our SuperLink."""
+
+QUIET_FLOWER = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+"""Nothing is reported, looked up or installed over the network."""
+
+_PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
+_STARTING, _COMMAND, _LEAVING = 60.0, 60.0, 10.0
+"""Seconds that a program has to start, a command to answer, and a program to leave before it is killed."""
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Program:
+    """A process that was started here, in a group of its own, and its log."""
+
+    def __init__(self, name: str, command: list[str], log: Path, environment: Mapping[str, str]):
+        self.name, self.log = name, log
+        self._read_from = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                cwd=log.parent,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        """Return what it has written since it was started."""
+        with self.log.open("rb") as file:
+            file.seek(self._read_from)
+            return _STYLE.sub("", file.read().decode(errors="replace"))
+
+    def wait_for(self, text: str, seconds: float = _STARTING) -> None:
+        """Wait until its log holds ``text``; an error with the log's tail when it ends before, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while text not in self.said():
+            if self.process.poll() is not None and text not in self.said():
+                raise self.failure(f"ended with code {self.process.returncode}")
+            if time.monotonic() > deadline:
+                raise self.failure(f"did not say {text!r} within {seconds:.0f} s")
+            time.sleep(0.1)
+
+    def wait_until_in(self, seconds: float = _STARTING) -> None:
+        """Wait until the SuperLink has let this SuperNode in."""
+        self.wait_for("SuperNode ID:", seconds)
+
+    def finish(self, seconds: float) -> int:
+        """Wait until it ends by itself; returns its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise self.failure(f"has not ended within {seconds:.0f} s") from None
+
+    def failure(self, why: str, lines: int = 15) -> UserError:
+        """Return the error that says what went wrong, with the tail of the log."""
+        tail = "\n".join(self.said().splitlines()[-lines:])
+        return UserError(f"{self.name} {why}. Its log ends:\n{tail}")
+
+    def kill(self) -> None:
+        """End it and what it started in its group at once, as a crash would."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def ask_to_leave(self) -> None:
+        """Ask it, and what it started, to end; :meth:`leave` waits for it."""
+        self._signal(signal.SIGTERM)
+
+    def leave(self) -> None:
+        """End it: asked first, killed when it takes too long."""
+        self.ask_to_leave()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_LEAVING)
+        self.kill()
+
+    def _signal(self, which: signal.Signals) -> None:
+        # The group outlives its leader while the leader's children run; until then its number is not given anew.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, which)
+
+
+class Loopback:
+    """A SuperLink with a database, which is started at once, and SuperNodes that it knows by their keys.
+
+    Everything lies in one folder.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+        self._path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        for name in _PROGRAMS:
+            if shutil.which(name, path=self._path) is None:
+                raise UserError(
+                    f"The program {name} is not installed; it comes with Flower: pip install 'fedem[flower]'."
+                )
+        self.keys, self.logs = self.folder / "keys", self.folder / "logs"
+        for place in (self.folder, self.keys, self.logs, self.folder / "flwr"):
+            place.mkdir(parents=True, exist_ok=True)
+        self.certificates: Certificates = make_certificates(self.folder / "certificates")
+        self.port = free_port()
+        self.environment = {**os.environ, **QUIET_FLOWER, "PATH": self._path, "FLWR_HOME": str(self.folder / "flwr")}
+        # Everybody shares this machine's cores: with a thread a core each, they would wait for one another.
+        self.environment.setdefault("OMP_NUM_THREADS", "1")
+        connection = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
+        text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in connection.items())
+        (self.folder / "flwr" / "config.toml").write_text(
+            f"[superlink]\ndefault = {json.dumps(CONNECTION)}\n\n[superlink.{CONNECTION}]\n{text}\n", encoding="utf-8"
+        )
+        self.programs: list[Program] = []
+        self.superlink = self.start_superlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start_superlink(self) -> Program:
+        """Start the SuperLink, also after it was killed: its database is where it was."""
+        superlink = self._start(
+            "flower-superlink",
+            "--host", HOST, "--port", str(self.port),
+            "--ssl-ca-certfile", str(self.certificates.authority),
+            "--ssl-certfile", str(self.certificates.certificate),
+            "--ssl-keyfile", str(self.certificates.key),
+            "--enable-supernode-auth",
+            "--database", str(self.folder / "superlink.db"),
+            "--isolation", "process",
+        )  # fmt: skip
+        try:
+            superlink.wait_for("Uvicorn running on")
+            # The SuperLink would start it in a session of its own, out of our reach; and what it starts, the server's
+            # app, is not sure to end with it.
+            self.executor = self._start(
+                "flower-superexec",
+                "--root-certificates", str(self.certificates.authority),
+                "--runtime-api-address", f"{HOST}:{self.port}",
+            )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+        self.superlink = superlink
+        return superlink
+
+    def kill_superlink(self) -> None:
+        """End the SuperLink and the server's app at once, as a crash of their machine would."""
+        self.superlink.kill()
+        self.executor.kill()
+
+    def register(self, name: str) -> Path:
+        """Make a key for a node and tell the SuperLink its public half; returns the key."""
+        key = self.keys / name
+        public = make_node_key(key)
+        self.command("supernode", "register", str(public), CONNECTION)
+        return key
+
+    def start_node(
+        self, name: str, settings: Mapping[str, str | int], key: Path | None, *, verify: bool = True, wait: bool = True
+    ) -> Program:
+        """Start a SuperNode, and wait until the SuperLink has let it in.
+
+        Args:
+            name: names its log.
+            settings: its node configuration.
+            key: its private key; None for a node without one.
+            verify: whether it has the authority's certificate, by which it knows the SuperLink.
+            wait: whether to wait.
+
+        """
+        node = self._start(
+            "flower-supernode",
+            "--superlink", f"{HOST}:{self.port}",
+            "--host", HOST, "--port", str(free_port()),
+            "--node-config", " ".join(f"{entry}={json.dumps(value)}" for entry, value in settings.items()),
+            *(["--root-certificates", str(self.certificates.authority)] if verify else []),
+            *(["--auth-supernode-private-key", str(key)] if key else []),
+            log=name,
+        )  # fmt: skip
+        if wait:
+            node.wait_until_in()
+        return node
+
+    def submit(self, app: Path, settings: Mapping[str, str | int | float | bool] | None = None) -> Program:
+        """Hand an app to the SuperLink; the program returned shows the run's log and ends with the run."""
+        chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
+        options = ["--run-config", chosen] if chosen else []
+        run = self._start("flwr", "run", str(app), CONNECTION, "--stream", *options, log="run")
+        run.wait_for("Successfully started run")
+        return run
+
+    def command(self, *words: str) -> str:
+        """Run ``flwr`` with these words to its end; returns what it printed."""
+        said = f"flwr {' '.join(words)}"
+        try:
+            done = subprocess.run(
+                ["flwr", *words],
+                env=self.environment,
+                # Not where the user is: flwr takes a folder there for an app, if it is called like our connection.
+                cwd=self.logs,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{said} has not ended within {_COMMAND:.0f} s.") from None
+        if done.returncode:
+            raise UserError(f"{said} failed:\n{_STYLE.sub('', done.stdout + done.stderr).strip()}")
+        return done.stdout
+
+    def close(self) -> None:
+        """End everything that was started here, by its process group."""
+        # Nodes first, so that they can say goodbye; all are asked before any is waited for.
+        for program in reversed(self.programs):
+            program.ask_to_leave()
+        for program in reversed(self.programs):
+            program.leave()
+        self.programs.clear()
+
+    def _start(self, command: str, *arguments: str, log: str = "") -> Program:
+        path = shutil.which(command, path=self._path)
+        assert path is not None, "looked for when this was made"
+        program = Program(log or command, [path, *arguments], self.logs / f"{log or command}.log", self.environment)
+        self.programs.append(program)
+        return program
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    try:
+        with socket.socket() as listener:
+            listener.bind((HOST, 0))
+            port: int = listener.getsockname()[1]
+            return port
+    except OSError as error:
+        raise UserError(f"No port of {HOST} can be had: {error.strerror}.") from None

@@ -1,0 +1,372 @@
+"""A peer at work: D-FedEM and its kin without a server, each process with one client or several.
+
+A round is the simulator's (:class:`fedem.methods.decentralised.Graph`), seen from one process: its clients train,
+models pass along the links of the round's matrix, and u_t <- sum_s W_ts u_s. What a client has learnt lies in its file
+after every round.
+
+Shapes: T clients that are there, C of a round's cohort.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from fedem.core import VERSION
+from fedem.core.errors import UserError
+from fedem.core.random import COHORT, COMPONENTS, MIXER, choose, client_keys, derive
+from fedem.core.tree import Tree, tree_floats, tree_index, tree_repeat, tree_sorted, tree_stack, tree_to
+from fedem.data.federation import PARTS
+from fedem.deploy.node import Kept, Node, held, place
+from fedem.deploy.peers.meeting import Desk, Meeting, MeetingOverError, attend, read_key
+from fedem.deploy.peers.neighbours import (
+    Group,
+    Neighbourhood,
+    PeersChangedError,
+    Present,
+    pack,
+    refusals,
+    round_to_go_on_with,
+    routes,
+    run_to_go_on_with,
+    unpack,
+)
+from fedem.deploy.plan import Plan
+from fedem.graphs import File, among
+from fedem.methods.decentralised import Graph, scaled
+from fedem.methods.mixer import Round, weighted_means
+from fedem.methods.wrappers.local_layers import LocalLayers
+from fedem.models.images import INSTALLED
+from fedem.runs.config import Config
+from fedem.runs.evaluate import Record
+from fedem.runs.folder import RunFolder
+from fedem.runs.rounds import cohort_size, mixer_seed
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a peer's process is to do. ``tell`` gets notes for its user; it must be a function of a module."""
+
+    plan: Path
+    data: Path
+    clients: tuple[str, ...]
+    """names; none where the data are of one client that has its name there"""
+    state: Path
+    tell: Callable[[str], None]
+
+    def open(self) -> list[Member]:
+        """Read the plan, the samples and what the clients have kept; refuse what can't work."""
+        plan = Plan.load(self.plan)
+        graph_of(plan)
+        if twice := {name for name in self.clients if self.clients.count(name) > 1}:
+            raise UserError(f"Client {min(twice)!r} is named twice; allowed: each once.")
+        return [Member.open(Node.open(plan, self.data, name), self.state) for name in self.clients or (None,)]
+
+
+def join(meeting: Meeting, task: Task) -> bool:
+    """Train with those who meet there until the plan's rounds are done; returns whether any was left to do."""
+    key, members = read_key(task.plan), task.open()
+    if _are_done(members):
+        return False
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(member.held())
+        try:
+            attend(meeting, key, work, task, task.tell)
+        except MeetingOverError:
+            # Somebody may be gone just when the others leave: then the meeting is over, and so is the run.
+            if not _are_done(task.open()):
+                raise
+    return True
+
+
+def _are_done(members: Sequence[Member]) -> bool:
+    return all(member.round == member.node.plan.config.run.rounds for member in members)
+
+
+def work(desk: Desk, task: Task) -> None:
+    """Take part in one meeting, in a process of its own, until the run is over or the peers change."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent answers to the keyboard, and the worker just ends
+    try:
+        members = task.open()
+        with Group(desk.round_timeout) as group:
+            Peer(group, members, desk, task.tell).carry_on()
+    except PeersChangedError:
+        raise SystemExit(1) from None  # the agent meets those who are left, and starts another worker
+    except UserError as error:
+        desk.leave(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        desk.leave(f"The peer's worker failed ({type(error).__name__}: {error}).")
+
+
+class Peer:
+    """One process among those of a meeting."""
+
+    def __init__(self, group: Group, members: Sequence[Member], desk: Desk, tell: Callable[[str], None]):
+        self.group, self.members, self.tell, self.plan = group, members, tell, members[0].node.plan
+        told = group.tell_all(
+            {
+                "version": VERSION,
+                "plan": self.plan.fingerprint,
+                "met": desk.has_met,
+                "new_run": secrets.token_hex(8),
+                "clients": [
+                    (member.node.name, member.node.num_samples, member.round, desk.run or member.run)
+                    for member in members
+                ],
+            }
+        )
+        present = [
+            Present(name, samples, done, facts["version"], facts["plan"], kept, facts["met"], rank)
+            for rank, facts in enumerate(told)
+            for name, samples, done, kept in facts["clients"]
+        ]
+        refused = refusals(present, members[0].path.parent)
+        if group.rank in refused:
+            raise UserError(refused[group.rank])
+        if refused:
+            raise PeersChangedError("somebody must leave")
+        # Where nobody has done a round yet, the run is called what the first process proposes.
+        common_run = run_to_go_on_with(present) or str(told[0]["new_run"])
+        for member in members:
+            member.run = common_run
+        desk.note_met(common_run)
+        run, mixer = self.plan.config.run, self.plan.parts.mixer
+        self.graph = graph_of(self.plan)
+        self.local = mixer.leaves if isinstance(mixer, LocalLayers) else frozenset[str]()
+        self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
+        self.sizes = torch.tensor([client.samples for client in present])
+        self.scales = self.graph.scales(self.sizes)
+        self.mine = {
+            position: member
+            for member in members
+            for position, client in enumerate(present)
+            if client.name == member.node.name
+        }
+        self.done = round_to_go_on_with(present)
+        self.neighbourhood = Neighbourhood.around(self.graph.topology, self.names, mixer_seed(run.seed))
+        share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
+        self.cohort_size = cohort_size(share, len(present))
+        tell(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
+        if self.done and (new := [client.name for client in present if not client.round]):
+            tell(f"warning: Clients that have done none of these: {len(new)} of {len(present)}, such as {new[0]!r}.")
+        if self.neighbourhood.remark:
+            tell(f"warning: {self.neighbourhood.remark}")
+
+    def carry_on(self) -> None:
+        """Run the rounds that are left; all leave together, once everybody has kept the last."""
+        run = self.plan.config.run
+        with ExitStack() as stack:
+            logs: list[tuple[Member, IO[str]]] = []
+            for member in self.members:
+                member.log.path.mkdir(parents=True, exist_ok=True)
+                logs.append((member, stack.enter_context(member.log.open_metrics(member.round))))
+            while self.done < run.rounds:
+                line = self._step(self.done)
+                self.done += 1
+                for member in self.members:
+                    member.round = self.done
+                    member.keep()
+                own: Mapping[str, Record] = {}
+                if run.is_scored(self.done):
+                    averages, own = self._assess()
+                    line |= averages
+                    self.tell(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
+                for member, log in logs:
+                    log.write(RunFolder.line(line | own.get(member.node.name, {})))
+                    log.flush()
+        self.group.total(torch.zeros(1))
+
+    def _step(self, round_index: int) -> Record:
+        """Train, exchange and mix; returns what the round cost."""
+        started = time.perf_counter()
+        run, algorithm = self.plan.config.run, self.plan.parts.algorithm
+        clients = choose(self.neighbourhood.keys, self.cohort_size, COHORT, run.seed, round_index)
+        key, rate = int(derive(run.seed, MIXER, round_index)), self.plan.rate(round_index)
+        matrix = among(self.neighbourhood.matrix(round_index, key), clients)
+        members = {row: self.mine[client] for row, client in enumerate(clients.tolist()) if client in self.mine}
+        common: dict[int, Tree] = {}
+        own: dict[int, Tree] = {}
+        for row, member in members.items():
+            position = int(clients[row])
+            scale = 1.0 if self.scales is None else float(self.scales[position])
+            upload, member.personal = member.node.train(member.shared, member.personal, round_index, rate, scale)
+            upload, member.personal = tree_to(upload, _CPU), tree_to(member.personal, _CPU)
+            member.check(upload, rate)
+            own[row] = {name: leaf for name, leaf in upload.items() if name in self.local}
+            common[row] = {name: leaf for name, leaf in upload.items() if name not in self.local}
+            if self.graph.topology.scale == "updates":
+                common[row] = self._stretched(member, common[row], position, rate, key)
+        up, down = self._exchange(common, matrix, clients.tolist())
+        share = int(self.sizes[clients].sum()) / int(self.sizes.sum())
+        for row, member in members.items():
+            heard = matrix[row].nonzero().flatten()
+            trees = tree_stack([common[other] for other in heard.tolist()])
+            mean = tree_index(weighted_means(matrix[row, heard][None], [(torch.arange(len(heard)), trees)]), 0)
+            past = {name: leaf for name, leaf in member.shared.items() if name not in self.local}
+            member.shared = tree_sorted(algorithm.update(past, mean, share) | own[row])
+        return {
+            "round": round_index + 1,
+            "learning_rate": rate,
+            "clients": len(clients),
+            "peers": self.group.size,
+            "seconds": time.perf_counter() - started,
+            "bytes_up": up,
+            "bytes_down": down,
+        }
+
+    def _stretched(self, member: Member, upload: Tree, position: int, rate: float, key: int) -> Tree:
+        """Scale what the client's training came to."""
+        average, here = float(self.sizes.double().mean()), torch.zeros(1, dtype=torch.int64)
+        trained = self.plan.parts.model.trainable
+        this = Round(here, self.sizes[[position]], len(self.sizes), rate, key, average, trained)
+        ((_, stretched),) = scaled(tree_repeat(member.shared, 1), this, [(here, tree_repeat(upload, 1))])
+        return tree_index(stretched, 0)
+
+    def _exchange(self, trees: dict[int, Tree], matrix: Tensor, clients: Sequence[int]) -> tuple[int, int]:
+        """Add what clients of other processes have trained to ``trees``, by row; returns bytes sent and received."""
+        sends, receives = routes(matrix, [self.ranks[client] for client in clients], self.group.rank)
+        outgoing = {rank: torch.cat([pack(trees[row]) for row in rows]) for rank, rows in sends.items()}
+        like = {name: leaf for name, leaf in self.members[0].shared.items() if name not in self.local}
+        size = len(pack(like))
+        incoming = {rank: torch.empty(size * len(rows), dtype=torch.uint8) for rank, rows in receives.items()}
+        self.group.exchange(outgoing, incoming)
+        for rank, rows in receives.items():
+            for row, part in zip(rows, incoming[rank].split(size), strict=True):
+                trees[row] = unpack(part, like)
+                if (leaf := spoilt(trees[row])) is not None:
+                    raise UserError(
+                        f"Client {self.names[clients[row]]!r} sent {leaf!r} with numbers that are not finite, which "
+                        "would spoil whoever averages with it; what was learnt before is kept. Stop that client."
+                    )
+        return sum(map(len, outgoing.values())), sum(map(len, incoming.values()))
+
+    def _assess(self) -> tuple[Record, dict[str, Record]]:
+        """Score the clients here; returns averages over all that are there, by training samples, and each one's own.
+
+        Sums pass between processes, and no list of clients' scores.
+        """
+        metric = self.plan.parts.model.loss.metric
+        sums = torch.zeros(len(PARTS), 3, dtype=torch.float64)
+        own: dict[str, Record] = {}
+        for member in self.members:
+            found, weight = member.node.assess(member.shared, member.personal), member.node.num_samples
+            record = own.setdefault(member.node.name, {})
+            for row, part in enumerate(PARTS):
+                if part in found:
+                    count, loss, value = found[part]
+                    sums[row] += weight * torch.tensor([1, loss / count, value / count], dtype=torch.float64)
+                    record |= {f"own_{part}_loss": loss / count, f"own_{part}_{metric}": value / count}
+        averages: Record = {}
+        for part, (weight, loss, value) in zip(PARTS, self.group.total(sums).tolist(), strict=True):
+            if weight:
+                averages |= {f"{part}_{metric}": value / weight, f"{part}_loss": loss / weight}
+        return averages, own
+
+
+def _in_words(averages: Record) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in averages.items() if "test" in name)
+
+
+# The clients of a peer's process, and what they have learnt.
+
+
+def graph_of(plan: Plan) -> Graph:
+    """Return what peers average over; refuse plans that need a server."""
+    mixer = plan.parts.mixer
+    graph = mixer.base if isinstance(mixer, LocalLayers) else mixer
+    if not isinstance(graph, Graph):
+        raise UserError(
+            f"Method {plan.config.name('method')} needs a server; allowed among peers: dfedem, dsgd, and methods with "
+            "a graph (graph.name)."
+        )
+    if isinstance(graph.topology, File):
+        raise UserError(
+            "graph.name is 'file', a graph of certain clients; allowed among peers, who come and go: others."
+        )
+    return graph
+
+
+def check_start(config: Config) -> None:
+    """Refuse a start from a file that others may not have, or have another one of: each peer draws its own."""
+    weights = config.values("model").get("weights", "")
+    if weights not in ("", INSTALLED):
+        raise UserError(
+            f"model.weights is {weights!r}, a file of this machine, and there is no server to send it to all; allowed "
+            f"among peers: none, or {INSTALLED!r}, which a package brings (efficientnet_lite0)."
+        )
+
+
+@dataclass
+class Member:
+    """A client of this process, and what it has learnt."""
+
+    node: Node
+    path: Path
+    round: int
+    """rounds of the run that it has done"""
+    shared: Tree
+    personal: Tree
+    run: str = ""
+    """which run that was: a word that those who began it agreed on; empty before the first round"""
+
+    @classmethod
+    def open(cls, node: Node, state: Path) -> Member:
+        """Take up what the client has kept under this plan, or start."""
+        plan = node.plan
+        path = place(state, f"peers-{plan.fingerprint[:12]}", node.name)
+        if path.exists():
+            kept = Kept.load(path)
+            if kept.plan.fingerprint != plan.fingerprint or kept.shared is None or not kept.run:
+                raise UserError(f"{path} was not kept by a peer under this plan; allowed: another folder for --state.")
+            return cls(node, path, kept.round, kept.shared, kept.personal, kept.run)
+        seed = plan.config.run.seed
+        draw = derive(seed, COMPONENTS)
+        if graph_of(plan).starts_apart:
+            draw = derive(client_keys([node.name])[0], COMPONENTS, seed)
+        shared = tree_sorted(plan.parts.algorithm.init_shared(int(draw)))
+        return cls(node, path, 0, shared, node.first_personal(shared))
+
+    def keep(self) -> None:
+        """Write what it has learnt."""
+        Kept(self.node.plan, self.round, self.personal, self.shared, run=self.run, client=self.node.name).save(
+            self.path
+        )
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes off its file."""
+        with held(self.path.with_suffix(".lock"), f"What client {self.node.name!r} has learnt"):
+            yield
+
+    @property
+    def log(self) -> RunFolder:
+        """Where its metrics.jsonl is."""
+        return RunFolder(self.path.with_suffix(""))
+
+    def check(self, upload: Tree, rate: float) -> None:
+        """Refuse to pass on what is no longer a number."""
+        if (name := spoilt(upload)) is not None:
+            raise UserError(
+                f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {name!r} is no longer "
+                f"finite at learning rate {rate:g}; a plan with a smaller schedule.learning_rate is needed."
+            )
+
+
+def spoilt(tree: Tree) -> str | None:
+    """Return the name of a leaf with numbers that are not finite, if there is one."""
+    names = (name for name, leaf in tree_floats(tree).items() if not bool(torch.isfinite(leaf).all()))
+    return next(names, None)

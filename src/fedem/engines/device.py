@@ -1,0 +1,81 @@
+"""How much memory there is, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+_MOST_ON_CPU = 2 << 30  # more clients at once gain nothing there: what they work on leaves the caches
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that can still be had on ``device``."""
+    if device.type == "cuda":
+        # What torch holds but does not use counts as free.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # no Linux: what was never touched is a lower bound
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_bytes(device: torch.device) -> dict[str, int]:
+    """Return the most memory that this process has held: of the machine's and, if there is one, of the GPU's."""
+    import resource
+
+    # Linux counts in KiB, macOS in bytes.
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    gpu = {"peak_gpu_bytes": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
+    return {"peak_host_bytes": host} | gpu
+
+
+def budget(device: torch.device) -> int:
+    """Return the bytes that clients who train together may take: a share of what is free."""
+    free = free_bytes(device)
+    return int(0.6 * free) if device.type == "cuda" else min(free // 4, _MOST_ON_CPU)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Say whether torch failed for want of memory, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def release(device: torch.device) -> None:
+    """Let go of what is no longer used; to be called once the error of a shortage, which holds on to it, is gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# How exactly a GPU multiplies.
+
+PRECISIONS = ("tf32", "float32", "bfloat16")
+
+
+@contextmanager
+def products(name: str, device: torch.device) -> Iterator[None]:
+    """Let a GPU take products of float32 numbers in TF32 (10 bits of each factor), or not; then set it back.
+
+    Meanwhile convolutions sum in the same order each time: the same run gives the same bits, at the same speed.
+
+    "bfloat16" goes further, where a model computes (:class:`~fedem.models.base.Model`); its other products are in TF32.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    matrices, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic
+    try:
+        matrices.allow_tf32 = convolutions.allow_tf32 = name != "float32"
+        convolutions.deterministic = True
+        yield
+    finally:
+        matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before

@@ -1,0 +1,306 @@
+"""Several processes at work on one run: each does its share of the clients, and all come to know the outcome.
+
+A process that ends before the others closes its connections, so that they end too, and the first to fail says why.
+
+Shapes: C clients, c of them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from fedem.core.errors import UserError
+from fedem.core.tree import Tree
+from fedem.engines.base import Batching, Cohort, Engine, Finished, Tally
+from fedem.methods.base import Algorithm
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+
+_PATIENCE = timedelta(hours=1)
+"""for each other: the leader may prepare a data set while the others wait"""
+_GRACE = 1.0
+"""seconds for the first that fails to say why, before another ends and torchrun ends all"""
+_FAILURES = "failures"
+
+_meetings = count()
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes of a run, as one of them sees them. Alone, it exchanges nothing."""
+
+    rank: int = 0
+    size: int = 1
+    group: ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that prints, and writes the run's folder."""
+        return self.rank == 0
+
+    def check(self, cohort_size: int, device: torch.device) -> None:
+        """Refuse processes without a client to train, or without a GPU of their own."""
+        if cohort_size < self.size:
+            raise UserError(
+                f"A round has {cohort_size} clients (run.clients_per_round) for {self.size} processes; allowed: "
+                "at most as many processes as clients."
+            )
+        if self.size == 1 or device.type != "cuda":
+            return
+        if device.index is not None:
+            raise UserError(
+                f"run.device is '{device}' for {self.size} processes; allowed: auto or cuda, a GPU for each process, "
+                "or cpu."
+            )
+        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if here > gpus:
+            raise UserError(
+                f"{here} processes were started on a machine with {gpus} GPUs; allowed: at most one for each GPU, or "
+                "run.device cpu."
+            )
+
+    def share(self, sizes: Tensor) -> Tensor:
+        """Return which of the clients with so many samples ``[C]`` are this process's, ``[c]`` in ascending order.
+
+        By size they are dealt out to and fro, so all have as many clients, give or take one, and nearly as many
+        samples: no more apart than one client's.
+        """
+        if self.size == 1:
+            return torch.arange(len(sizes))
+        order = sizes.argsort(descending=True, stable=True)
+        lap, seat = torch.arange(len(sizes)) // self.size, torch.arange(len(sizes)) % self.size
+        owner = torch.where(lap % 2 == 0, seat, self.size - 1 - seat)
+        return order[owner == self.rank].sort().values
+
+    def total(self, *trees: Tree) -> tuple[Tree, ...]:
+        """Add up the processes' trees, of the same names and shapes; of integer leaves the largest, as in a mean.
+
+        There is one message for each kind of number, so one for most methods.
+        """
+        if self.size == 1:
+            return trees
+        from torch.distributed import ReduceOp
+
+        totals: tuple[Tree, ...] = tuple({} for _ in trees)
+        kinds: dict[torch.dtype, list[tuple[int, str]]] = {}
+        for index, tree in enumerate(trees):
+            for name in sorted(tree):
+                kind = tree[name].dtype if tree[name].is_floating_point() else torch.int64
+                kinds.setdefault(kind, []).append((index, name))
+        for kind in sorted(kinds, key=str):
+            leaves = [trees[index][name] for index, name in kinds[kind]]
+            numbers = torch.cat([leaf.to(kind).flatten() for leaf in leaves])
+            self._reduce(numbers, ReduceOp.SUM if kind.is_floating_point else ReduceOp.MAX)
+            parts = numbers.split([leaf.numel() for leaf in leaves])
+            for (index, name), leaf, part in zip(kinds[kind], leaves, parts, strict=True):
+                totals[index][name] = part.reshape(leaf.shape).to(leaf.dtype)
+        return totals
+
+    def tell(self, value: _Value | None) -> _Value:
+        """Return the leader's ``value`` to all; the others' are not looked at."""
+        told: list[Any] = [value]
+        if self.size > 1:
+            from torch.distributed import broadcast_object_list
+
+            with _in_touch():
+                broadcast_object_list(told, src=0, group=self.group, device=torch.device("cpu"))
+        answer: _Value = told[0]
+        return answer
+
+    def agree(self, what: str, value: str) -> None:
+        """Refuse to go on, all processes at once, where they have different values."""
+        differs = torch.tensor(self.tell(value) != value)
+        if bool(self.total({"differs": differs})[0]["differs"]):
+            raise UserError(f"The processes differ in {what}; allowed: the same in all of them.")
+
+    @contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """Let the leader do something before the others do it too, such as files that it leaves for them."""
+        if not self.leads:
+            self.tell(None)
+        yield
+        if self.leads:
+            self.tell(None)
+
+    def _reduce(self, numbers: Tensor, operation: object) -> None:
+        from torch.distributed import all_reduce
+
+        with _in_touch():
+            all_reduce(numbers, op=operation, group=self.group)
+
+
+ALONE = Team()
+
+
+def placed(pieces: Iterable[tuple[Tensor, Tree]], size: int) -> Tree:
+    """Put trees ``[c, ...]`` at their positions ``[c]`` among ``size``, so that :meth:`Team.total` puts all together.
+
+    Elsewhere is what counts for nothing there. For numbers that are added up that is zero: minus infinity, as the
+    logarithm of a weight, stays what it is.
+    """
+    found: Tree = {}
+    for positions, tree in pieces:
+        for name, leaf in tree.items():
+            if name not in found:
+                found[name] = leaf.new_full((size, *leaf.shape[1:]), _nothing(leaf.dtype))
+            found[name].index_copy_(0, positions.to(leaf.device), leaf)
+    return found
+
+
+def _nothing(kind: torch.dtype) -> int:
+    return 0 if kind.is_floating_point or kind == torch.bool else torch.iinfo(kind).min
+
+
+def number_started() -> int:
+    """Return how many processes torchrun started, this one among them; 1 where it did not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@contextmanager
+def joined() -> Iterator[Team]:
+    """Join the processes that were started together, by torchrun or by a caller that made a process group.
+
+    Where none was, this process is a team of one. Of processes that torchrun started only the first that fails raises
+    what went wrong; the others exit.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # A group of our own carries all kinds of tensors, and closing it is heard by the others at once.
+        group = dist.new_group(backend=_backend(), timeout=_PATIENCE)
+        try:
+            yield Team(dist.get_rank(), dist.get_world_size(), group)
+        finally:
+            dist.destroy_process_group(group)
+    elif (size := number_started()) > 1:
+        rank = int(os.environ["RANK"])
+        store = _meet(next(_meetings))
+        if torch.cuda.is_available():
+            # Then "cuda" means another GPU in each process; more of them than GPUs are refused once a GPU is asked for.
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+        try:
+            yield Team(rank, size, dist.group.WORLD)
+        except BaseException as error:
+            if not _is_first(store):
+                time.sleep(_GRACE)
+                raise SystemExit(1) from error
+            raise
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield ALONE
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _meet(number: int) -> Store:
+    """Find the place where processes leave word for each other in their run with this ``number``."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not in its list
+
+    return PrefixStore(f"fedem/{number}", _meeting_place())
+
+
+@cache
+def _meeting_place() -> Store:
+    """Find the place where processes leave word for each other; it stays for all their runs."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    except ValueError as error:
+        raise UserError(
+            f"RANK and WORLD_SIZE are set, but the processes can't meet ({error}); allowed: processes started by "
+            "torchrun, or neither of the two set."
+        ) from None
+    return store
+
+
+def _is_first(store: Store) -> bool:
+    """Whether this is the first process to fail."""
+    try:
+        return bool(store.add(_FAILURES, 1) == 1)
+    except RuntimeError:  # whoever kept the store has ended
+        return False
+
+
+@contextmanager
+def _in_touch() -> Iterator[None]:
+    """Say what it means when a message can't be exchanged."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError("Another process of this run ended or can't be reached, so the run can't go on.") from error
+
+
+# Engines of several processes: each runs its share of the clients, and all get everybody's results.
+
+
+def share_out(engine: Engine, team: Team) -> Engine:
+    """Return an engine that works as ``engine`` does, by all processes together."""
+    return engine if team.size == 1 else Shared(engine, team)
+
+
+@final
+@dataclass(frozen=True)
+class Shared(Engine):
+    """Another engine in each process. Fewer clients than processes are run by all of them, and nothing is exchanged."""
+
+    base: Engine
+    team: Team
+
+    @property
+    def most_together(self) -> int:
+        """As this process has it."""
+        return self.base.most_together
+
+    def train(
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        batching: Batching,
+        keys: Tensor,
+        learning_rate: float,
+        scales: Tensor | None = None,
+    ) -> Iterator[Finished]:
+        """Train every client; all finish together."""
+        sizes = cohort.samples.sizes
+        if len(sizes) < self.team.size:
+            yield from self.base.train(algorithm, cohort, batching, keys, learning_rate, scales)
+            return
+        own = self.team.share(sizes)
+        theirs = None if scales is None else scales[own]
+        chunks = list(self.base.train(algorithm, cohort.take(own), batching, keys[own], learning_rate, theirs))
+        uploads, personal = (
+            placed([(own[chunk.positions], getattr(chunk, name)) for chunk in chunks], len(sizes))
+            for name in ("uploads", "personal")
+        )
+        yield Finished(torch.arange(len(sizes)), *self.team.total(uploads, personal))
+
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
+        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU."""
+        sizes = cohort.samples.sizes
+        # In every process somebody must have samples.
+        if int((sizes > 0).sum()) < self.team.size:
+            return self.base.tally(algorithm, function, cohort)
+        own = self.team.share(sizes)
+        sums = self.base.tally(algorithm, function, cohort.take(own))
+        return self.team.total(placed([(own, sums)], len(sizes)))[0]

@@ -1,0 +1,91 @@
+"""AFL: one model for the worst mixture of the clients.
+
+Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. A client is FedAvg's, and says its loss as well; the
+server's weights climb towards those whose losses are large (:class:`fedem.methods.afl.Agnostic`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_repeat
+from fedem.methods.base import Local
+from fedem.methods.mixer import Mixed, OneGroup, Round, Uploads, weighted_means
+from fedem.methods.steps import SingleModel, mean_loss
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AFL(SingleModel):
+    """One shared model; a client uploads it with f_t(u), u as received."""
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """Each sample's loss under u as received, ``[n]``."""
+        return {"losses": self.model.losses(shared, inputs, targets)}
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """f_t(u)."""
+        local, samples = super().begin(shared, personal, scores, mask)
+        return local._replace(context={"loss": mean_loss(scores["losses"], mask)}), samples
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """The model and the loss."""
+        return add_prefix("model", local.shared) | local.context, local.personal
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """The mean of the models."""
+        return take_prefix("model", mean)
+
+
+# A server whose weights climb towards the clients with the largest losses (AFL).
+
+
+@final
+@dataclass(frozen=True)
+class Agnostic(OneGroup):
+    """One group; the memory is a distribution over the clients, and uploads have a leaf "loss".
+
+    Attributes:
+        climb_rate: gamma, the step of the weights: weights <- projection of (weights + gamma losses) on the simplex.
+
+    """
+
+    climb_rate: float = field(default=0.001, metadata={"min": 0})
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Uniform weights."""
+        weights = torch.full((len(keys),), 1 / len(keys), dtype=torch.float64)
+        return tree_repeat(shared, 1), {"weights": weights}
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Average by the weights, those of the cohort summing to one; then the weights climb by the cohort's losses."""
+        clients = this.clients.to(memory["weights"].device)
+        here = memory["weights"][clients]
+        # Weights can all have become zero for a small cohort; then it counts equally.
+        cohort = torch.where(here.sum() > 0, here, torch.ones_like(here))
+        climbed = memory["weights"].clone()
+
+        def watched() -> Uploads:
+            for positions, trees in uploads:
+                climbed[clients[positions.to(clients.device)]] += self.climb_rate * trees["loss"].double()
+                yield positions, trees
+
+        means = weighted_means((cohort / cohort.sum())[None], watched())
+        groups = torch.zeros(1, dtype=torch.int64)
+        return Mixed(groups, means, len(this.clients)), {"weights": project_to_simplex(climbed)}
+
+
+def project_to_simplex(point: Tensor) -> Tensor:
+    """Return the nearest distribution (Held, Wolfe, Crowder 1974), ``[n] -> [n]``.
+
+    >>> project_to_simplex(torch.tensor([0.6, 0.6, -1.0])).tolist()
+    [0.5, 0.5, 0.0]
+    """
+    ordered = point.sort(descending=True).values
+    thresholds = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, dtype=point.dtype, device=point.device)
+    positive = int((ordered > thresholds).sum())
+    return (point - thresholds[positive - 1]).clamp(min=0)

@@ -1,0 +1,114 @@
+"""No server: clients average with their neighbours in a graph, by the rows of a mixing matrix (D-FedEM, D-SGD).
+
+The paper's Alg. "Fully Decentralized Federated Surrogate Optimization": u_t <- sum_s W_ts u_s, with a matrix W for each
+round that is symmetric and doubly stochastic, and local steps scaled by n_t / n so that the mean of all u_t descends
+sum_t n_t / n f_t. Here the scale is T n_t / n, which is 1 for clients of equal size: the factor T belongs to the
+learning rate, and with it a rate means the same as with a server. It is put on every step, as the paper does, or on
+what all steps of a round come to, which suits any method and any solver; for one step they are the same.
+
+Shapes: T clients, C clients of the cohort, c of a chunk, E links of all phases, tau phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedem.core.tree import Tree
+from fedem.graphs import Ring, Topology, among
+from fedem.methods.mixer import Mixed, OwnGroups, Round, Uploads, Welcome, mean_of_groups, row_of, weighted_means
+
+
+@final
+@dataclass(frozen=True)
+class Graph(OwnGroups):
+    """A group a client. The memory: the links and weights of all phases, the names, and how many rounds were mixed.
+
+    A client that does not take part in a round neither trains nor talks: what its neighbours would have given to it,
+    they keep.
+    """
+
+    adds_up: ClassVar[bool] = True
+    topology: Topology = field(default_factory=Ring)
+
+    @property
+    def starts_apart(self) -> bool:
+        """Whether every client draws models of its own."""
+        return self.topology.start == "apart"
+
+    def check(self, keys: Tensor, seed: int) -> None:
+        """Build the graph: it may be disconnected, or not exist for so many clients."""
+        self.topology.matrices(keys, seed)
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """All start alike, unless the training draws for each."""
+        groups, _ = super().init(shared, trained, keys, seed)
+        return groups, remember(self.topology.matrices(keys, seed), keys)
+
+    def scales(self, sizes: Tensor) -> Tensor | None:
+        """T n_t / n, where every step is scaled."""
+        return sizes.double() / sizes.double().mean() if self.topology.scale == "steps" else None
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Everybody's mean over its neighbours; a message for each direction of a link that is in use."""
+        phase = int(memory["rounds"]) % int(memory["tau"])
+        matrix = self.topology.draw(recall(memory, phase)[None], 0, memory["keys"].cpu(), this.key)
+        matrix = among(matrix, this.clients)
+        num_messages = int((matrix > 0).sum() - (matrix.diagonal() > 0).sum())
+        if self.topology.scale == "updates":
+            uploads = scaled(shared, this, uploads)
+        mixed = Mixed(this.clients, weighted_means(matrix, uploads), num_messages)
+        return mixed, memory | {"rounds": memory["rounds"] + 1}
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The mean over all clients, towards which they tend."""
+        return Welcome(mean_of_groups(shared))
+
+    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        """How fast the graph brings clients together: the constants of the paper's assumption."""
+        matrices = torch.stack([recall(memory, phase) for phase in range(int(memory["tau"]))])
+        found = self.topology.consensus(matrices, memory["keys"].cpu(), cohort_size)
+        return {
+            "spectral_gap": found.spectral_gap,
+            "consensus_p": found.p,
+            "consensus_tau": found.tau,
+            "consensus_is_estimate": found.is_estimate,
+        }
+
+
+def scaled(shared: Tree, this: Round, uploads: Uploads) -> Iterator[tuple[Tensor, Tree]]:
+    """Stretch what each client's training came to by T n_t / n; what is not trained stays as it is."""
+    for positions, trees in uploads:
+        stretched = dict(trees)
+        for name in trees.keys() & this.trained:
+            start = shared[name][this.clients[positions].to(shared[name].device)]
+            scales = (this.sizes[positions].double() / this.average_size).to(start)
+            stretched[name] = torch.lerp(start, trees[name], row_of(scales, start))
+        yield positions, stretched
+
+
+def remember(matrices: Tensor, keys: Tensor) -> Tree:
+    """Keep mixing matrices ``[tau, T, T]`` by their links ``[E, 3]`` (phase and both ends) and weights ``[E]``."""
+    links = matrices.triu(1).nonzero()
+    return {
+        "links": links,
+        "weights": matrices[links.unbind(1)],
+        "tau": torch.tensor(len(matrices)),
+        "keys": keys,
+        "rounds": torch.zeros((), dtype=torch.int64),
+    }
+
+
+def recall(memory: Tree, phase: int) -> Tensor:
+    """Return the mixing matrix of a phase, ``[T, T]`` on the CPU."""
+    links, weights, count = memory["links"].cpu(), memory["weights"].cpu(), len(memory["keys"])
+    here = links[:, 0] == phase
+    first, second = links[here, 1:].T
+    matrix = torch.zeros(count, count, dtype=torch.float64)
+    matrix[first, second] = matrix[second, first] = weights[here]
+    matrix.diagonal().copy_((1 - matrix.sum(1)).clamp(min=0))
+    return matrix

@@ -1,0 +1,181 @@
+"""FedEM: M shared component models, private mixture weights (Alg. 1 of the paper).
+
+Marfoq, Neglia, Bellet, Kameni, Vidal: Federated Multi-Task Learning under a Mixture of Distributions, NeurIPS 2021.
+
+Shapes: M components, n samples of the client, B of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedem.core.em import (
+    fit_log_weights,
+    log_responsibilities,
+    negative_log_likelihood,
+    uniform_log_weights,
+    update_log_weights,
+)
+from fedem.core.random import uniform
+from fedem.core.tree import Tree, add_prefix, take_prefix
+from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.steps import distinct_models, mean_by_mass, times_mass, train_step
+from fedem.methods.surrogate import Fixed, Surrogate
+
+
+@dataclass(frozen=True, eq=False)
+class FedEM(Surrogate):
+    """u: the M components. v_t: the log mixture weights. The surrogate is fixed by the responsibilities.
+
+    Attributes:
+        num_components: M, how many component models all clients share; 1 is FedAvg.
+        initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
+            "uniform" starts all at 1/M.
+        sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
+            components share samples, until near 0 each is trained on all of them; larger ones part them.
+        unseen_prior: so many samples, in equal shares certainly of each component, that a client unseen in training
+            adds to its own when it fits its mixture weights; 0 takes the most likely weights.
+
+    """
+
+    num_components: int = field(default=3, metadata={"min": 1})
+    initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
+    sharpness: float = field(default=1.0, metadata={"above": 0})
+    unseen_prior: float = field(default=1.0, metadata={"min": 0})
+
+    def init_shared(self, seed: int) -> Tree:
+        """Draw M models, ``[M, ...]``."""
+        return distinct_models(self.model, self.num_components, seed)
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """Log mixture weights ``[M]``."""
+        like = torch.empty(0, dtype=self.model.dtype, device=key.device)
+        if self.initial_weights == "uniform":
+            return {"log_weights": uniform_log_weights(self.num_components, like)}
+        # Normalised exponential draws are uniform on the simplex.
+        exponentials = -uniform(key, self.num_components).log()
+        return {"log_weights": (exponentials / exponentials.sum()).log().to(like)}
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """Each component's loss on each sample, in evaluation mode, ``[M, n]``."""
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
+
+    def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
+        """-1/s log sum_m pi_m p_m^s, which is the mixture's negative log-likelihood where s = 1."""
+        losses = self.model.component_losses(shared, batch.inputs, batch.targets)
+        return (batch.weights * negative_log_likelihood(losses, personal["log_weights"], self.sharpness)).sum()
+
+    def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
+        """E-step over all training samples (Eq. 4), ``[M, n]``."""
+        log_posterior = log_responsibilities(scores["losses"], personal["log_weights"], self.sharpness)
+        return Fixed({"log_responsibilities": log_posterior}, {})
+
+    def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
+        """The mean responsibilities (Eq. 5), whatever the components."""
+        return {"log_weights": update_log_weights(fixed.columns["log_responsibilities"], mask)}
+
+    def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
+        """sum_m q_m (loss_m + 1/s log(q_m / pi_m)): the objective and 1/s the divergence of q from the posterior."""
+        log_posterior = batch.samples["log_responsibilities"]
+        responsibilities = log_posterior.exp()
+        losses = self.model.component_losses(shared, batch.inputs, batch.targets)
+        terms = losses + (log_posterior - personal["log_weights"][:, None]) / self.sharpness
+        # 0 log 0 is 0, whatever the weight.
+        return (batch.weights * responsibilities * terms.masked_fill(responsibilities == 0, 0)).sum()
+
+    def between(self, first: Tree, second: Tree, share: float) -> Tree:
+        """On the simplex."""
+        return {"log_weights": torch.lerp(first["log_weights"].exp(), second["log_weights"].exp(), share).log()}
+
+    def start(self, shared: Tree) -> Tree:
+        """A memory for each component, ``[M, ...]``."""
+        memory: Tree = vmap(super().start)(shared)
+        return memory
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """One solver step for each component on its responsibility-weighted loss (Eq. 6).
+
+        In u the surrogate is a sum over components, so each has a solver of its own: a Hessian of one component and
+        not of all, a step length that suits it. For gradient steps it is the step on the sum. Losses are those of
+        training mode, and buffers change.
+        """
+
+        def one(component: Tree, memory: Tree, counts: Tensor) -> tuple[Tree, Tree]:
+            weights = batch.weights * counts
+            return train_step(self.model, self.solver, component, memory, batch, weights, learning_rate)
+
+        shared, memory = self.model.over_components(one, (0, 0, 0))(
+            local.shared, local.memory, self.counts(local, batch)
+        )
+        return local._replace(shared=shared, memory=memory)
+
+    def counts(self, local: Local, batch: Batch) -> Tensor:
+        """How much each sample counts for each component, ``[M, B]``: its responsibility."""
+        return batch.samples["log_responsibilities"].exp()
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """The client's mixture of the components."""
+        return Mixture(shared, personal["log_weights"])
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients.
+
+        By likelihoods as they are, whatever the sharpness, since predictions are averaged so. Near s = 0 the weights of
+        the objective would leave each client the one component with the least loss. A few updates are of
+        likelihood alone.
+        """
+        return {"log_weights": fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
+
+    def check(self, inputs: Tensor) -> None:
+        """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
+
+
+# Balanced FedEM: every component is trained as FedAvg would train it on the samples that are its own.
+#
+# FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
+# component is responsible for: one that falls behind early loses responsibilities, and with them its steps. Here a
+# client divides a component's objective by its mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm in
+# the component's average instead of n_t, as FedAvg counts samples. The sum over clients, sum_t n_t pi_tm (g_tm /
+# pi_tm), is FedEM's surrogate; for one gradient step from u the round is FedEM's with the component's learning rate
+# divided by sum_t n_t pi_tm / n.
+#
+# The server learns the mixture weights of those who take part.
+
+_LEAST = 1e-12  # of a mixture weight that steps are divided by: below, a component hardly moves at the client
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BalancedFedEM(FedEM):
+    """FedEM with steps on each component's mean loss, and means by responsibilities. M = 1 is FedAvg."""
+
+    def counts(self, local: Local, batch: Batch) -> Tensor:
+        """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
+
+        So a batch, in which a few samples may have all of a component's responsibilities, never counts for more than
+        a mean over samples.
+        """
+        responsibilities = batch.samples["log_responsibilities"].exp()
+        here = (responsibilities * batch.weights).sum(1)
+        return responsibilities / torch.maximum(self._mass(local), here)[:, None]
+
+    def _mass(self, local: Local) -> Tensor:
+        """The client's mixture weights ``[M]``, as they are divided by."""
+        return local.personal["log_weights"].exp().clamp(min=_LEAST)
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """Upload the mixture weights as well, by which the components count."""
+        return add_prefix("model", local.shared) | {"mass": self._mass(local)}, local.personal
+
+    def summand(self, upload: Tree) -> Tree:
+        """Each component times its weight, and the weights."""
+        return times_mass(take_prefix("model", upload), upload["mass"])
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """The mean of each component over its own samples."""
+        return mean_by_mass(shared, mean)

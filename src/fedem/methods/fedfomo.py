@@ -1,0 +1,163 @@
+"""FedFOMO: each client moves its own model towards those of others that help it.
+
+Zhang, Sapra, Fidler, Yeung, Alvarez: Personalized Federated Learning with First Order Model Optimization, ICLR 2021.
+The server's side, who is sent whose model, is :class:`fedem.methods.fedfomo.Candidates`.
+
+Shapes: P candidates, n samples of the client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.core.random import derive, uniform
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map, tree_repeat
+from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.mixer import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, mean_of_groups, refuse_pairs
+from fedem.methods.steps import SingleModel, mixture_of_one, start_memory, train_step, trained_leaves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FedFOMO(SingleModel):
+    """u: the client's own model, and after it those of P others. v_t: a key, which says what samples are held out.
+
+    The weight of candidate m is max(0, (f(own) - f(m)) / |m - own|) on held-out samples, normalised over candidates.
+
+    Attributes:
+        held_out: share of a client's training samples on which models are compared and which are not trained on.
+
+    """
+
+    held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """The source of the random choice of samples."""
+        return {"key": key}
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """Each model's loss on each sample, ``[1 + P, n]``."""
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Move the own model towards the candidates that do better on the held-out samples; train it on the others."""
+        held = mask & (_fraction(personal["key"], len(mask)) < self.held_out)
+        # With very few samples none or all may be held out; then all serve for both.
+        held = torch.where(held.any() & (mask & ~held).any(), held, mask)
+        used = mask & (~held | (held == mask).all())
+        losses = (scores["losses"] * held).sum(1) / held.sum()
+        candidates = trained_leaves(self.model, shared)
+        own = tree_map(lambda leaf: leaf[0], candidates)
+        others = tree_map(lambda leaf: leaf[1:], candidates)
+        squares = tree_map(lambda theirs, mine: (theirs - mine).square().flatten(1).sum(1), others, own)
+        distances = torch.stack(list(squares.values())).sum(0).sqrt()
+        gains = torch.where(distances > 0, (losses[0] - losses[1:]).clamp(min=0) / distances, 0)
+        weights = gains / gains.sum().clamp(min=torch.finfo(gains.dtype).tiny)
+        moved = tree_map(lambda mine, theirs: mine + torch.tensordot(weights, theirs - mine, 1), own, others)
+        model = tree_map(lambda leaf: leaf[0], shared) | moved
+        local = Local(model, personal, start_memory(self.model, self.solver, model), {"weights": weights})
+        return local, {"used": used.to(self.model.dtype)}
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """One solver step on the samples of the batch that are not held out."""
+        weights = batch.weights * batch.samples["used"]
+        weights = weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+        shared, memory = train_step(self.model, self.solver, local.shared, local.memory, batch, weights, learning_rate)
+        return local._replace(shared=shared, memory=memory)
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """Upload the own model, and how much each candidate helped, ``[P]``."""
+        return add_prefix("model", local.shared) | local.context, local.personal
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """The server keeps the models alone."""
+        return take_prefix("model", mean)
+
+    def keep(self, local: Local) -> tuple[Tree, Tree]:
+        """The own model, fine-tuned; it stands in the candidates' places too, where nobody looks."""
+        count = 1 + len(local.context["weights"])
+        return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), local.shared), local.personal
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """The own model."""
+        return mixture_of_one(tree_map(lambda leaf: leaf[0], shared))
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """An unseen client starts from the mean of all models, moves towards those that help it, and fine-tunes."""
+        return {"key": torch.zeros((), dtype=torch.int64, device=scores["losses"].device)}
+
+
+def _fraction(key: Tensor, count: int) -> Tensor:
+    """A number in [0, 1) for each sample, ``[count]``."""
+    words = derive(key, torch.arange(count, device=key.device))
+    return (words & 0xFFFFFF).to(torch.float32) / (1 << 24)
+
+
+# FedFOMO's server: it keeps everybody's model and sends each client its own and those of a few others.
+#
+# Shapes: T clients, C clients of the cohort, P candidates.
+
+
+@final
+@dataclass(frozen=True)
+class Candidates(Mixer):
+    """A group a client. The memory: how much each client has gained from each other, ``[T, T]``.
+
+    Attributes:
+        num_candidates: P, models of others sent to a client in a round (all others when there are no more).
+        exploration: share of rounds in which a client's candidates are chosen at random, and not for past gains.
+
+    """
+
+    num_candidates: int = field(default=5, metadata={"min": 1})
+    exploration: float = field(default=0.3, metadata={"min": 0, "max": 1})
+
+    def check(self, keys: Tensor, seed: int) -> None:
+        """The gains are T x T."""
+        refuse_pairs("Method fedfomo", len(keys))
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """All start alike; nobody has gained anything."""
+        gains = torch.zeros(len(keys), len(keys), dtype=torch.float64)
+        return tree_repeat(shared, len(keys)), {"gains": gains, "keys": keys}
+
+    def _choose(self, memory: Tree, clients: Tensor, key: int) -> Tensor:
+        """Return the candidates of each client, ``[C, P]``: those it gained most from, or others by chance."""
+        gains, keys = memory["gains"][clients], memory["keys"]
+        mine = derive(derive(key), keys[clients])
+        greedy = uniform(mine, 1) >= self.exploration
+        chance = uniform(derive(mine[:, None], keys), 1).squeeze(-1)
+        # Chance decides alone, or among equal gains.
+        rank = torch.where(greedy, gains, 0) + 1e-9 * chance
+        rank = rank.scatter(1, clients[:, None], -torch.inf)
+        return rank.topk(min(self.num_candidates, len(keys) - 1), dim=1).indices
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """The own model, and the candidates after it, ``[C, 1 + P, ...]``."""
+        here = clients.to(memory["keys"].device)
+        rows = torch.cat([here[:, None], self._choose(memory, here, key)], dim=1)
+        return Served(tree_index(shared, rows), torch.arange(len(clients)))
+
+    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """The own model without candidates."""
+        return Served(tree_map(lambda leaf: leaf[:, None], shared), clients)
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Keep the models, and add up who helped whom."""
+        trees = gather(uploads)
+        clients = this.clients.to(memory["keys"].device)
+        helped = torch.zeros(len(clients), len(memory["keys"]), dtype=torch.float64, device=clients.device)
+        helped.scatter_(1, self._choose(memory, clients, this.key), trees["weights"].double())
+        gains = memory["gains"].index_add(0, clients, helped)
+        return Mixed(this.clients, trees, len(clients)), memory | {"gains": gains}
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The mean of all models, and those that helped others most; to be fine-tuned."""
+        count = min(self.num_candidates, len(memory["keys"]) - 1)
+        best = tree_index(shared, memory["gains"].sum(0).topk(count).indices)
+        together = tree_cat([mean_of_groups(shared), best])
+        return Welcome(tree_map(lambda leaf: leaf[None], together), fine_tune=True)

@@ -1,0 +1,37 @@
+"""FedProx: FedAvg whose clients are held near the model they received.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from fedem.core.tree import Tree
+from fedem.methods.base import Local
+from fedem.methods.steps import Penalty, SingleModel, square_distance, trained_leaves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FedProx(SingleModel):
+    """A client minimises f_t(w) + mu/2 |w - u|^2.
+
+    Attributes:
+        mu: the proximal weight; 0 is FedAvg.
+
+    """
+
+    mu: float = field(default=0.1, metadata={"min": 0})
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Remember u as it was received."""
+        local, samples = super().begin(shared, personal, scores, mask)
+        return local._replace(context=trained_leaves(self.model, shared)), samples
+
+    def penalty(self, local: Local) -> Penalty | None:
+        """mu/2 |w - u|^2."""
+        return lambda candidate: self.mu / 2 * square_distance(candidate, local.context)

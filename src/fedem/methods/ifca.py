@@ -1,0 +1,91 @@
+"""IFCA: K shared models; each client trains the one that fits it best.
+
+Ghosh, Chung, Yin, Ramchandran: An Efficient Framework for Clustered Federated Learning, NeurIPS 2020 (model averaging).
+The same alternation is HypCluster: Mansour, Mohri, Ro, Suresh: Three Approaches for Personalization with Applications
+to Federated Learning, 2020.
+
+Shapes: K clusters, n samples of the client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.core.em import uniform_log_weights
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
+from fedem.methods.base import Algorithm, Batch, Local, Mixture
+from fedem.methods.steps import distinct_models, mean_by_mass, start_memory, times_mass, train_step
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class IFCA(Algorithm):
+    """u: K models. v_t: which of them is the client's, as log weights that are 0 there and -inf elsewhere.
+
+    Attributes:
+        num_clusters: K, how many models there are; 1 is FedAvg.
+
+    """
+
+    num_clusters: int = field(default=3, metadata={"min": 1})
+
+    def init_shared(self, seed: int) -> Tree:
+        """Draw K models, ``[K, ...]``."""
+        return distinct_models(self.model, self.num_clusters, seed)
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """Undecided until the client has taken part: all alike, ``[K]``."""
+        like = torch.empty(0, dtype=self.model.dtype, device=key.device)
+        return {"log_weights": uniform_log_weights(self.num_clusters, like)}
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """Each model's loss on each sample, ``[K, n]``."""
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Choose the model with the least loss on all training samples, and train that one alone."""
+        chosen = (scores["losses"] * mask).sum(1).argmin()
+        indicator = torch.nn.functional.one_hot(chosen, self.num_clusters).to(scores["losses"])
+        model = tree_map(lambda leaf: leaf.index_select(0, chosen[None]).squeeze(0), shared)
+        memory = start_memory(self.model, self.solver, model)
+        return Local(model, {"log_weights": indicator.log()}, memory, {"indicator": indicator}), {}
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """One solver step on the chosen model."""
+        shared, memory = train_step(
+            self.model, self.solver, local.shared, local.memory, batch, batch.weights, learning_rate
+        )
+        return local._replace(shared=shared, memory=memory)
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """Upload the one model, and which it is."""
+        return add_prefix("model", local.shared) | local.context, local.personal
+
+    def summand(self, upload: Tree) -> Tree:
+        """The model in its cluster's place, zeros in the others, ``[K, ...]``; and where it is."""
+        models = tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), take_prefix("model", upload))
+        return times_mass(models, upload["indicator"])
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """The mean over each cluster's own clients; a cluster that nobody chose stays as it is."""
+        return mean_by_mass(shared, mean)
+
+    def keep(self, local: Local) -> tuple[Tree, Tree]:
+        """The fine-tuned model stands for all; only the chosen place counts."""
+        return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), local.shared), local.personal
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """The client's own cluster."""
+        return Mixture(shared, personal["log_weights"])
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """An unseen client joins the cluster with the least loss on its samples; without samples it averages all."""
+        losses = scores["losses"]
+        if losses.shape[1] == 0:
+            return {"log_weights": uniform_log_weights(self.num_clusters, losses)}
+        indicator = torch.nn.functional.one_hot(losses.sum(1).argmin(), self.num_clusters)
+        return {"log_weights": indicator.to(losses).log()}

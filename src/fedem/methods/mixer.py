@@ -1,0 +1,312 @@
+"""The contract of a mixer: what stands between the clients, a server or an agreement among peers.
+
+Every aggregation is one matrix: mean g = sum over the cohort of weight[g, c] * upload[c]. A mixer chooses the matrix,
+and it may remember things of its own between rounds: who belongs to which cluster, how tasks are related.
+
+Shapes: G groups in all, g groups written in a round, C clients of the cohort, T clients of the federation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from fedem.core.errors import UserError
+from fedem.core.settings import Settings
+from fedem.core.tree import Tree, tree_cat, tree_map, tree_repeat
+
+MOST_PAIRED = 10_000
+"""clients at most where the server keeps a number for each pair of them: 800 MB"""
+
+Uploads = Iterable[tuple[Tensor, Tree]]
+"""Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come."""
+
+
+class Round(NamedTuple):
+    """What a mixer knows of a round."""
+
+    clients: Tensor
+    """``[C]`` int64: who takes part, positions in the federation"""
+    sizes: Tensor
+    """``[C]`` int64: their numbers of training samples"""
+    num_clients: int
+    """T"""
+    learning_rate: float
+    key: int
+    """the source of the round's random numbers"""
+    average_size: float = 1.0
+    """n / T, training samples a client"""
+    trained: frozenset[str] = frozenset()
+    """names of the leaves of u that are trained; the others are frozen, or buffers"""
+
+
+class Mixed(NamedTuple):
+    """What a round's uploads came to. Groups that are not written keep their trees."""
+
+    groups: Tensor
+    """``[g]`` int64: which groups are written; one past the last begins a new one"""
+    means: Tree
+    """``[g, ...]``"""
+    num_messages: int
+    """uploads that were sent; there are as many downloads"""
+
+
+class Served(NamedTuple):
+    """The shared trees that some clients read."""
+
+    shared: Tree
+    """``[g, ...]``"""
+    reads: Tensor
+    """``[C]`` int64: each client's row of ``shared``"""
+
+
+Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
+"""What a mixer keeps of some newcomers ``[c, ...]`` and what they uploaded -> the same after a round, and what they
+read next ``[c, ...]``."""
+
+
+class Welcome(NamedTuple):
+    """What a client unseen in training may start from."""
+
+    shared: Tree
+    """``[K, ...]``: it keeps the one with the least loss on its samples"""
+    fine_tune: bool = False
+    """whether it goes on to train that one, for want of anything better"""
+    kept: Tensor | None = None
+    """``[K, ...]``: what the mixer keeps of a client, where a newcomer learns that instead, everybody else frozen"""
+    learn: Learn | None = None
+    """how it is learnt"""
+
+
+@dataclass(frozen=True)
+class Mixer(Settings, ABC):
+    """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses."""
+
+    adds_up: ClassVar[bool] = False
+    """whether means of some uploads and of the others add up to those of all (of integer leaves: the largest), and the
+    memory does not depend on uploads; then processes that share a cohort need not send them to each other"""
+
+    @abstractmethod
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """Return the groups' first trees ``[G, ...]`` and the mixer's first memory.
+
+        Args:
+            shared: the one initial tree.
+            trained: names of a model's leaves that are trained; the others are frozen or buffers.
+            keys: ``[T]``, for the clients' names: whatever is random must depend on them, not on positions.
+            seed: for whatever else is random.
+
+        """
+
+    @abstractmethod
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """Return what each of ``clients`` (positions, ``[C]``) downloads; ``key`` is the round's."""
+
+    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """Return what the predictors of ``clients`` read; what they download, unless that is more than they need."""
+        return self.serve(shared, memory, clients, 0)
+
+    @abstractmethod
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """Return this round's means and the next memory."""
+
+    def news(self, memory: Tree) -> Tree | None:
+        """Return a message for those who took part in the last round, instead of what all download; None for none."""
+        return None
+
+    @abstractmethod
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """Return what clients unseen in training start from; None when there is nothing for them."""
+
+    @property
+    def no_welcome(self) -> str:
+        """Why there is nothing for clients unseen in training, where that is so."""
+        return ""
+
+    @property
+    def starts_apart(self) -> bool:
+        """Whether every group starts from models of its own, and not all from the same."""
+        return False
+
+    def check(self, keys: Tensor, seed: int) -> None:
+        """Refuse clients that the mixer can't bring together, or too many to keep in mind; arguments as in ``init``."""
+
+    def scales(self, sizes: Tensor) -> Tensor | None:
+        """Return what each client's learning rate is multiplied by, ``sizes [T] -> [T]``; None for one."""
+        return None
+
+    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        """Return what is worth saying of the mixer at the end of a run whose rounds had so many clients."""
+        return {}
+
+    def num_steps(self, key: int) -> int | None:
+        """Return how many local steps everybody takes in the round with this key; None for what the batching says."""
+        return None
+
+
+def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
+    """Mix uploads as they come, a few clients at a time.
+
+    Args:
+        weights: ``[g, C]``
+        uploads: of the C clients, in any order.
+
+    Returns:
+        ``[g, ...]``; integer leaves (counters) are the largest among those that count
+    """
+    mixed: Tree = {}
+    for positions, trees in uploads:
+        for name, leaf in trees.items():
+            here = weights[:, positions.to(weights.device)].to(leaf.device)
+            if leaf.is_floating_point():
+                part = (here.to(leaf.dtype) @ leaf.reshape(len(leaf), -1)).reshape(-1, *leaf.shape[1:])
+                mixed[name] = mixed[name].add_(part) if name in mixed else part
+            else:
+                lowest = torch.iinfo(leaf.dtype).min
+                part = torch.stack([torch.where(row_of(row > 0, leaf), leaf, lowest).amax(0) for row in here])
+                mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
+    return mixed
+
+
+def row_of(values: Tensor, like: Tensor) -> Tensor:
+    """Give ``[c]`` values as many dimensions as ``like`` has, so that they broadcast over its rows."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def gather(uploads: Uploads) -> Tree:
+    """Wait for all uploads and return them in the cohort's order, ``[C, ...]``."""
+    pieces = list(uploads)
+    order = torch.cat([positions for positions, _ in pieces]).argsort()
+    together = tree_cat([tree for _, tree in pieces])
+    return tree_map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), together)
+
+
+def by_samples(this: Round) -> Tensor:
+    """Weights n_t / n over the cohort, ``[1, C]`` float64."""
+    return (this.sizes.double() / this.sizes.sum())[None]
+
+
+def refuse_pairs(who: str, num_clients: int) -> None:
+    """Refuse a square matrix over the clients that would fill the memory."""
+    if num_clients > MOST_PAIRED:
+        raise UserError(
+            f"{who} keeps a number for every pair of clients, and there are {num_clients:,}; allowed: "
+            f"at most {MOST_PAIRED:,} clients."
+        )
+
+
+# The two plainest ways to group clients: all in one, and each on its own.
+
+
+@dataclass(frozen=True)
+class OneGroup(Mixer):
+    """One shared tree that everybody reads."""
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """One group, nothing to remember."""
+        return tree_repeat(shared, 1), {}
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """The one tree for all."""
+        return Served(shared, torch.zeros_like(clients))
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The one tree there is."""
+        return Welcome(shared)
+
+
+@dataclass(frozen=True)
+class OwnGroups(Mixer):
+    """A shared tree for each client."""
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """All start alike; nothing to remember."""
+        return tree_repeat(shared, len(keys)), {}
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """Each its own."""
+        return Served(shared, clients)
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """The mean of all models, to be fine-tuned."""
+        return Welcome(mean_of_groups(shared), fine_tune=True)
+
+
+def mean_of_groups(shared: Tree) -> Tree:
+    """Return the mean of all groups, ``[1, ...]``; of integer leaves the largest."""
+    return tree_map(
+        lambda leaf: leaf.mean(0, keepdim=True) if leaf.is_floating_point() else leaf.amax(0, keepdim=True), shared
+    )
+
+
+# A server that averages the uploads of those who took part, weighted by their number of samples.
+
+
+@final
+@dataclass(frozen=True)
+class Star(OneGroup):
+    """One group that everyone reads and writes."""
+
+    adds_up: ClassVar[bool] = True
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """n_t / n over the cohort alone: clients that did not take part have nothing new to say."""
+        means = weighted_means(by_samples(this), uploads)
+        return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
+
+
+# Nobody talks: each client keeps what it trained.
+
+
+@final
+@dataclass(frozen=True)
+class Alone(OwnGroups):
+    """A group a client; the mixing matrix is the identity."""
+
+    @property
+    def no_welcome(self) -> str:
+        """Nothing is shared."""
+        return "Clients that train alone leave nothing to share with an unseen client; choose another method."
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """The identity, and no message."""
+        return Mixed(this.clients, gather(uploads), 0), memory
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """None: nothing was learnt together."""
+        return None
+
+
+# Clients fitted after training: who reads which tree is settled, and nobody trains any more.
+
+
+@final
+@dataclass(frozen=True)
+class Settled(Mixer):
+    """Its memory names each client's group."""
+
+    @property
+    def no_welcome(self) -> str:
+        """They are unseen ones themselves."""
+        return "These clients were fitted after training; fit further ones from the run that they were fitted from."
+
+    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+        """There is no beginning."""
+        raise AssertionError("clients fitted after training are made by personalisation alone")
+
+    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+        """What was settled."""
+        return Served(shared, memory["reads"].cpu()[clients])
+
+    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
+        """There is no next round."""
+        raise AssertionError("clients fitted after training are not trained again")
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+        """None: further clients start from the run that these were fitted with."""
+        return None

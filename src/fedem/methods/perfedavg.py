@@ -1,0 +1,104 @@
+"""Per-FedAvg: a shared start from which a little fine-tuning fits each client (MAML).
+
+Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
+Approach, NeurIPS 2020 (first-order and Hessian-free versions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from fedem.core.tree import Tree, tree_map
+from fedem.methods.base import Batch, Local
+from fedem.methods.steps import Penalty, SingleModel, batch_losses, inner_product, train_step, trained_leaves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PerFedAvg(SingleModel):
+    """A client descends F_t(w) = f_t(w - inner_rate grad f_t(w)). Before it predicts, it fine-tunes at the inner rate.
+
+    Attributes:
+        inner_rate: alpha of the inner step, in training and in fine-tuning; 0 is FedAvg.
+        hessian_free: estimate the Hessian's part of the gradient by a difference of gradients; false leaves it out
+            (first order).
+        difference: delta, the half-width of that difference.
+        independent: take the inner and the outer gradient over different halves of a batch, as the paper asks; false
+            takes the whole batch for both.
+
+    """
+
+    inner_rate: float = field(default=0.05, metadata={"min": 0})
+    hessian_free: bool = False
+    difference: float = field(default=0.01, metadata={"above": 0})
+    independent: bool = True
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """One solver step whose gradient is F_t's."""
+        inner, outer = _halves(batch.weights) if self.independent else (batch.weights, batch.weights)
+        start = trained_leaves(self.model, local.shared)
+
+        def gradient(leaves: Tree, weights: Tensor) -> Tree:
+            def loss(candidate: Tree) -> Tensor:
+                losses, _ = batch_losses(self.model, local.shared | candidate, batch)
+                return (weights * losses).sum()
+
+            slope: Tree = grad(loss)(leaves)
+            return slope
+
+        first = gradient(start, inner)
+
+        def adapted(candidate: Tree) -> Tree:
+            # The inner gradient is a constant here: the Hessian's part is left out, or added below.
+            return tree_map(lambda w, g: w - self.inner_rate * g, candidate, first)
+
+        correction: Penalty | None = None
+        if self.hessian_free:
+            second = gradient(adapted(start), outer)
+            ahead, behind = (
+                gradient(tree_map(lambda w, g, s=sign: w + s * self.difference * g, start, second), inner)
+                for sign in (1.0, -1.0)
+            )
+            scale = self.inner_rate / (2 * self.difference)
+            product = tree_map(lambda a, b: scale * (a - b), ahead, behind)
+
+            # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
+            correction = partial(inner_product, tree_map(torch.neg, product))
+
+        shared, memory = train_step(
+            self.model,
+            self.solver,
+            local.shared,
+            local.memory,
+            batch,
+            outer,
+            learning_rate,
+            penalty=correction,
+            place=adapted,
+        )
+        return local._replace(shared=shared, memory=memory)
+
+    @property
+    def tuning_rate(self) -> float:
+        """The inner step's."""
+        return self.inner_rate
+
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """A plain step, as the inner one is."""
+        model, solver = self.model, self.solver
+        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
+        return local._replace(shared=shared, memory=memory)
+
+
+def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of two halves of a batch, ``[B]`` each, summing to one; a single sample serves for both."""
+    even = torch.arange(len(weights), device=weights.device) % 2 == 0
+    first, second = weights * even, weights * ~even
+    second = torch.where(second.sum() > 0, second, first)
+    return first / first.sum(), second / second.sum()

@@ -1,0 +1,65 @@
+"""pFedMe: personal models as proximal points of the shared one, which descends the Moreau envelopes.
+
+Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020 (Alg. 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
+from fedem.methods.base import Batch, Local
+from fedem.methods.steps import OwnModel, square_distance, start_memory, step_towards, train_step, trained_leaves
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PFedMe(OwnModel):
+    """v_t approximates argmin f_t(v) + pull/2 |v - w|^2 on a batch; then w <- w - learning_rate pull (w - v).
+
+    Attributes:
+        pull: lambda, the weight of the envelope.
+        inner_steps: K, solver steps towards the proximal point for each batch.
+        inner_rate: learning rate of those steps.
+        server_rate: beta of the server's step u <- (1 - beta) u + beta mean; 1 is the plain mean.
+
+    """
+
+    pull: float = field(default=1.0, metadata={"above": 0})
+    inner_steps: int = field(default=5, metadata={"min": 1})
+    inner_rate: float = field(default=0.1, metadata={"above": 0})
+    server_rate: float = field(default=1.0, metadata={"above": 0})
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """The own model starts from u: what the client found in an earlier round may be far from there."""
+        return Local(shared, personal | add_prefix("own", shared), {}, {}), {}
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
+        received = trained_leaves(self.model, local.shared)
+        own = take_prefix("own", local.personal)
+        memory = start_memory(self.model, self.solver, own)
+        rate = torch.full_like(learning_rate, self.inner_rate)
+        for _ in range(self.inner_steps):
+            own, memory = train_step(
+                self.model,
+                self.solver,
+                own,
+                memory,
+                batch,
+                batch.weights,
+                rate,
+                lambda candidate: self.pull / 2 * square_distance(candidate, received),
+            )
+        # learning_rate * pull above 1 would overshoot the proximal point.
+        length = (learning_rate * self.pull).clamp(max=1)
+        moved = tree_map(lambda w, v: w - length * (w - v), received, trained_leaves(self.model, own))
+        return local._replace(shared=own | moved, personal=self.trained(own, local.personal))
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """(1 - beta) u + beta mean."""
+        return step_towards(shared, mean, self.server_rate)

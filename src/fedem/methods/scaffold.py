@@ -1,0 +1,115 @@
+"""SCAFFOLD: FedAvg whose clients correct their drift by control variates.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning,
+ICML 2020 (Alg. 1, option II).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
+from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.steps import (
+    Penalty,
+    SingleModel,
+    inner_product,
+    mixture_of_one,
+    require_gradient_steps,
+    start_memory,
+    step_towards,
+    train_step,
+    trained_leaves,
+)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Scaffold(SingleModel):
+    """u: the model and the control c. v_t: the client's control c_t. A local gradient is corrected by c - c_t.
+
+    The paper averages clients equally; here they count by their samples, in the controls as in the models.
+
+    Attributes:
+        server_rate: eta_g, the length of the server's step towards the clients' mean; 1 takes the mean.
+
+    """
+
+    server_rate: float = field(default=1.0, metadata={"above": 0})
+
+    def check(self, inputs: Tensor) -> None:
+        """The controls are read off the steps, so a step must be a multiple of a gradient."""
+        require_gradient_steps("scaffold", self.solver)
+
+    def init_shared(self, seed: int) -> Tree:
+        """Draw one model; the control is zero."""
+        model = self.model.init(seed)
+        return add_prefix("model", model) | add_prefix("control", _zeros(trained_leaves(self.model, model)))
+
+    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
+        """A control of zero."""
+        return _zeros(take_prefix("control", shared))
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """Fix the correction c - c_t, and u as it was received."""
+        model = take_prefix("model", shared)
+        correction = tree_map(lambda c, mine: c - mine, take_prefix("control", shared), personal)
+        context = add_prefix("correction", correction) | add_prefix("received", trained_leaves(self.model, model))
+        zero = torch.zeros((), dtype=self.model.dtype, device=mask.device)
+        context |= {"steps": zero, "travelled": zero}
+        return Local(model, personal, start_memory(self.model, self.solver, model), context), {}
+
+    def penalty(self, local: Local) -> Penalty | None:
+        """<c - c_t, w>, whose gradient is the correction."""
+        correction = take_prefix("correction", local.context)
+        return lambda candidate: inner_product(candidate, correction)
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """A corrected step. K eta is how far the steps would have gone along a gradient of one."""
+        stepped = super().step(local, batch, learning_rate)
+        steps = local.context["steps"] + 1
+        travelled = local.context["travelled"] + learning_rate * self.solver.gain(steps)
+        return stepped._replace(context=local.context | {"steps": steps, "travelled": travelled})
+
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """A client that trains for itself alone wants no correction."""
+        model, solver = self.model, self.solver
+        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
+        return local._replace(shared=shared, memory=memory)
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """Upload the model and the change of c_t, where c_t <- c_t - c + (u - w) / (K eta)."""
+        received, correction = (take_prefix(name, local.context) for name in ("received", "correction"))
+        # A learning rate of zero moves nothing and tells nothing.
+        scale = 1 / local.context["travelled"].clamp(min=torch.finfo(self.model.dtype).tiny)
+        trained = trained_leaves(self.model, local.shared)
+        personal = tree_map(lambda extra, u, w: (u - w) * scale - extra, correction, received, trained)
+        change = tree_map(lambda new, old: new - old, personal, local.personal)
+        return add_prefix("model", local.shared) | add_prefix("control", change), personal
+
+    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
+        """U <- u + eta_g (mean - u); c <- c + share * mean change, the share being the paper's |S|/N by samples."""
+        model = step_towards(take_prefix("model", shared), take_prefix("model", mean), self.server_rate)
+        old, change = take_prefix("control", shared), take_prefix("control", mean)
+        control = tree_map(lambda c, extra: c + share * extra, old, change)
+        return add_prefix("model", model) | add_prefix("control", control)
+
+    def keep(self, local: Local) -> tuple[Tree, Tree]:
+        """The model as it was fine-tuned."""
+        return add_prefix("model", local.shared), local.personal
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """The shared model alone."""
+        return mixture_of_one(take_prefix("model", shared))
+
+    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+        """Nothing to fit: an unseen client takes the shared model; its control is zero."""
+        return _zeros(take_prefix("control", shared))
+
+
+def _zeros(tree: Tree) -> Tree:
+    return tree_map(torch.zeros_like, tree)

@@ -1,1 +1,0 @@
-"""The mixers: who averages with whom."""

@@ -1,1 +1,0 @@
-"""Shipped settings: a TOML file a data set."""

@@ -1,0 +1,254 @@
+"""How the clients fare one by one: the sorted scores, their histogram, and the clients' sizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fedem.report.pictures.canvas import (
+    INK,
+    MOST_DOTS,
+    MOST_POINTS,
+    Picture,
+    band,
+    decile,
+    dots,
+    legend,
+    panels,
+    thinned,
+    widely,
+)
+from fedem.report.runs import Gathered, Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_BINS = 30
+_GROUPS = 5
+
+
+def sorted_scores(data: Gathered) -> Picture | None:
+    """Draw the clients' scores from the worst to the best, the bottom decile marked."""
+    if not (methods := _scored(data)):
+        return None
+    figure, (axes,) = panels(1, height=3.8)
+    for method in methods:
+        places, curves = sorted_curves(data, method)
+        band(axes, places, data.scaled(curves), data, method)
+        if (mark := decile(data, method)) is not None:
+            how = {"color": data.looks[method]["color"], "markersize": 7, "fillstyle": "none"}
+            axes.plot(decile_place(data, method), data.scaled(np.array(mark)), "o", **how)
+    axes.axvline(10, color=INK, linewidth=0.8, linestyle=(0, (2, 3)), label="bottom decile")
+    axes.set(xlabel="clients, from the worst, in %", ylabel=data.label, xlim=(0, 100))
+    _widely(data, axes)
+    legend(figure, axes)
+    return Picture("Scores of the clients, sorted", _decile_sentence(data, methods), figure)
+
+
+def histogram(data: Gathered) -> Picture | None:
+    """Draw how many clients have which score, all seeds together."""
+    if not (methods := _scored(data)):
+        return None
+    scores = {method: data.scaled(pooled(data, method)) for method in methods}
+    edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), _BINS)
+    figure, (axes,) = panels(1, height=3.4)
+    for method, values in scores.items():
+        counts, _ = np.histogram(values, edges)
+        how = data.looks[method]
+        label, colour = data.titles[method], how["color"]
+        axes.stairs(100 * counts / len(values), edges, color=colour, linestyle=how["linestyle"], label=label)
+        if (mark := decile(data, method)) is not None:
+            axes.plot(data.scaled(np.array(mark)), 0, "^", color=colour, clip_on=False, zorder=3)
+    axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)", ylabel="share of clients in %")
+    axes.set_ylim(bottom=0)
+    legend(figure, axes)
+    halves = []
+    for method in dict.fromkeys((methods[0], methods[-1])):
+        low, high = np.quantile(pooled(data, method), (0.25, 0.75))
+        halves.append(f"{data.name(method)}'s from {data.told(low)} to {data.told(high)}")
+    sentence = f"The middle half of the clients' scores: {' and '.join(halves)}."
+    return Picture("Histogram of the clients' scores", sentence, figure)
+
+
+def sizes(data: Gathered) -> Picture | None:
+    """Draw how many training samples clients have, and how clients of each size fare."""
+    counts = np.concatenate([run.clients.sizes for run in data.by_seed.values()])
+    counts = counts[np.isfinite(counts)]
+    if not len(counts):
+        return None
+    methods = _scored(data)
+    figure, axes = panels(2 if methods else 1)
+    span = np.geomspace(max(1.0, counts.min()), max(2.0, counts.max() + 1), _BINS)
+    axes[0].stairs(*np.histogram(np.maximum(counts, 1), span), fill=True, color=INK, alpha=0.55)
+    widely(axes[0], "x", [counts])
+    axes[0].set(xlabel="training samples of a client", ylabel="clients, all seeds")
+    for method in methods:
+        places, curves = by_size(data, method)
+        band(axes[1], places, data.scaled(curves), data, method)
+    if methods:
+        widely(axes[1], "x", [counts])
+        axes[1].set(xlabel="training samples (fifths of the clients)", ylabel=f"mean {data.label}")
+        _widely(data, axes[1])
+        legend(figure, axes[1])
+    low, middle, high = (int(value) for value in np.quantile(counts, (0, 0.5, 1)))
+    largest = 100 * np.sort(counts)[-max(1, len(counts) // 10) :].sum() / counts.sum()
+    sentence = (
+        f"Clients have {low:,} to {high:,} training samples, {middle:,} in the median; "
+        f"the largest tenth of them holds {largest:.0f} % of all."
+    )
+    return Picture("Sizes of the clients", sentence, figure)
+
+
+def sorted_curves(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
+    """Return places from 0 to 100 and each seed's scores there, the worst first: ``[n]`` and ``[seeds, n]``."""
+    seeds = [np.sort(_known(run.clients.scores)) for run in data.runs[method]]
+    if not data.accuracy:
+        seeds = [values[::-1] for values in seeds]
+    places = np.linspace(0, 100, min(MOST_POINTS, max(map(len, seeds))))
+    # Seeds may have different numbers of clients.
+    curves = [np.interp(places, np.linspace(0, 100, len(values)), values) for values in seeds]
+    return places, np.array(curves)
+
+
+def decile_place(data: Gathered, method: str) -> float:
+    """Return where the client of the bottom decile, the ceil(T/10)-th worst, stands among places from 0 to 100."""
+    counts = [len(_known(run.clients.scores)) for run in data.runs[method]]
+    return float(np.mean([100 * (np.ceil(count / 10) - 1) / max(1, count - 1) for count in counts]))
+
+
+def by_size(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
+    """Return the median sizes of fifths of the clients, small to large, and their mean scores, seed by seed."""
+    places, curves = [], []
+    for run in data.runs[method]:
+        scores, numbers = run.clients.scores, run.clients.sizes
+        order = np.argsort(numbers, kind="stable")
+        groups = [group for group in np.array_split(order[np.isfinite(scores[order])], _GROUPS) if len(group)]
+        places.append([np.median(numbers[group]) for group in groups])
+        curves.append([scores[group].mean() for group in groups])
+    # A seed with fewer than five clients that were scored has fewer groups.
+    count = min(map(len, places))
+    kept = np.array([row[:count] for row in places])
+    return np.maximum(kept.mean(0), 1.0), np.array([row[:count] for row in curves])
+
+
+def pooled(data: Gathered, method: str) -> Numbers:
+    """Return the scores of a method's clients, all seeds together."""
+    return np.concatenate([_known(run.clients.scores) for run in data.runs[method]])
+
+
+def _known(values: Numbers) -> Numbers:
+    return values[np.isfinite(values)]
+
+
+def _scored(data: Gathered) -> list[str]:
+    return [name for name, runs in data.runs.items() if all(len(_known(run.clients.scores)) for run in runs)]
+
+
+def _widely(data: Gathered, axes: Axes) -> None:
+    if not data.accuracy:
+        widely(axes, "y", [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines[:-1]])
+
+
+def _decile_sentence(data: Gathered, methods: list[str]) -> str:
+    marks = {method: mark for method in methods if (mark := decile(data, method)) is not None}
+    if not marks:
+        return "Every line goes from the worst client to the best."
+    order = sorted(marks, key=lambda name: marks[name], reverse=data.accuracy)
+    best, known = order[0], data.best_of("fedavg")
+    worst = known if known in order[1:] else order[-1]
+    if best == worst:
+        return f"{data.name(best)}'s bottom decile is {data.told(marks[best])}."
+    return (
+        f"{data.name(best)}'s bottom decile is {data.told(marks[best])}, "
+        f"{data.apart(marks[best], marks[worst])} {data.name(worst)}'s."
+    )
+
+
+# Which clients gain, and which lose, against training alone and against one model for all.
+
+_BASELINES = ("local", "fedavg")
+
+
+class Pairs(NamedTuple):
+    """The scores of the same clients, those of all seeds one after the other, ``[n]`` each."""
+
+    before: Numbers
+    after: Numbers
+
+
+def against_baselines(data: Gathered) -> Picture | None:
+    """Draw each client's score beside its score with a baseline, and the sorted differences."""
+    method = subject(data)
+    if method is None:
+        return None
+    baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
+    found = {name: entry for name in baselines if len((entry := pairs(data, name, method)).before)}
+    if not found:
+        return None
+    title = data.titles[method]
+    figure, axes = panels(2 * len(found))
+    told = []
+    for number, (name, entry) in enumerate(found.items()):
+        before, after = data.scaled(entry.before), data.scaled(entry.after)
+        left, right = axes[2 * number : 2 * number + 2]
+        colour = data.looks[method]["color"]
+        shown = thinned(len(before), MOST_DOTS)
+        dots(left, np.stack([before, after], 1)[shown], colour)
+        if len(shown) < len(before):
+            left.set_title(f"{len(shown):,} of {len(before):,} clients")
+        ends = [min(before.min(), after.min()), max(before.max(), after.max())]
+        left.plot(ends, ends, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
+        left.set(xlabel=f"{data.titles[name]}: {data.label}", ylabel=f"{title}: {data.label}")
+        if not data.accuracy:
+            for axis in "xy":
+                widely(left, axis, [before, after])
+        _differences(right, after - before, colour, data)
+        right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}{_unit(data)}")
+        told.append(_sentence(data, entry, data.name(method), data.name(name)))
+    return Picture("Who gains and who loses", " ".join(told), figure)
+
+
+def subject(data: Gathered) -> str | None:
+    """Return whose gains are looked at: FedEM's, else those of the best method that is no baseline."""
+    others = (method for method, runs in data.runs.items() if runs[0].method not in _BASELINES)
+    return data.best_of("fedem") or next(others, None)
+
+
+def pairs(data: Gathered, baseline: str, method: str) -> Pairs:
+    """Return the scores of the clients that both methods know, for the seeds that both have."""
+    before: list[float] = []
+    after: list[float] = []
+    seeds = {run.seed: run.clients for run in data.runs[baseline]}
+    for second in data.runs[method]:
+        if (first := seeds.get(second.seed)) is None:
+            continue
+        known = dict(zip(first.names, first.scores.tolist(), strict=True))
+        before += [known.get(name, np.nan) for name in second.clients.names]
+        after += second.clients.scores.tolist()
+    both = np.array([before, after], dtype=np.float64)
+    return Pairs(*both[:, np.isfinite(both).all(0)])
+
+
+def _differences(axes: Axes, differences: Numbers, colour: str, data: Gathered) -> None:
+    shown = thinned(len(differences))
+    places, ordered = 100 * shown / max(1, len(differences) - 1), np.sort(differences)[shown]
+    axes.plot(places, ordered, color=colour)
+    # Where a larger score is worse, clients gain below zero.
+    better = ordered > 0 if data.accuracy else ordered < 0
+    axes.fill_between(places, ordered, 0, where=better, color=colour, alpha=0.25, linewidth=0)
+    axes.axhline(0, color=INK, linewidth=0.9)
+    axes.set_xlim(0, 100)
+
+
+def _unit(data: Gathered) -> str:
+    return "\nin points of accuracy" if data.accuracy else "\nin squared error"
+
+
+def _sentence(data: Gathered, entry: Pairs, title: str, baseline: str) -> str:
+    change = entry.after - entry.before
+    better = int((change > 0 if data.accuracy else change < 0).sum())
+    middle = float(np.median(change))
+    amount = f"{100 * middle:+.1f} points" if data.accuracy else f"{middle:+.3g}"
+    return f"{title} is better than {baseline} for {better:,} of {len(change):,} clients, {amount} in the median."

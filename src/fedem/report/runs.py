@@ -1,0 +1,424 @@
+"""Folders of complete runs -> plain figures; the data are not needed.
+
+Shapes: T clients, M components.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedem.core.errors import UserError
+from fedem.methods import METHODS
+from fedem.report.console import metric_of
+from fedem.report.studies import look, look_at
+from fedem.runs.config import GIVEN, Config
+from fedem.runs.evaluate import Record
+from fedem.runs.folder import MANIFEST, RunFolder
+from fedem.studies.comparison import Comparison, Spread, summarize
+from fedem.studies.sweep import Cell
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Clients of a run, in the order of its clients.csv."""
+
+    names: tuple[str, ...]
+    sizes: Numbers
+    """numbers of training samples, ``[T]``"""
+    scores: Numbers
+    """on the test part, ``[T]``; not a number where a client has no test samples"""
+    weights: Numbers
+    """of the mixture, ``[T, M]``; M is 0 where a client has one model"""
+
+    @classmethod
+    def of(cls, rows: Sequence[dict[str, str]], metric: str) -> Clients:
+        """Read rows of clients.csv."""
+        columns = [name for name in (rows[0] if rows else {}) if name.startswith("weight_")]
+        weights = np.array([[_number(row[name]) for name in columns] for row in rows], dtype=np.float64)
+        return cls(
+            tuple(row["client"] for row in rows),
+            np.array([_number(row.get("train_samples")) for row in rows], dtype=np.float64),
+            np.array([_number(row.get(f"test_{metric}")) for row in rows], dtype=np.float64),
+            weights.reshape(len(rows), len(columns)),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A complete run."""
+
+    folder: RunFolder
+    config: Config
+    summary: dict[str, Any]
+    history: list[Record]
+    clients: Clients
+    """those that took part in training"""
+    fingerprint: str | None
+    """of the samples; None where the checkpoint was removed"""
+    command: str | None
+    """what makes the run again; None for data or models passed from Python"""
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.summary["method"])
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.summary["seed"])
+
+    def curve(self, name: str) -> tuple[Numbers, Numbers]:
+        """Return rounds and the figure called ``name`` after them, where it is known and finite."""
+        pairs = [(line["round"], line[name]) for line in self.history if line.get(name) is not None]
+        found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+        found = found[np.isfinite(found[:, 1])]
+        return found[:, 0], found[:, 1]
+
+    @cached_property
+    def sent(self) -> Numbers:
+        """Bytes sent up and down, all clients together, by the end of each recorded round."""
+        return np.cumsum([(line["bytes_up"] or 0) + (line["bytes_down"] or 0) for line in self.history], dtype=float)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs below ``paths``, each once; a path is a run's folder (with its baselines) or one of many runs'."""
+    if not paths:
+        raise UserError("No folders are given; allowed: one or several folders of runs, comparisons or experiments.")
+    runs: dict[Path, Run] = {}
+    for path in paths:
+        folders, command = _folders(path), _command(path)
+        for folder in folders:
+            if (place := folder.path.resolve()) not in runs:
+                runs[place] = _read(folder, command)
+    return list(runs.values())
+
+
+def _folders(path: Path) -> list[RunFolder]:
+    """Return a run's folder and its baselines', or those of a comparison or an experiment."""
+    if not path.is_dir():
+        raise UserError(f"There is no folder {path}; allowed: the folder of a run, a comparison or an experiment.")
+    folder = RunFolder(path)
+    if folder.exists():
+        return [folder, *folder.baselines()]
+    if (path / "search.json").is_file():
+        raise UserError(
+            f"{path} holds a search of settings (tune.json has its trials); allowed: runs, or folders of runs."
+        )
+    cells = [RunFolder(place.parent) for place in sorted(path.glob("*/config.toml"))]
+    if not cells:
+        raise UserError(f"{path} holds no run (no config.toml) and no runs in folders of their own (no */config.toml).")
+    return cells
+
+
+def _command(path: Path) -> str | None:
+    """Return the command that made all runs of a folder, where it tells."""
+    place = path / "comparison.json"
+    return _json(place).get("command") if place.is_file() else None
+
+
+def _read(folder: RunFolder, command: str | None) -> Run:
+    summary = folder.summary()
+    if summary is None:
+        raise UserError(f"The run in {folder.path} is not complete; go on with it first (--resume).")
+    everybody = folder.clients()
+    rows = [row for row in everybody if row["role"] == "train"]
+    if everybody and not rows:
+        raise UserError(f"{folder.path} holds clients fitted after training; allowed: runs of training.")
+    # A server has no scores of single clients; its run's file of them is empty.
+    if rows and len(rows) != summary["num_clients"]:
+        raise UserError(
+            f"{folder.path}/clients.csv has {len(rows)} clients that were trained, and summary.json "
+            f"{summary['num_clients']}: the file is damaged."
+        )
+    config, clients = folder.config(), Clients.of(rows, metric_of(summary))
+    if command is None and GIVEN not in (config.name("data"), config.name("model")):
+        command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])
+    return Run(folder, config, summary, folder.metrics(), clients, _fingerprint(folder), command)
+
+
+def _fingerprint(folder: RunFolder) -> str | None:
+    path = folder.checkpoints / MANIFEST
+    if not path.is_file():
+        return None
+    found = _json(path).get("facts", {}).get("data")
+    return None if found is None else str(found)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds {type(content).__name__}; allowed: an object, as fedem wrote it.")
+    return content
+
+
+def _number(text: str | None) -> float:
+    return float(text) if text else float("nan")
+
+
+# Runs sorted for a report: by the data they are on, then by method and settings, then by seed.
+
+Settings = Mapping[str, Any]
+"""Values of a configuration by section.key."""
+
+# What makes two runs' data the same; and what says where and how a run was made, not what it is.
+_DATA = ("data", "partition")
+_PLACE = ("run.seed", "run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.partition_hash")
+_SHORT = {"method.num_components": "M"}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Runs on the same data. An entry is a method, or one of several settings of a method."""
+
+    comparison: Comparison
+    """a row an entry; its method is the entry's name"""
+    runs: dict[str, list[Run]]
+    """of each entry, seed by seed; the best entry first"""
+    looks: dict[str, dict[str, Any]]
+    """each entry's colour, line and marker, the same for all data"""
+    place: str
+    """a word for ids and folders; empty where the report has no other data"""
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What each entry is called in tables, the best first."""
+        return {row.method: row.title for row in self.comparison.rows}
+
+    def name(self, entry: str) -> str:
+        """Return what an entry is called in a sentence."""
+        return _name(entry, self.runs[entry][0].method)
+
+    def best_of(self, method: str) -> str | None:
+        """Return the best entry of a method."""
+        return next((entry for entry, runs in self.runs.items() if runs[0].method == method), None)
+
+    def titled(self, title: str) -> str:
+        """Name the data as well, where a report has several."""
+        return f"{title}: {self.comparison.data}" if self.place else title
+
+    @property
+    def by_seed(self) -> dict[int, Run]:
+        """A run of each seed: all of them know the clients."""
+        found = {run.seed: run for runs in reversed(self.runs.values()) for run in runs}
+        return dict(sorted(found.items()))
+
+    @property
+    def has_equal_seeds(self) -> bool:
+        """Whether every entry has every seed."""
+        return all(len(runs) == len(self.comparison.seeds) for runs in self.runs.values())
+
+    @property
+    def differences(self) -> dict[str, list[str]]:
+        """Which settings differ among the entries of a method, by its title, where it has several."""
+        settings: dict[str, list[Settings]] = {}
+        for runs in self.runs.values():
+            settings.setdefault(METHODS[runs[0].method].title, []).append(_settings_of(runs[0]))
+        return {title: differing(each) for title, each in settings.items() if len(each) > 1}
+
+    @property
+    def commands(self) -> list[str]:
+        """What makes the runs again, where that is known."""
+        found = (run.command for runs in self.runs.values() for run in runs)
+        return list(dict.fromkeys(command for command in found if command is not None))
+
+    @property
+    def accuracy(self) -> bool:
+        """Whether runs were scored by accuracy, and not by squared errors."""
+        return self.comparison.metric == "accuracy"
+
+    @property
+    def score(self) -> str:
+        """Name the score in a summary."""
+        return f"test_{self.comparison.metric}"
+
+    @property
+    def label(self) -> str:
+        """The score with its unit, for an axis."""
+        return "test accuracy in %" if self.accuracy else "test mean squared error"
+
+    def scaled(self, values: Numbers) -> Numbers:
+        """Return scores in the unit of ``label``."""
+        return 100 * values if self.accuracy else values
+
+    def told(self, value: float) -> str:
+        """Return a score as a sentence has it."""
+        return f"{100 * value:.1f} %" if self.accuracy else f"{value:.4g}"
+
+    def apart(self, better: float, worse: float) -> str:
+        """Say how far the first score lies from the second."""
+        if self.accuracy:
+            points = 100 * (better - worse)
+            return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}"
+        return f"{abs(better - worse):.3g} {'above' if better >= worse else 'below'}"
+
+
+def gather(paths: Sequence[Path]) -> list[Gathered]:
+    """Read the runs below ``paths`` and sort them; those on the same data come together."""
+    sorted_runs = [_entries(runs) for runs in _grouped(read_runs(paths), _data_of)]
+    looks = _looks(sorted_runs)
+    comparisons = [_compare(entries) for entries in sorted_runs]
+    names = _names([comparison.data for comparison in comparisons], sorted_runs)
+    found = []
+    for name, place, comparison, entries in zip(names, _places(names), comparisons, sorted_runs, strict=True):
+        runs = {row.method: entries[row.method] for row in comparison.rows}
+        found.append(Gathered(replace(comparison, data=name), runs, looks, place))
+    return found
+
+
+def _data_of(run: Run) -> Settings:
+    """Return the settings that the data are made by, and whether clients are held out."""
+    made = {place: value for place, value in _flat(run) if place.partition(".")[0] in _DATA}
+    return made | {"run.unseen": run.config.run.unseen}
+
+
+def _settings_of(run: Run) -> Settings:
+    """Return what may not differ among the seeds of an entry."""
+    return {place: value for place, value in _flat(run) if place not in _PLACE}
+
+
+def _flat(run: Run) -> Iterator[tuple[str, Any]]:
+    for section, values in run.config.sections.items():
+        yield from ((f"{section}.{key}", value) for key, value in values.items())
+
+
+def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[Run]]:
+    """Put runs of equal settings together, in the order of their first ones."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(key(run), sort_keys=True), []).append(run)
+    return list(groups.values())
+
+
+def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Sort runs on the same data by method and settings, then by seed."""
+    first: dict[int, Run] = {}
+    for run in runs:
+        _check_clients(first.setdefault(run.seed, run), run)
+    entries: dict[str, list[Run]] = {}
+    for method in dict.fromkeys(run.method for run in runs):
+        groups = _grouped([run for run in runs if run.method == method], _settings_of)
+        labels = told_apart([_settings_of(group[0]) for group in groups])
+        for label, group in zip(labels, groups, strict=True):
+            ordered = sorted(group, key=lambda run: run.seed)
+            for previous, run in pairwise(ordered):
+                _check_seeds(previous, run)
+            entries[f"{method} ({label})" if label else method] = ordered
+    return entries
+
+
+def _check_clients(first: Run, other: Run) -> None:
+    """Refuse other clients where settings and seed are the same: nothing would tell the data apart."""
+    if (
+        first.clients.names == other.clients.names
+        and np.array_equal(first.clients.sizes, other.clients.sizes)
+        and len({run.fingerprint for run in (first, other)} - {None}) <= 1
+    ):
+        return
+    raise UserError(
+        f"{first.folder.path} and {other.folder.path} have the same settings of data and the same seed, but other "
+        "clients; allowed: the same clients for the same settings and seed."
+    )
+
+
+def _check_seeds(first: Run, other: Run) -> None:
+    if first.seed == other.seed:
+        raise UserError(
+            f"{first.folder.path} and {other.folder.path} are both {first.method} with seed {first.seed} and the same "
+            "settings; allowed: each once."
+        )
+
+
+def differing(settings: Sequence[Settings]) -> list[str]:
+    """Return the places whose values are not the same in all ``settings``."""
+    places = dict.fromkeys(place for each in settings for place in each)
+    return [place for place in places if len({json.dumps(each.get(place)) for each in settings}) > 1]
+
+
+def told_apart(settings: Sequence[Settings]) -> list[str]:
+    """Return a label each, of as few values as tell them apart: those of a section's name before its others."""
+    kept: list[str] = []
+    for place in sorted(differing(settings), key=lambda place: not place.endswith(".name")):
+        if _count(settings, [*kept, place]) > _count(settings, kept):
+            kept.append(place)
+    return [", ".join(_told(place, each[place]) for place in kept if place in each) for each in settings]
+
+
+def _count(settings: Sequence[Settings], places: Sequence[str]) -> int:
+    return len({json.dumps([each.get(place) for place in places]) for each in settings})
+
+
+def _told(place: str, value: Any) -> str:
+    return f"{_SHORT.get(place, place)}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
+    """Sum up each entry over the seeds that it has."""
+    seeds = {run.seed: run for runs in entries.values() for run in runs}
+    whole = summarize([_cell("", seeds[seed]) for seed in sorted(seeds)])
+    parts = [summarize([_cell(entry, run) for run in runs]) for entry, runs in entries.items()]
+    # Some have figures that others lack: a score of the clients held out.
+    names = {name for part in parts for name in part.rows[0].figures}
+    score, sign = f"test_{whole.metric}", -1 if whole.larger_is_better else 1
+    rows = []
+    for part, (entry, runs) in zip(parts, entries.items(), strict=True):
+        (row,) = part.rows
+        title = row.title if entry == runs[0].method else _name(entry, runs[0].method)
+        rows.append(replace(row, title=title, figures={name: row.figures.get(name, Spread.of(())) for name in names}))
+    means = {row.method: row.figures[score].mean for row in rows}
+    rows.sort(key=lambda row: math.inf if (mean := means[row.method]) is None else sign * mean)
+    lines = {part.rows[0].method: part.runs for part in parts}
+    return replace(whole, rows=rows, runs=[line for row in rows for line in lines[row.method]])
+
+
+def _cell(entry: str, run: Run) -> Cell:
+    return Cell(entry, run.seed, run.config, run.folder)
+
+
+def _name(entry: str, method: str) -> str:
+    return METHODS[method].title + entry.removeprefix(method)
+
+
+def _looks(sorted_runs: Sequence[Mapping[str, list[Run]]]) -> dict[str, dict[str, Any]]:
+    """Return how each entry looks: like its method, unless some method has several."""
+    methods = {entry: runs[0].method for entries in sorted_runs for entry, runs in entries.items()}
+    if all(entry == method for entry, method in methods.items()):
+        return {method: look(method) for method in methods}
+    return {entry: look_at(position) for position, entry in enumerate(methods)}
+
+
+def _names(names: Sequence[str], sorted_runs: Sequence[Mapping[str, list[Run]]]) -> list[str]:
+    """Return a name for each data set; those of the same name are told apart by what differs."""
+    settings = [_data_of(next(iter(entries.values()))[0]) for entries in sorted_runs]
+    found = []
+    for name, each in zip(names, settings, strict=True):
+        alike = [other for other, kind in zip(settings, names, strict=True) if kind == name]
+        label = told_apart(alike)[alike.index(each)]
+        found.append(f"{name} ({label})" if label else name)
+    return found
+
+
+def _places(names: Sequence[str]) -> list[str]:
+    """Return a word each for ids and folders; none where there is one data set alone."""
+    found: list[str] = []
+    for name in names if len(names) > 1 else ():
+        word = re.sub(r"[^a-z0-9.+]+", "-", name.lower()).strip("-")
+        found.append(f"{word}-{len(found)}" if word in found else word)
+    return found or [""]

@@ -1,0 +1,1 @@
+"""One run: configuration -> recipe -> rounds -> state -> scores -> a folder and a result."""

@@ -1,0 +1,461 @@
+"""One TOML file a run: sections of checked values, from a preset, a file and overrides, in that order."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from fedem.methods.wrappers.compression import Compression
+from fedem.data import DATA, Dataset, DataSource
+from fedem.data.partitions import PARTITIONS, Partition
+from fedem.engines import Batching
+from fedem.core.errors import UserError, unknown
+from fedem.graphs import GRAPHS, Topology
+from fedem.methods import find_method, resolve_method
+from fedem.models import MODELS, ModelSpec
+from fedem.models.losses import LOSSES, Loss
+from fedem.solvers.schedules import SCHEDULES, Schedule
+from fedem.core.settings import names_of
+from fedem.solvers import SOLVERS, Solver
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from fedem.methods.wrappers.compression import Compression
+from fedem.data import DATA
+from fedem.data.partitions import PARTITIONS
+from fedem.engines import ENGINES, Batching
+from fedem.core.errors import UserError, unknown
+from fedem.graphs import GRAPHS
+from fedem.methods import ALIASES, METHODS
+from fedem.models import MODELS
+from fedem.models.losses import LOSSES
+from fedem.engines.device import PRECISIONS
+from fedem.solvers.schedules import SCHEDULES
+from fedem.core.settings import Settings, complete, names_of
+from fedem.solvers import SOLVERS
+
+
+@dataclass(frozen=True)
+class Config:
+    """A complete, checked configuration: every key of every section has its value."""
+
+    sections: Sections
+
+    @classmethod
+    def build(cls, *layers: Layer, preset: bool = True) -> Config:
+        """Lay sections over each other, later ones winning, on top of the defaults and the shipped presets."""
+        asked = overlay(*map(_check_layer, layers))
+        chosen = overlay({"data": DEFAULTS["data"], "method": DEFAULTS["method"]}, asked)
+        method = str(chosen["method"].get("name"))
+        find_method(method)
+        ground = _preset(chosen["data"].get("name"), method) if preset else {}
+        solver = chosen.get("solver", {}).get("name", ground.get("solver", {}).get("name"))
+        if preset and isinstance(solver, str) and solver in SOLVERS and solver != ground["solver"]["name"]:
+            # Learning rates and decays are shipped for one solver and mean nothing to another.
+            del ground["solver"]
+            ground["schedule"] = {"learning_rate": SOLVERS[solver].usual_rate}
+        # Data that stay as they are made, or were passed from Python, are not partitioned.
+        usual = DATA[data].usual if (data := chosen["data"].get("name")) in DATA else GIVEN
+        merged = overlay(DEFAULTS, {"partition": {"name": usual}}, ground, asked)
+        if isinstance(path := merged["graph"].get("path"), str) and path:
+            # A run may be taken up from another folder.
+            merged["graph"]["path"] = str(Path(path).absolute())
+        return cls({name: complete_section(name, merged.get(name, {})) for name in (*UNNAMED, *NAMED)})
+
+    @property
+    def run(self) -> RunSettings:
+        """The [run] section."""
+        return RunSettings(**self.sections["run"])
+
+    @property
+    def batching(self) -> Batching:
+        """The [batching] section."""
+        return Batching(**self.sections["batching"])
+
+    @property
+    def compression(self) -> Compression:
+        """The [compression] section."""
+        return Compression(**self.sections["compression"])
+
+    @property
+    def data(self) -> DataSource:
+        """The data set's recipe."""
+        if self.name("data") == GIVEN:
+            raise UserError("The data of this run were passed from Python; pass them again, a file can't hold them.")
+        return DATA[self.name("data")](**self.values("data"))
+
+    @property
+    def partition(self) -> Partition:
+        """How the data's samples become clients'."""
+        if self.name("partition") == GIVEN:
+            raise UserError(
+                "The partition of this run was passed from Python, as part of its data; allowed in a file: "
+                f"{', '.join(PARTITIONS)}."
+            )
+        return PARTITIONS[self.name("partition")](**self.values("partition"))
+
+    def make_data(self) -> Dataset:
+        """Make the data and deal them to the clients."""
+        return self.data.make(self.run.seed, self.partition, self.run.unseen)
+
+    @property
+    def graph(self) -> Topology | None:
+        """The graph over which clients average; None where they don't."""
+        name = self.name("graph")
+        return None if name == NO_GRAPH else GRAPHS[name](**self.values("graph"))
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model's recipe."""
+        if self.name("model") == GIVEN:
+            raise UserError("The model of this run was passed from Python; pass model=... again to load it.")
+        return MODELS[self.name("model")](**self.values("model"))
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss; None when it is to be guessed from the targets."""
+        name = self.name("loss")
+        return None if name == "auto" else LOSSES[name](**self.values("loss"))
+
+    @property
+    def solver(self) -> Solver:
+        """The local solver."""
+        return SOLVERS[self.name("solver")](**self.values("solver"))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning-rate schedule."""
+        return SCHEDULES[self.name("schedule")](**self.values("schedule"))
+
+    def name(self, section: str) -> str:
+        """Return the name chosen in a section."""
+        return str(self.sections[section]["name"])
+
+    def values(self, section: str) -> Values:
+        """Return a section's values without its name."""
+        return {key: value for key, value in self.sections[section].items() if key != "name"}
+
+    def replace(self, section: str, **values: Any) -> Config:
+        """Return a copy with some values of one section changed."""
+        old = self.sections[section]
+        return Config(
+            self.sections | {section: complete_section(section, overlay({section: old}, {section: values})[section])}
+        )
+
+    def differences(self, other: Config) -> list[str]:
+        """Return ``section.key`` of all values that differ."""
+        return [
+            f"{section}.{key}"
+            for section, values in self.sections.items()
+            for key in {**values, **other.sections[section]}
+            if values.get(key) != other.sections[section].get(key)
+        ]
+
+    def to_toml(self) -> str:
+        """Write as TOML; reading it back gives the same configuration."""
+        return "\n".join(
+            f"[{section}]\n" + "".join(f"{key} = {_literal(value)}\n" for key, value in values.items())
+            for section, values in self.sections.items()
+        )
+
+
+def read_toml(path: Path) -> Sections:
+    """Read a run's file; every top-level entry must be a section."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no configuration file {path}.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} can't be read as TOML: {error}") from None
+    _check_layer(content, f" in {path}")
+    return content
+
+
+def _check_layer(layer: Layer, where: str = "") -> Layer:
+    for name, values in layer.items():
+        if name not in (*UNNAMED, *NAMED):
+            raise unknown(f"section{where}", name, (*UNNAMED, *NAMED))
+        if not isinstance(values, Mapping):
+            raise UserError(f"{name!r}{where} is {values!r}; allowed: a section [{name}].")
+    return layer
+
+
+def parse_assignment(text: str) -> Sections:
+    """Parse ``section.key=value``; the value is a TOML literal, or else a word.
+
+    >>> parse_assignment("solver.momentum=0.5")
+    {'solver': {'momentum': 0.5}}
+    """
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise UserError(f"--set got {text!r}; allowed: section.key=value, such as schedule.learning_rate=0.3.")
+    if section not in (*UNNAMED, *NAMED):
+        raise unknown("section", section, (*UNNAMED, *NAMED))
+    try:
+        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    return {section: {name: parsed}}
+
+
+def unbound(file: Layer, *asked: Layer) -> Layer:
+    """Return a file's sections without the hash of its partition, if what is ``asked`` besides makes other clients."""
+    merged = overlay(file, *asked)
+    same = all(merged.get(section, {}) == file.get(section, {}) for section in ("data", "partition")) and all(
+        merged.get("run", {}).get(key) == file.get("run", {}).get(key) for key in ("seed", "unseen")
+    )
+    if same or "run" not in file:
+        return file
+    return {**file, "run": {key: value for key, value in file["run"].items() if key != "partition_hash"}}
+
+
+def route(options: Mapping[str, Any], method: str) -> Sections:
+    """Sort flat options, as Python callers pass them, into sections by the names of their keys.
+
+    A section's own name takes a name or a whole section: ``solver="adam"``, ``schedule={"name": "cosine"}``.
+    """
+    chosen: Sections = {"method": {"name": resolve_method(method)}}
+    flat: Values = {}
+    for key, value in options.items():
+        if key == "data":
+            raise UserError("Option 'data' is for runs from a file; the federation is the first argument.")
+        if key in NAMED or key in UNNAMED:
+            if key in UNNAMED and not isinstance(value, Mapping):
+                raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
+            chosen.setdefault(key, {}).update(_section_of(key, value))
+        else:
+            flat[key] = value
+    places: dict[str, str] = {}
+    for section in ("run", "batching", "method", "solver", "schedule", "model", "loss", "graph"):
+        for key in names_of(*kinds_of(section, {**DEFAULTS.get(section, {}), **chosen.get(section, {})})):
+            places.setdefault(key, section)
+    for key, value in flat.items():
+        if key not in places:
+            raise unknown("option", key, places)
+        chosen.setdefault(places[key], {})[key] = value
+    return chosen
+
+
+def _section_of(section: str, value: Any) -> Mapping[str, Any]:
+    """Return a section from a mapping, from an object of one of its kinds, or from a name."""
+    if isinstance(value, Mapping):
+        return value
+    name = next((name for name, kinds in NAMED.get(section, {}).items() if (type(value),) == kinds), None)
+    return (
+        {"name": value}
+        if name is None
+        else {"name": name} | {key: getattr(value, key) for key in names_of(type(value))}
+    )
+
+
+def _preset(data: Any, method: str) -> Sections:
+    """Return the shipped settings for a method on a data set: those for any data, then those for this one."""
+    layers: list[Layer] = []
+    for name in ("default", data):
+        resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
+        if resource.is_file():
+            content = tomllib.loads(resource.read_text(encoding="utf-8"))
+            layers += [content.get("all", {}), content.get(method, {})]
+    return overlay(*layers)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # A JSON string is a TOML basic string, but for the characters that TOML wants escaped and JSON does not.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
+
+
+# The sections of a run's configuration: what each may hold, and how layers of them are laid over each other.
+
+Values = dict[str, Any]
+Sections = dict[str, Values]
+Layer = Mapping[str, Mapping[str, Any]]
+
+GIVEN = "given"
+"""Name of data or a model that was passed from Python, and so can't be made again from a file."""
+
+NO_GRAPH = "none"
+"""Name of the graph of clients that talk to a server, or to nobody."""
+
+
+@dataclass(frozen=True)
+class RunSettings(Settings):
+    """How a run goes, whatever the method.
+
+    Attributes:
+        rounds: communication rounds.
+        seed: decides whatever is random.
+        clients_per_round: share of the clients that take part in each round, up to 1, or their number, from 2.
+        unseen: share of the clients held out of training; when it is over they are fitted and scored, where the method
+            has something for them.
+        unseen_share: share of its training samples that a client held out is fitted on.
+        device: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU where there is one.
+        engine: "stacked" trains many clients at once, "one_by_one" one after the other, with the same results up to
+            rounding; "auto" stacks, but for models that can't be stacked and those that a CPU trains faster alone.
+        chunk_size: clients stacked together; 0 chooses as many as memory holds. It changes no result beyond rounding.
+        dtype: type of the models' parameters and of what is computed with them.
+        precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
+            bits; "bfloat16": models compute in that type where torch deems it safe.
+        local_layers: "batch_norm" keeps each client's batch normalisation, scales and statistics, with the client;
+            "none" shares all layers.
+        label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
+            the shared models: for clients that differ in how often they see which class.
+        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
+            FedAvg into FedAvg+.
+        fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
+        unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
+        evaluate_every: rounds between scores, by which the best state is chosen; the last round is scored in any case,
+            with 0 it alone.
+        measure_alpha_every: rounds between measurements of alpha, the share of the way to the optimum that local
+            solvers leave; 0: never.
+        diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
+        checkpoint_every: rounds between checkpoints of a run that has a folder; there is one after the last round.
+        partition_hash: hash of who owns which samples. A run writes it down, and config.toml is refused where the
+            clients would get others; empty accepts any.
+
+    """
+
+    rounds: int = field(default=200, metadata={"min": 1})
+    seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
+    clients_per_round: float = field(default=1.0, metadata={"above": 0})
+    unseen: float = field(default=0.0, metadata={"min": 0, "below": 1})
+    unseen_share: float = field(default=1.0, metadata={"min": 0, "max": 1})
+    device: str = "auto"
+    engine: str = field(default="auto", metadata={"choices": ENGINES})
+    chunk_size: int = field(default=0, metadata={"min": 0})
+    dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
+    precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
+    local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
+    label_shares: bool = False
+    fine_tune_epochs: int = field(default=0, metadata={"min": 0})
+    fine_tune_rate: float = field(default=0.0, metadata={"min": 0})
+    unseen_epochs: int = field(default=5, metadata={"min": 1})
+    evaluate_every: int = field(default=10, metadata={"min": 0})
+    measure_alpha_every: int = field(default=0, metadata={"min": 0})
+    diagnose_every: int = field(default=0, metadata={"min": 0})
+    checkpoint_every: int = field(default=10, metadata={"min": 1})
+    partition_hash: str = ""
+
+    def is_due(self, every: int, done: int) -> bool:
+        """Whether something is due after ``done`` rounds: each ``every`` rounds, 0 being never, and after the last."""
+        return bool(every) and (done == self.rounds or done % every == 0)
+
+    def is_scored(self, done: int) -> bool:
+        """Whether clients are scored after ``done`` rounds: each ``evaluate_every`` and, even if 0, after the last."""
+        return done == self.rounds or self.is_due(self.evaluate_every, done)
+
+
+Kinds = tuple[type[Settings], ...]
+
+
+def _rows(table: Mapping[str, type[Settings]]) -> dict[str, Kinds]:
+    return {name: (kind,) for name, kind in table.items()}
+
+
+class _MethodKinds(Mapping[str, Kinds]):
+    """The table of methods as it is at any moment: users may add rows of their own."""
+
+    def __getitem__(self, name: str) -> Kinds:
+        row = METHODS[name]
+        return row.algorithm, row.mixer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHODS)
+
+    def __len__(self) -> int:
+        return len(METHODS)
+
+
+# A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
+UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,), "compression": (Compression,)}
+NAMED: dict[str, Mapping[str, Kinds]] = {
+    "data": _rows(DATA),
+    "partition": _rows(PARTITIONS),
+    "method": _MethodKinds(),
+    "graph": _rows(GRAPHS),
+    "model": _rows(MODELS),
+    "loss": _rows(LOSSES),
+    "solver": _rows(SOLVERS),
+    "schedule": _rows(SCHEDULES),
+}
+WITHOUT_SETTINGS: dict[tuple[str, str], str] = {
+    ("data", GIVEN): "Passed from Python.",
+    ("partition", GIVEN): "Passed from Python, as part of the data.",
+    ("graph", NO_GRAPH): "Clients talk to a server, or to nobody.",
+    ("model", GIVEN): "Passed from Python.",
+    ("loss", "auto"): "The one that fits the targets: squared_error for numbers, logistic for two classes, "
+    "cross_entropy for more.",
+}
+"""Names beside those with settings, and what they stand for."""
+
+ABOUT: dict[str, str] = {
+    "run": "How a run goes: rounds, who takes part, where it is computed, when it is scored.",
+    "batching": "How a client walks through its samples in a round.",
+    "compression": "What the messages of a server and its clients leave out.",
+    "data": "Where the samples come from.",
+    "partition": "How samples become clients'; by default as is usual for the data.",
+    "method": "What is trained, and how clients' work is put together.",
+    "graph": "Who averages with whom where there is no server.",
+    "model": "The network that each component, or each client, has.",
+    "loss": "What is minimised: the negative log-likelihood of the targets.",
+    "solver": "How a client takes its local steps.",
+    "schedule": "The learning rate of each round.",
+}
+"""A line on each section."""
+
+DEFAULTS: Sections = {
+    "data": {"name": "synthetic"},
+    "method": {"name": "fedem"},
+    "graph": {"name": NO_GRAPH},
+    "model": {"name": "linear"},
+    "loss": {"name": "auto"},
+    "solver": {"name": "sgd"},
+    "schedule": {"name": "step"},
+}
+
+
+def kinds_of(section: str, values: Mapping[str, Any]) -> Kinds:
+    """Return the classes that describe a section's values; none when it has none to set."""
+    if section in UNNAMED:
+        return UNNAMED[section]
+    name = values.get("name")
+    if isinstance(name, str) and (section, name) in WITHOUT_SETTINGS:
+        return ()
+    if not isinstance(name, str) or name not in NAMED[section]:
+        raise unknown(section, name, NAMED[section])
+    return NAMED[section][name]
+
+
+def complete_section(section: str, values: Mapping[str, Any]) -> Values:
+    """Check a section's values and fill in the defaults."""
+    kinds = kinds_of(section, values)
+    own = {key: value for key, value in values.items() if key != "name" or section in UNNAMED}
+    named = {} if section in UNNAMED else {"name": values["name"]}
+    if not kinds:
+        if own:
+            raise UserError(f"[{section}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
+        return named
+    return named | complete(section, own, *kinds)
+
+
+def overlay(*layers: Layer) -> Sections:
+    """Merge section by section; a layer that changes a section's name keeps the old values that the new one has too."""
+    merged: Sections = {}
+    for layer in layers:
+        for section, given in layer.items():
+            values = dict(given)
+            if section == "method" and "name" in values:
+                values["name"] = ALIASES.get(values["name"], values["name"])
+            old = merged.get(section, {})
+            default = DEFAULTS.get(section, {}).get("name")
+            if old and "name" in values and old.get("name", default) != values["name"]:
+                known = names_of(*kinds_of(section, values))
+                old = {key: value for key, value in old.items() if key in known}
+            merged[section] = old | values
+    return merged

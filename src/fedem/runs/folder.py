@@ -1,0 +1,324 @@
+"""A run's folder: what is written while it runs, and read when it is over or was killed.
+
+========================  ==========================================================
+config.toml               the complete configuration; runs again as it is
+metrics.jsonl             a line a round
+summary.json              the outcome, once the run is complete
+clients.csv               each client's scores and mixture weights
+checkpoints/              the state (see :mod:`fedem.runs.folder`)
+tensorboard/              the metrics as TensorBoard events
+========================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from fedem.runs.config import Config, read_toml
+from fedem.core.errors import UserError
+from fedem.runs.rounds import State
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+import torch
+from torch import Tensor
+from fedem.core.errors import UserError
+from fedem.runs.rounds import State
+from fedem.core.tree import add_prefix, take_prefix, tree_sorted
+
+
+# What may differ when a run is resumed: none of it changes a result beyond rounding.
+_FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the state lies."""
+        return self.path / "checkpoints"
+
+    def exists(self) -> bool:
+        """Whether there is a run in the folder."""
+        return (self.path / "config.toml").is_file()
+
+    # --- writing
+
+    def prepare(self, resume: bool = False) -> None:
+        """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
+        traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json")
+        if not resume and any((self.path / name).exists() for name in traces):
+            raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
+        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"The run's folder {self.path} can't be written: {there} is no folder we may write to.")
+
+    def create(self, config: Config) -> None:
+        """Start a new run in the folder."""
+        self.prepare()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / "config.toml", config.to_toml().encode())
+        except OSError as error:
+            raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+
+    def reopen(self, config: Config) -> bool:
+        """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
+        changed = set(self.config().differences(config)) - _FREE
+        # Nobody sets the hash: it is found, and tells who owns which samples.
+        settings = changed - {"run.partition_hash"}
+        if settings:
+            raise UserError(
+                f"The run in {self.path} was started with other settings ({', '.join(sorted(settings))}); "
+                "resume it as it was, or start a new one."
+            )
+        if changed:
+            raise UserError(f"The data are not those that the run in {self.path} was trained on.")
+        remove_leftovers(self.path)
+        return (self.checkpoints / MANIFEST).exists()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training into the folder; a process that is killed lets go of it."""
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            yield
+            return
+        with (self.path / "config.toml").open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"Another process is training into {self.path}.") from None
+            yield
+
+    def open_metrics(self, done: int) -> IO[str]:
+        """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""
+        path = self.path / "metrics.jsonl"
+        lines = [self.line(line) for line in self.metrics() if line["round"] <= done]
+        write_atomically(path, "".join(lines).encode())
+        return path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def line(record: Mapping[str, Any]) -> str:
+        """Return a record as a line of metrics.jsonl."""
+        return json.dumps(plain(record), allow_nan=False) + "\n"
+
+    def save(self, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
+        """Write a checkpoint."""
+        save_checkpoint(self.checkpoints, states, facts)
+
+    def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
+        """Write the outcome."""
+        text = io.StringIO()
+        # Clients held out may have parts that the others lack, and the server of a network has no client's figures.
+        columns = list(dict.fromkeys(["client", "role", *(key for row in clients for key in row)]))
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(clients)
+        write_atomically(self.path / "clients.csv", text.getvalue().encode())
+        write_json(self.path / "summary.json", summary)
+
+    # --- reading
+
+    def config(self) -> Config:
+        """Read config.toml."""
+        path = self.check().path / "config.toml"
+        try:
+            return Config.build(read_toml(path), preset=False)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+    def check(self) -> RunFolder:
+        """Refuse a folder that holds no run."""
+        if not self.exists():
+            many = any(self.path.glob("*/config.toml"))
+            hint = " The folders in it do: name one of them, or see `fedem report`." if many else ""
+            raise UserError(f"{self.path} holds no run (no config.toml).{hint}")
+        return self
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Read metrics.jsonl; a last line cut short by a kill is left out."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = []
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError:
+                break
+        return lines
+
+    def summary(self) -> dict[str, Any] | None:
+        """Read summary.json; None when the run is not complete."""
+        path = self.path / "summary.json"
+        if not path.exists():
+            return None
+        try:
+            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(f"{path} can't be read: {error}.") from None
+        return summary or None
+
+    def clients(self) -> list[dict[str, str]]:
+        """Read clients.csv."""
+        path = self.path / "clients.csv"
+        if not path.exists():
+            raise UserError(f"{self.path} has no clients.csv: the run is not complete.")
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def load(self) -> tuple[dict[str, State], dict[str, Any]]:
+        """Read the checkpoint."""
+        return load_checkpoint(self.checkpoints)
+
+    def baselines(self) -> list[RunFolder]:
+        """Runs of other methods on the same data, in folders below."""
+        return [RunFolder(path.parent) for path in sorted(self.path.glob("baselines/*/config.toml"))]
+
+
+def check_here(names: Sequence[str]) -> None:
+    """Refuse, for what needs clients' models, a run over a network: of its clients the server keeps nothing."""
+    if not names:
+        raise UserError(
+            "The run was one over a network: its clients' models and samples are on their nodes, each model in "
+            "STATE/EXPERIMENT/CLIENT.safetensors, which `fedem export` takes there."
+        )
+
+
+def new_folder(base: Path, name: str) -> Path:
+    """Return ``base/name``, or ``base/name-2``, ... if that is taken."""
+    number = 1
+    while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return Path(os.path.relpath(path)) if not base.is_absolute() else path
+
+
+# State <-> files: tensors as safetensors, the rest as JSON, never pickle.
+#
+# A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
+# moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
+# the new one.
+
+MANIFEST = "checkpoint.json"
+_TREES = ("shared", "personal", "memory")
+
+
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file so that it is there whole or not at all, even after a crash of the machine.
+
+    A ``private`` one is never readable by others, not for a moment.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    if private:
+        temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
+    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    # The move itself must reach the disk before anything that relies on it is done.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed run had begun to write."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically."""
+    write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def plain(content: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not know, by null."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: plain(value) for key, value in content.items()}
+    return [plain(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
+    """Write ``states`` (by role, such as "last" and "best") and ``facts`` (JSON), then drop what is no longer named.
+
+    A state is written once; roles that have the same one share its file.
+    """
+    from safetensors.torch import save
+
+    folder.mkdir(exist_ok=True)
+    manifest: dict[str, Any] = {"facts": dict(facts), "states": {}}
+    # A file that no manifest names was left by a killed run and is written again.
+    kept = _named_files(folder)
+    for role, state in states.items():
+        # Round by round a state has one value; whatever else has a prefix to its role.
+        prefix = role.rpartition("-")[0] or "round"
+        path = folder / f"{prefix}-{state.round:06d}.safetensors"
+        if path.name not in kept:
+            tree = {key: leaf for name in _TREES for key, leaf in add_prefix(name, getattr(state, name)).items()}
+            tensors = {name: leaf.contiguous().cpu() for name, leaf in tree.items()}
+            write_atomically(path, save(tensors, metadata={"round": str(state.round)}))
+            kept.add(path.name)
+        manifest["states"][role] = {"round": state.round, "file": path.name}
+    write_json(folder / MANIFEST, manifest)
+    named = _named_files(folder)
+    for path in folder.glob("*-*.safetensors"):
+        if path.name not in named:
+            path.unlink()
+    remove_leftovers(folder)
+
+
+def _named_files(folder: Path) -> set[str]:
+    """Return the tensor files that the present manifest names."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return set()
+    return {entry["file"] for entry in json.loads(path.read_text(encoding="utf-8"))["states"].values()}
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
+    """Read the states by role, and the facts."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    manifest_path = folder / MANIFEST
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        states: dict[str, State] = {}
+        for role, entry in manifest["states"].items():
+            tensors: dict[str, Tensor] = load_file(folder / entry["file"])
+            states[role] = State(entry["round"], *(tree_sorted(take_prefix(name, tensors)) for name in _TREES))
+        return states, manifest["facts"]
+    except FileNotFoundError as error:
+        raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        raise UserError(f"The checkpoint in {folder} can't be read ({type(error).__name__}: {error}).") from None
+
+
+def same_states(first: State, second: State) -> bool:
+    """Whether two states are equal to the last bit."""
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _TREES]
+    return first.round == second.round and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )

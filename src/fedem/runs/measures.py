@@ -1,0 +1,480 @@
+"""What the paper's convergence theorems speak of, measured: how far a state is from a consensus stationary point of f.
+
+f(Theta, Pi) = sum_t n_t/n f_t(Theta, pi_t), f_t = 1/n_t sum_i -log sum_m pi_tm exp(-loss_i(theta_m)): what FedEM
+minimises, and FedAvg with its mixture of one; where FedEM has a sharpness s, -1/s log sum_m pi_tm exp(-s loss). Losses
+are those of evaluation, and weight decay is no part of f. Where every client has models of its own (over a graph),
+Theta is their plain mean.
+
+Shapes: T clients, c of a chunk, G groups, M components, n samples of a client, B of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+from weakref import WeakKeyDictionary
+import torch
+from torch import Tensor
+from torch.func import grad
+from fedem.methods.base import Algorithm, Batch, Local, Mixture
+from fedem.methods.fedavg import FedAvg
+from fedem.methods.fedem import FedEM
+from fedem.methods.steps import mean_loss, trained_leaves
+from fedem.engines import Batching, Cohort
+from fedem.core.errors import UserError
+from fedem.methods.mixer import Mixer
+from fedem.methods.decentralised import Graph
+from fedem.methods.mixer import mean_of_groups
+from fedem.methods.mixer import Star
+from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
+from fedem.runs.rounds import State, Training
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from fedem.methods.base import Algorithm
+from fedem.methods.fedavg import FedAvg
+from fedem.methods.fedem import FedEM
+from fedem.methods.steps import inner_product, trained_leaves
+from fedem.engines import Cohort
+from fedem.core.errors import UserError
+from fedem.models.base import Model
+from fedem.core.random import MIXER, SOLVER, choose, derive
+from fedem.runs.rounds import State, Training
+from fedem.solvers import Newton, Solver
+from fedem.core.tree import Tree, tree_cat, tree_index
+from dataclasses import dataclass
+import torch
+from torch import Tensor
+
+
+class Diagnosis(NamedTuple):
+    """A state after a round, by the measures of the theorems."""
+
+    objective: float
+    """f"""
+    gradient_norm2: float
+    """|grad_Theta f|^2"""
+    improvement: float
+    """Delta_Pi f: by how much the next update of the mixture weights, Theta fixed, lowers f"""
+    weights_kl: float
+    """sum_t n_t/n KL(pi_t || pi_t before the round)"""
+    consensus: float
+    """sum_t |Theta_t - Theta|^2; 0 with a server"""
+    dissimilarity: float
+    """sum_t n_t/n |grad_Theta f_t|^2, which is |grad_Theta f|^2 where all clients agree, and more elsewhere"""
+
+    def record(self) -> dict[str, float]:
+        """Name the figures, as a round's record has them."""
+        return self._asdict()
+
+
+class Dissimilarity(NamedTuple):
+    """Bounded dissimilarity: sum_t n_t/n |grad f_t|^2 <= G^2 + beta^2 |grad f|^2 at all points that were measured."""
+
+    constant: float
+    """G"""
+    slope: float
+    """beta"""
+
+    def record(self) -> dict[str, float]:
+        """Name both figures, as a run's summary has them."""
+        return {"dissimilarity_constant": self.constant, "dissimilarity_slope": self.slope}
+
+
+def check_diagnosable(algorithm: Algorithm, mixer: Mixer) -> None:
+    """Refuse methods that minimise something else than f, and mixers that seek no consensus on its components."""
+    if not isinstance(algorithm, FedEM | FedAvg):
+        raise UserError(
+            f"{type(algorithm).__name__} can't be diagnosed, as it minimises another function than the theorems' f; "
+            "allowed: FedEM and those that train as FedAvg does."
+        )
+    if not isinstance(mixer, Star | Graph):
+        raise UserError(
+            f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed; allowed: one model, "
+            "or one set of components, for all, averaged by a server (Star) or over a graph (Graph)."
+        )
+
+
+def diagnose(training: Training, before: State, after: State) -> Diagnosis:
+    """Diagnose the state ``after`` a round that started from ``before``; costs about one round of all clients.
+
+    ``training`` is of a method and a mixer that :func:`check_diagnosable` lets pass.
+    """
+    check_diagnosable(training.algorithm, training.mixer)
+    samples, device = training.federation.train, training.device
+    shares = samples.sizes.double().to(device) / len(samples)
+    own, mean = trained_leaves(training.algorithm.model, after.shared), mean_of_groups(after.shared)
+    old, new = (_log_weights(training, state) for state in (before, after))
+    cohort = Cohort(_components(training, mean), torch.zeros_like(samples.sizes), {"log_weights": new}, samples)
+    # All samples of a client at once, unless its model needs memory for each: then in the batches that it trains on.
+    batch_size = training.batching.batch_size if training.algorithm.model.is_large else 0
+    totals: Tree = {}
+    members = training.team.share(samples.sizes)
+    keys, batching = training.federation.keys[members], Batching(batch_size)
+    for chunk in training.engine.train(_measuring(training), cohort.take(members), batching, keys, 0.0):
+        for name, part in _weighted(chunk.uploads, shares[members[chunk.positions].to(device)]).items():
+            totals[name] = totals[name] + part if name in totals else part
+    (totals,) = training.team.total(totals)
+    return Diagnosis(
+        objective=float(totals["objective"]),
+        gradient_norm2=_square_norm(take_prefix("gradient", totals)),
+        # Neither can be negative; what is so has been rounded.
+        improvement=max(0.0, float(totals["improvement"])),
+        weights_kl=max(0.0, float(shares @ _divergences(new, old))),
+        consensus=_square_norm(tree_map(torch.sub, own, mean)),
+        dissimilarity=float(totals["square_norm"]),
+    )
+
+
+def estimate_dissimilarity(records: Iterable[Mapping[str, Any]]) -> Dissimilarity:
+    """Return G and beta that hold at every diagnosed round among ``records``.
+
+    beta^2 is the slope, not below zero, of the line that fits sum_t n_t/n |grad f_t|^2 against |grad f|^2 by least
+    squares; G^2 is the most that any point lies above the line of that slope through the origin.
+    """
+    known = [line for line in records if line.get("dissimilarity") is not None]
+    points = [(line["gradient_norm2"], line["dissimilarity"]) for line in known]
+    if not points:
+        raise UserError("No round was diagnosed, so there is no dissimilarity; set run.diagnose_every to 1 or more.")
+    square, mean_square = torch.tensor(points, dtype=torch.float64).T
+    centred = square - square.mean()
+    spread = float(centred @ centred)
+    slope = max(0.0, float(centred @ mean_square) / spread) if spread > 0 else 0.0
+    constant = max(0.0, float((mean_square - slope * square).max()))
+    return Dissimilarity(math.sqrt(constant), math.sqrt(slope))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Measured(Algorithm):
+    """A client that trains nothing: it uploads f_t, its gradient, and what an update of its weights would gain."""
+
+    base: FedEM
+
+    def init_shared(self, seed: int) -> Tree:
+        """As the method does."""
+        return self.base.init_shared(seed)
+
+    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
+        """As the method does."""
+        return self.base.score(shared, inputs, targets)
+
+    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
+        """E-step and the update of the weights, in double precision: gains are small differences."""
+        losses, log_weights = scores["losses"].double(), personal["log_weights"].double().log_softmax(0)
+        log_posterior = log_responsibilities(losses, log_weights, self.base.sharpness)
+        now, then = (
+            mean_loss(negative_log_likelihood(losses, weights, self.base.sharpness), mask)
+            for weights in (log_weights, update_log_weights(log_posterior, mask))
+        )
+        zeros = tree_map(torch.zeros_like, trained_leaves(self.model, shared))
+        context = {"objective": now, "improvement": now - then, "size": mask.sum()}
+        return Local(shared, {}, zeros, context), {"responsibilities": log_posterior.exp().to(self.model.dtype)}
+
+    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """Add the batch's part of grad f_t = 1/n_t sum_i q_i(m) grad loss_i(theta_m), which is Fisher's identity."""
+        share = (batch.weights > 0).sum(dtype=self.model.dtype) / local.context["size"]
+
+        def one(component: Tree, responsibilities: Tensor) -> Tree:
+            weights = share * batch.weights * responsibilities
+
+            def objective(leaves: Tree) -> Tensor:
+                return (weights * self.model.losses(component | leaves, batch.inputs, batch.targets)).sum()
+
+            gradient: Tree = grad(objective)(trained_leaves(self.model, component))
+            return gradient
+
+        parts = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
+        return local._replace(memory=tree_map(torch.add, local.memory, parts))
+
+    def finish(self, local: Local) -> tuple[Tree, Tree]:
+        """f_t, the gain and the gradient; nothing is kept."""
+        gains = {name: local.context[name] for name in ("objective", "improvement")}
+        return gains | add_prefix("gradient", local.memory), {}
+
+    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
+        """As the method does."""
+        return self.base.predictor(shared, personal)
+
+
+# Kept as long as a training lasts, since an engine records the functions that come back.
+_KEPT: WeakKeyDictionary[Training, _Measured] = WeakKeyDictionary()
+
+
+def _measuring(training: Training) -> _Measured:
+    if training not in _KEPT:
+        model, solver = training.algorithm.model, training.algorithm.solver
+        base = training.algorithm if isinstance(training.algorithm, FedEM) else FedEM(model, solver, num_components=1)
+        _KEPT[training] = _Measured(model, solver, base)
+    return _KEPT[training]
+
+
+def _components(training: Training, shared: Tree) -> Tree:
+    """Return the components, ``[G, M, ...]``: a single model is a mixture of one."""
+    return shared if isinstance(training.algorithm, FedEM) else tree_map(lambda leaf: leaf.unsqueeze(1), shared)
+
+
+def _log_weights(training: Training, state: State) -> Tensor:
+    """Return the log mixture weights, ``[T, M]`` float64, each client's summing to one beyond single precision."""
+    if not isinstance(training.algorithm, FedEM):
+        return torch.zeros(training.federation.num_clients, 1, dtype=torch.float64, device=training.device)
+    return state.personal["log_weights"].double().log_softmax(1)
+
+
+def _divergences(new: Tensor, old: Tensor) -> Tensor:
+    """KL(new || old) of each client, from logarithms; a weight of zero adds nothing. ``[T, M], [T, M] -> [T]``."""
+    return torch.where(new == -math.inf, 0.0, new.exp() * (new - old)).sum(1)
+
+
+def _weighted(uploads: Tree, shares: Tensor) -> Tree:
+    """Add up some clients' uploads by their shares, ``[c, ...], [c] -> [...]`` float64, and their gradients' norms."""
+    doubles = tree_map(torch.Tensor.double, uploads)
+    square_norms = [leaf.flatten(1).square().sum(1) for leaf in take_prefix("gradient", doubles).values()]
+    doubles["square_norm"] = torch.stack(square_norms).sum(0)
+    return tree_map(lambda leaf: torch.tensordot(shares, leaf, dims=1), doubles)
+
+
+def _square_norm(tree: Tree) -> float:
+    return sum(float(leaf.double().square().sum()) for leaf in tree.values())
+
+
+# How well clients solve their local problems: the paper's alpha, which black-box solvers are judged by.
+#
+# In a round a client is to minimise, for each component, g(theta) = 1/n sum_i q_i loss_i(theta) + weight_decay/2
+# |theta|^2, the q_i being the component's responsibilities (all one for a single model). Its solver is
+# alpha-approximate when g(end) - g* <= alpha (g(start) - g*); the paper proves convergence for alphas that are small
+# enough. Here the smallest such alpha is measured, for convex models small enough for Newton's method.
+#
+# Shapes: C clients, M components, n samples of a client.
+
+MOST_PARAMETERS = 2000
+_MOST_CLIENTS = 20
+_MOST_STEPS, _TOLERANCE = 100, 1e-13
+_MOST_NUMBERS = 1 << 26  # of all Hessians' backward passes at once
+
+
+class Inexactness(NamedTuple):
+    """How much of the way to its minimum each local problem had left after a round."""
+
+    clients: Tensor
+    """``[C]`` positions in the federation"""
+    alphas: Tensor
+    """``[C, M]`` float64; NaN where a client had nothing to gain, so that there is no ratio"""
+
+    @property
+    def mean(self) -> float | None:
+        """Over clients and components; None when nobody had anything to gain."""
+        known = self._known
+        return float(known.mean()) if len(known) else None
+
+    @property
+    def max(self) -> float | None:
+        """The alpha that holds for all clients and components."""
+        known = self._known
+        return float(known.max()) if len(known) else None
+
+    def record(self) -> dict[str, float | None]:
+        """Name both figures, as a round's record has them."""
+        return {"alpha_mean": self.mean, "alpha_max": self.max}
+
+    @property
+    def _known(self) -> Tensor:
+        return self.alphas[~self.alphas.isnan()]
+
+
+def check_measurable(algorithm: Algorithm) -> None:
+    """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
+    if not isinstance(algorithm, FedEM | FedAvg):
+        raise UserError(
+            f"Alpha can't be measured for {type(algorithm).__name__}; allowed: methods whose clients minimise "
+            "(responsibility-weighted) losses, FedEM and those that train as FedAvg does."
+        )
+    model = algorithm.model
+    if model.num_parameters > MOST_PARAMETERS:
+        raise UserError(
+            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: at most "
+            f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
+        )
+    with torch.random.fork_rng(devices=[]):
+        unsteady = next((type(part).__name__ for part in model.build().modules() if _is_unsteady(part)), None)
+    if unsteady is not None:
+        raise UserError(
+            f"Alpha can't be measured for a model with {unsteady}, whose clients train another function than they are "
+            "judged by; allowed: layers that do the same in training and in evaluation."
+        )
+    if model.not_stackable is not None:
+        raise UserError(f"Alpha can't be measured for this model ({model.not_stackable}).")
+
+
+def _is_unsteady(part: nn.Module) -> bool:
+    """Whether a layer's outputs in training depend on chance or on the other samples of a batch."""
+    if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
+        return part.dropout > 0
+    return isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)
+
+
+def choose_clients(training: Training, round_index: int) -> Tensor:
+    """Choose at most 20 clients of a round's cohort by their names, ``[C]`` positions in ascending order."""
+    cohort = training.sample(round_index)
+    return cohort[choose(training.federation.keys[cohort], _MOST_CLIENTS, SOLVER, training.seed, round_index)]
+
+
+def measure_alpha(training: Training, state: State, clients: Tensor | None = None) -> Inexactness:
+    """Let clients train for the round that follows ``state``, which is left as it is, and judge their solutions.
+
+    Args:
+        training: of a method and a model that :func:`check_measurable` lets pass.
+        state: where the round starts.
+        clients: ``[C]`` positions; those of :func:`choose_clients` when not given.
+
+    """
+    check_measurable(training.algorithm)
+    clients = choose_clients(training, state.round) if clients is None else clients
+    key = int(derive(training.seed, MIXER, state.round))
+    samples = training.federation.train.take(clients).to(training.device)
+    served = training.mixer.serve(state.shared, state.memory, clients, key)
+    cohort = Cohort(*served, tree_index(state.personal, clients.to(training.device)), samples)
+    rate, num_steps = training.schedule.rate(state.round, training.num_rounds), training.mixer.num_steps(key)
+    judge = _Judge.of(training.algorithm)
+    alphas: dict[int, Tensor] = {}
+    for chunk in training.train_cohort(cohort, clients, state.round, rate, num_steps):
+        for row, position in enumerate(chunk.positions.tolist()):
+            shared = tree_index(cohort.shared, int(cohort.reads[position]))
+            personal, upload = tree_index(cohort.personal, position), tree_index(chunk.uploads, row)
+            alphas[position] = judge.alphas(shared, upload, personal, *samples.client(position))
+    return Inexactness(clients, torch.stack([alphas[position] for position in range(len(clients))]).cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class _Judge:
+    """Judges one client after the other, in double precision."""
+
+    algorithm: Algorithm
+    resolution: float
+    """gains below it, relative to g, are lost in the rounding of those who train"""
+
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> _Judge:
+        model = algorithm.model
+        double = Model(model.build, model.loss, torch.float64)
+        resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
+        return cls(replace(algorithm, model=double, solver=Newton(algorithm.solver.weight_decay)), resolution)
+
+    def alphas(self, shared: Tree, upload: Tree, personal: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
+        """(g(end) - g*) / (g(start) - g*) of each component, ``[M]``; NaN where g(start) is g*."""
+        algorithm = self.algorithm
+        shared, upload, personal = (_double(tree) for tree in (shared, upload, personal))
+        everything = torch.ones(len(targets), dtype=torch.bool, device=targets.device)
+        _, fixed = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
+        # A single model is responsible for every sample.
+        weights = fixed["log_responsibilities"].exp() if fixed else everything.double()[None]
+        problems = _Problems(algorithm.model, algorithm.solver, inputs, targets, weights.repeat(2, 1))
+        both = tree_cat([algorithm.predictor(tree, personal).components for tree in (shared, upload)])
+        first, last = problems.values(both).chunk(2)
+        # From both ends: where one lies so far out that its Hessian vanishes, the other still finds the minimum.
+        least = torch.minimum(*problems.minima(both).chunk(2))
+        gain = first - least
+        return torch.where(gain > self.resolution * first.abs().clamp(min=1), (last - least) / gain, torch.nan)
+
+
+@dataclass(frozen=True, eq=False)
+class _Problems:
+    """One client's P problems, each with a point to start from: its components, before and after the round."""
+
+    model: Model
+    solver: Solver
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor  # [P, n]
+
+    def _loss(self, component: Tree, weights: Tensor) -> Tensor:
+        return (weights * self.model.losses(component, self.inputs, self.targets)).mean()
+
+    def _value(self, component: Tree, weights: Tensor) -> Tensor:
+        trained = trained_leaves(self.model, component)
+        return self._loss(component, weights) + self.solver.weight_decay / 2 * inner_product(trained, trained)
+
+    def _step(self, component: Tree, weights: Tensor) -> Tree:
+        trained, rate = trained_leaves(self.model, component), torch.ones(())
+        moved, _, _ = self.solver.step(lambda leaves: (self._loss(component | leaves, weights), {}), trained, {}, rate)
+        return component | moved
+
+    def values(self, components: Tree) -> Tensor:
+        """Return g of each component, ``[P, ...] -> [P]``."""
+        values: Tensor = vmap(self._value)(components, self.weights)
+        return values
+
+    def minima(self, components: Tree) -> Tensor:
+        """Return the least g that Newton's method finds from each component, ``[P, ...] -> [P]``."""
+        size = self.model.num_parameters
+        step = vmap(self._step, chunk_size=max(1, _MOST_NUMBERS // (size * max(size, len(self.targets)))))
+        first = least = self.values(components)
+        for _ in range(_MOST_STEPS):
+            components = step(components, self.weights)
+            values = self.values(components)
+            if not bool((values < least - _TOLERANCE * first.abs()).any()):
+                break
+            least = torch.minimum(least, values)
+        return least
+
+
+def _double(tree: Tree) -> Tree:
+    return {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in tree.items()}
+
+
+# How much of a known truth was recovered: components up to their order, and clusters.
+#
+# Shapes: M components (learnt), R true ones, T clients, d parameters.
+
+
+@dataclass(frozen=True, eq=False)
+class Recovery:
+    """Learnt components matched with true ones, each at most once, at the least total cosine distance."""
+
+    matching: tuple[tuple[int, int], ...]
+    """pairs (learnt, true)"""
+    component_distances: tuple[float, ...]
+    """cosine distance of each pair"""
+    weight_distance: float
+    """cosine distance between the matrices of mixture weights, columns matched"""
+    cluster_accuracy: float
+    """share of clients whose largest weight lies on the component that is truly their largest"""
+
+
+def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
+    """1 - cosine of the angle between rows, ``[M, d], [R, d] -> [M, R]``."""
+    return 1 - torch.nn.functional.normalize(a, dim=1) @ torch.nn.functional.normalize(b, dim=1).T
+
+
+def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_weights: Tensor) -> Recovery:
+    """Match and compare.
+
+    Args:
+        components: ``[M, d]``
+        weights: ``[T, M]``
+        true_components: ``[R, d]``
+        true_weights: ``[T, R]``
+
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    distances = cosine_distance(components.double().cpu(), true_components.double())
+    learnt, true = (torch.from_numpy(index) for index in linear_sum_assignment(distances.numpy()))
+    matched, reference = weights.double().cpu()[:, learnt], true_weights.double()[:, true]
+    flat = cosine_distance(matched.reshape(1, -1), reference.reshape(1, -1))
+    translation = torch.full((components.shape[0],), -1)  # an unmatched component is nobody's cluster
+    translation[learnt] = true
+    hits = translation[weights.cpu().argmax(1)] == true_weights.argmax(1)
+    return Recovery(
+        tuple(zip(learnt.tolist(), true.tolist(), strict=True)),
+        tuple(distances[learnt, true].tolist()),
+        float(flat),
+        float(hits.double().mean()),
+    )

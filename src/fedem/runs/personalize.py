@@ -1,0 +1,238 @@
+"""Everybody's predictor: what clients read, what they keep, and what they train for themselves alone.
+
+Shapes: T clients, K starting points of an unseen client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+import torch
+from torch import Tensor
+from fedem.methods.base import Algorithm, Mixture
+from fedem.methods.wrappers import FineTuned
+from fedem.engines import Batching, Cohort, Engine, SolverDeal
+from fedem.core.errors import UserError
+from fedem.data.federation import Federation
+from fedem.methods.mixer import Learn, Mixer, Welcome
+from fedem.core.em import negative_log_likelihood
+from fedem.core.random import FINE_TUNE, PERSONAL, derive
+from fedem.runs.rounds import State, init_personal
+from fedem.data.samples import Samples
+from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
+
+
+_SCORED = 1 << 13
+"""samples of a newcomer scored at once"""
+
+
+class Predictors(NamedTuple):
+    """What the predictors of some clients are made of."""
+
+    shared: Tree
+    """``[g, ...]``"""
+    reads: Tensor
+    """``[T]`` int64: each client's row of ``shared``"""
+    personal: Tree
+    """``[T, ...]``"""
+
+    def of(self, algorithm: Algorithm, position: int) -> Mixture:
+        """Return one client's predictor."""
+        return algorithm.predictor(
+            tree_index(self.shared, int(self.reads[position])), tree_index(self.personal, position)
+        )
+
+    def settled(self, round_index: int) -> State:
+        """Return them as a state that needs no data to be read (:class:`~fedem.methods.mixer.Settled`)."""
+        return State(round_index, self.shared, self.personal, {"reads": self.reads})
+
+    def log_weights(self, algorithm: Algorithm) -> Tensor:
+        """Return everybody's log mixture weights, ``[T, M]``."""
+        first = self.of(algorithm, 0).log_weights
+        if len(first) == 1:
+            return first.new_zeros(len(self.reads), 1)
+        return torch.stack([self.of(algorithm, position).log_weights for position in range(len(self.reads))])
+
+
+@dataclass(frozen=True, eq=False)
+class Personalizer:
+    """Makes predictors from a federation's state.
+
+    Attributes:
+        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
+            FedAvg into FedAvg+, and any other method likewise.
+        unseen_epochs: passes that a client unseen in training makes, where it has something to train.
+        learning_rate: of all this training.
+        fine_tune_rate: of fine-tuning; 0 for the method's own, where it has one, else ``learning_rate``.
+
+    """
+
+    algorithm: Algorithm
+    mixer: Mixer
+    engine: Engine
+    batching: Batching
+    learning_rate: float
+    fine_tune_epochs: int
+    unseen_epochs: int
+    seed: int
+    fine_tune_rate: float = 0.0
+
+    @cached_property
+    def _own_rounds(self) -> SolverDeal:
+        """The method as it trains."""
+        return SolverDeal(self.algorithm)
+
+    @cached_property
+    def _tuning(self) -> SolverDeal:
+        """The method's clients training for themselves alone."""
+        return SolverDeal(FineTuned.of(self.algorithm))
+
+    @property
+    def _tuning_rate(self) -> float:
+        own = self.algorithm.tuning_rate
+        return self.fine_tune_rate or (self.learning_rate if own is None else own)
+
+    def predictors(self, state: State, federation: Federation) -> Predictors:
+        """Return the predictors of the clients that took part in training."""
+        served = self.mixer.own(state.shared, state.memory, torch.arange(federation.num_clients))
+        found = Predictors(*served, state.personal)
+        if not self.fine_tune_epochs:
+            return found
+        return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
+
+    def _train(
+        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, learning_rate: float
+    ) -> tuple[Tree, Tree]:
+        """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
+        batching = Batching(self.batching.batch_size, epochs)
+        keys = derive(names, FINE_TUNE, self.seed)
+        finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, learning_rate))
+        order = torch.cat([chunk.positions for chunk in finished]).argsort()
+
+        def joined(trees: list[Tree]) -> Tree:
+            return tree_map(lambda leaf: leaf[order.to(leaf.device)], tree_cat(trees))
+
+        return joined([chunk.uploads for chunk in finished]), joined([chunk.personal for chunk in finished])
+
+    def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
+        """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
+        device = next(iter(start.shared.values())).device
+        able = (samples.sizes > 0).nonzero().flatten()
+        own = tree_index(start.shared, start.reads.to(device))
+        everyone = Predictors(own, torch.arange(len(start.reads)), start.personal)
+        if len(able) == 0:
+            return everyone
+        where = able.to(device)
+        some = Predictors(own, able, tree_index(start.personal, where))
+        shared, personal = self._train(self._tuning, some, samples.take(able), keys[able], epochs, self._tuning_rate)
+        put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
+        kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
+        return everyone._replace(shared=own | put, personal=kept)
+
+    def personalize(
+        self,
+        state: State,
+        samples: Samples,
+        keys: Tensor,
+        max_iterations: int | None = None,
+        beside: int | None = None,
+    ) -> Predictors:
+        """Fit clients unseen in training on their ``samples``; all that the others share stays as it is.
+
+        Args:
+            state: of the federation that was trained.
+            samples: of the new clients; a client may have none.
+            keys: of the new clients, ``[T]``.
+            max_iterations: bounds the method's own rule: updates of FedEM's mixture weights, of which the paper makes
+                one (None for convergence); for a method that must train, passes over the samples (None for
+                ``unseen_epochs``).
+            beside: position of a client that took part: start from what it reads, and not from what all came to.
+
+        """
+        start = self.mixer.welcome(state.shared, state.memory)
+        if start is not None and beside is not None:
+            read = self.mixer.own(state.shared, state.memory, torch.tensor([beside]))
+            rows = read.reads.to(next(iter(read.shared.values())).device)
+            start = Welcome(tree_index(read.shared, rows), start.fine_tune)
+        if start is None:
+            raise UserError(self.mixer.no_welcome)
+        count = len(next(iter(start.shared.values())))
+        fits = [
+            self._fit(tree_index(start.shared, slice(k, k + 1)), samples, keys, max_iterations) for k in range(count)
+        ]
+        best = torch.zeros(samples.num_clients, dtype=torch.int64)
+        if count > 1 and len(samples):
+            best = torch.stack([self._losses(fit, samples) for fit in fits]).argmin(0)
+        device = next(iter(start.shared.values())).device
+        personal = tree_stack([fit.personal for fit in fits])
+        position = torch.arange(samples.num_clients, device=device)
+        chosen = Predictors(
+            start.shared, best, tree_map(lambda leaf: leaf[best.to(device), position], personal) if personal else {}
+        )
+        passes = max_iterations or self.unseen_epochs
+        if start.kept is not None and start.learn is not None:
+            chosen = self._learnt(chosen, start.kept[best.to(device)], start.learn, samples, keys, passes)
+        tuned = self.fine_tune_epochs or (self.unseen_epochs if start.fine_tune else 0)
+        epochs = max_iterations if tuned and max_iterations else tuned
+        return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
+
+    def _learnt(
+        self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor, rounds: int
+    ) -> Predictors:
+        """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
+        device = next(iter(start.shared.values())).device
+        able = (samples.sizes > 0).nonzero().flatten()
+        own = tree_index(start.shared, start.reads.to(device))
+        if len(able):
+            where = able.to(device)
+            here, mine, some = tree_index(own, where), kept[where], samples.take(able)
+            personal = tree_index(start.personal, where)
+            for _ in range(rounds):
+                found = Predictors(here, torch.arange(len(able)), personal)
+                uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
+                mine, here = learn(mine, uploads)
+            own = tree_map(lambda old, new: old.index_copy(0, where, new), own, here)
+        return Predictors(own, torch.arange(len(start.reads)), start.personal)
+
+    def _fit(self, shared: Tree, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
+        """Fit all clients' personal trees beside one shared tree ``[1, ...]``."""
+        algorithm, one = self.algorithm, tree_index(shared, 0)
+        device = next(iter(one.values())).device
+        reads = torch.zeros(samples.num_clients, dtype=torch.int64)
+        trees: list[Tree] = []
+        for position in range(samples.num_clients):
+            inputs, targets = samples.client(position).to(device)
+            # A column depends on its own sample alone, so a large client is scored piece by piece.
+            pieces = [
+                algorithm.score(one, some, theirs)
+                for some, theirs in zip(inputs.split(_SCORED), targets.split(_SCORED), strict=True)
+            ]
+            scores = {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+            tree = algorithm.adapt(one, scores, max_iterations)
+            if tree is None:
+                break
+            trees.append(tree)
+        if len(trees) == samples.num_clients:
+            return Predictors(shared, reads, tree_stack(trees))
+        personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
+        able = (samples.sizes > 0).nonzero().flatten()
+        if len(able):
+            where = able.to(device)
+            some = Predictors(shared, reads[able], tree_index(personal, where))
+            epochs = max_iterations or self.unseen_epochs
+            rate = self.learning_rate
+            _, trained = self._train(self._own_rounds, some, samples.take(able), keys[able], epochs, rate)
+            personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
+        return Predictors(shared, reads, personal)
+
+    def _losses(self, found: Predictors, samples: Samples) -> Tensor:
+        """Each client's summed negative log-likelihood, ``[T]``."""
+        model = self.algorithm.model
+
+        def loss(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
+            components, log_weights = self.algorithm.predictor(shared, personal)
+            losses = model.component_losses(components, inputs, targets)
+            return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
+
+        return self.engine.tally(self.algorithm, loss, Cohort(*found, samples))["loss"]

@@ -1,0 +1,1 @@
+"""Many runs: comparisons, declared experiments, searches, and trials of the theorems."""

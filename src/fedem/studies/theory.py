@@ -1,0 +1,262 @@
+"""The paper's convergence theorems, put to the test: runs of K rounds at the learning rate a0 / sqrt(K), for several K.
+
+With a server the theorem bounds the means over the K rounds of |grad f|^2 by O(K^-1/2) and of the mixture weights' gain
+by O(K^-3/4); over a graph those of |grad f|^2 by O(K^-1/2), of the weights' KL divergence by O(K^-1) and of the
+distance to consensus by O(K^-1/2). In a picture with two logarithmic axes such a bound is a slope.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedem.core.errors import UserError
+from fedem.data.dataset import Dataset
+from fedem.engines.device import products
+from fedem.methods.decentralised import Graph
+from fedem.methods.mixer import Mixer
+from fedem.runs.config import Config, Layer
+from fedem.runs.evaluate import Record, has_diverged, name_scores
+from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
+from fedem.runs.trainer import Job
+
+QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
+_SERVER_RATES = {"gradient_norm2": -0.5, "improvement": -0.75}
+_GRAPH_RATES = {"gradient_norm2": -0.5, "weights_kl": -1.0, "consensus": -0.5}
+_LEAST_RUNS = 3  # a line through two points has no error
+_CONFIDENCE = 0.95
+_ROUNDING = 1e-9
+# A study sets these for each of its runs, so that no one value is that of all.
+_OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
+
+# What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f.
+REQUIRED: Layer = {
+    "solver": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
+    "run": {
+        "clients_per_round": 1.0,
+        "unseen": 0.0,
+        "local_layers": "none",
+        "label_shares": False,
+        "fine_tune_epochs": 0,
+    },
+}
+# Where a run says nothing else. What belongs to a method, as fine-tuning does to FedAvg+, is refused and not undone.
+ASSUMED: Layer = {
+    "solver": REQUIRED["solver"],
+    "batching": {"batch_size": 16, "local_steps": 10},
+    "run": {"clients_per_round": 1.0},
+}
+# A federation whose components are told apart within tens of rounds: before that no rate can show.
+SMALL: Layer = {
+    "data": {
+        "name": "synthetic",
+        "num_clients": 20,
+        "num_components": 2,
+        "dimension": 20,
+        "dirichlet": 0.1,
+        "noise_scale": 0.0,
+        "max_samples": 200,
+        "num_validation": 0,
+        "num_test": 0,
+    },
+    "method": {"num_components": 2},
+}
+
+
+class Trend(NamedTuple):
+    """The line of least squares through log mean against log K."""
+
+    slope: float
+    intercept: float
+    tolerance: float
+    """how far the slope may be off: a one-sided 95% interval, by Student's t and the fit's standard error"""
+    rate: float | None
+    """the theorem's exponent; None where it has none"""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the means fall at least as fast as the theorem says, within the tolerance; None without a rate."""
+        return None if self.rate is None else self.slope <= self.rate + self.tolerance
+
+
+class Point(NamedTuple):
+    """All runs of the same length."""
+
+    rounds: int
+    """K"""
+    learning_rate: float
+    """a0 / sqrt(K)"""
+    means: dict[str, float]
+    """of each quantity, over the K rounds and the seeds"""
+
+
+@dataclass(frozen=True)
+class Study:
+    """What came out."""
+
+    config: Config
+    initial_rate: float
+    """a0"""
+    seeds: tuple[int, ...]
+    points: tuple[Point, ...]
+    trends: dict[str, Trend | None]
+    """of each quantity; None where it is zero, so that it has no logarithm"""
+    dissimilarity: Dissimilarity
+
+    def record(self) -> Record:
+        """Name all figures, for a file."""
+        return {
+            "method": self.config.name("method"),
+            "initial_rate": self.initial_rate,
+            "seeds": list(self.seeds),
+            "points": [point._asdict() for point in self.points],
+            "trends": {
+                name: None if trend is None else {**trend._asdict(), "holds": trend.holds}
+                for name, trend in self.trends.items()
+            },
+            **self.dissimilarity.record(),
+            "data_seed": self.config.run.seed,
+            "config": {
+                section: {key: value for key, value in values.items() if key not in _OWN.get(section, ())}
+                for section, values in self.config.sections.items()
+            },
+        }
+
+
+def study(
+    config: Config,
+    rounds: Sequence[int],
+    a0: float,
+    every: int = 10,
+    seeds: Sequence[int] = (0,),
+    listener: Callable[[Record], None] | None = None,
+) -> Study:
+    """Train for each number of rounds and each seed, on the same data, and fit the slopes.
+
+    Args:
+        config: the run, but for its rounds, seed and schedule; its own seed makes the data. What the theorems don't
+            speak of, such as momentum, is refused.
+        rounds: the numbers K of communication rounds, three or more, increasing.
+        a0: the learning rate is a0 / sqrt(K) in all K rounds.
+        every: the first rounds are all measured, then the gaps widen to a tenth of the rounds gone by, and to so many
+            rounds at most; between them the mean over all rounds interpolates.
+        seeds: of the runs: means are over these as well, as the theorems speak of expectations.
+        listener: told of the progress, the number of rounds done in all as a record's "round".
+
+    """
+    _check(rounds, a0, every, seeds)
+    _check_assumptions(config)
+    data = config.make_data()
+    scheduled = config.replace("schedule", name="inverse_sqrt", learning_rate=a0)
+    jobs = {(length, seed): _prepare(scheduled, data, length, seed) for length in rounds for seed in seeds}
+    first = next(iter(jobs.values()))
+    check_diagnosable(first.training.algorithm, first.training.mixer)
+    done, measured = 0, {}
+    for place, job in jobs.items():
+        measured[place] = _measured(job, every, done, listener)
+        done += job.config.run.rounds
+    points = tuple(
+        Point(length, a0 / math.sqrt(length), _means([measured[length, seed] for seed in seeds], length))
+        for length in rounds
+    )
+    rates = rates_of(first.training.mixer)
+    trends = {name: fit_trend(rounds, [point.means[name] for point in points], rates.get(name)) for name in QUANTITIES}
+    everything = [line for lines in measured.values() for line in lines]
+    return Study(scheduled, a0, tuple(seeds), points, trends, estimate_dissimilarity(everything))
+
+
+def rates_of(mixer: Mixer) -> dict[str, float]:
+    """Return the theorem's exponents of K, by quantity."""
+    return _GRAPH_RATES if isinstance(mixer, Graph) else _SERVER_RATES
+
+
+def fit_trend(rounds: Sequence[int], means: Sequence[float], rate: float | None) -> Trend | None:
+    """Fit log mean against log K, both ``[runs]``; None where a mean is zero."""
+    if min(means) <= 0:
+        return None
+    from scipy.stats import t
+
+    lengths, logs = np.log(rounds), np.log(means)
+    centred = lengths - lengths.mean()
+    slope = float(centred @ logs / (centred @ centred))
+    intercept = float(logs.mean() - slope * lengths.mean())
+    residuals = logs - intercept - slope * lengths
+    freedom = len(logs) - 2
+    error = math.sqrt(float(residuals @ residuals) / freedom / float(centred @ centred))
+    return Trend(slope, intercept, float(t.ppf(_CONFIDENCE, freedom)) * error + _ROUNDING, rate)
+
+
+def is_due(number: int, num_rounds: int, every: int) -> bool:
+    """Whether round ``number`` (from 1) is measured: what falls as a power of the rounds gone by is then known well."""
+    gap = min(every, max(1, number // 10))
+    return number % gap == 0 or number == num_rounds
+
+
+def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Job:
+    """Prepare one run; whatever is wrong with it may be wrong for its seed alone, such as the graph that it draws."""
+    try:
+        return Job.prepare(config.replace("run", rounds=length, seed=seed), data, None)
+    except UserError as error:
+        raise UserError(f"K = {length}, seed {seed}: {error}") from error
+
+
+def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
+    """Carry out one run; returns a record for each round that was measured."""
+    job = job.placed()
+    training, lines = job.training, []
+    with products(job.config.run.precision, job.parts.device):
+        state = training.init()
+        for number in range(1, training.num_rounds + 1):
+            before, (state, _) = state, training.step(state)
+            if is_due(number, training.num_rounds, every):
+                lines.append({"round": number, **diagnose(training, before, state).record()})
+            if listener is not None:
+                listener({"round": done + number})
+        # Where everything is saturated gradients vanish, and any bound on them holds.
+        if has_diverged(name_scores(job.scores(job.predictors(state)))):
+            raise UserError(
+                f"Training diverged within {training.num_rounds} rounds at learning rate "
+                f"{training.schedule.rate(0, training.num_rounds):g}; a smaller a0 is needed."
+            )
+    return lines
+
+
+def _means(runs: Sequence[Sequence[Mapping[str, Any]]], num_rounds: int) -> dict[str, float]:
+    """Average each quantity over all rounds, those between two that were measured by interpolation, and over runs."""
+    numbers = np.arange(1, num_rounds + 1)
+
+    def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
+        return float(np.interp(numbers, [line["round"] for line in lines], [line[name] for line in lines]).mean())
+
+    return {name: float(np.mean([mean(lines, name) for lines in runs])) for name in QUANTITIES}
+
+
+def _check_assumptions(config: Config) -> None:
+    """Refuse a run that the theorems don't speak of."""
+    for section, values in REQUIRED.items():
+        for key, allowed in values.items():
+            # The section of another solver has other keys; its name is the first to be looked at.
+            if (value := config.sections[section][key]) != allowed:
+                raise UserError(
+                    f"{section}.{key} is {value!r}; allowed in a study of the theorems, which speak of plain SGD with "
+                    f"all clients in every round: {allowed!r}."
+                )
+
+
+def _check(rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:
+    if len(rounds) < _LEAST_RUNS or min(rounds) < 1 or any(a >= b for a, b in pairwise(rounds)):
+        raise UserError(
+            f"The numbers of rounds are {', '.join(map(str, rounds)) or 'none'}; allowed: at least {_LEAST_RUNS} "
+            "of them, from 1, each larger than the one before."
+        )
+    if not (math.isfinite(a0) and a0 > 0):
+        raise UserError(f"a0 is {a0:g}; allowed: a number above 0.")
+    if every < 1:
+        raise UserError(f"every is {every}; allowed: at least 1.")
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or more, all different.")

@@ -1,0 +1,520 @@
+"""Settings chosen on the validation part: what is tried, and what comes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedem.core.errors import UserError, unknown
+from fedem.data.dataset import Dataset
+from fedem.data.federation import Federation
+from fedem.data.samples import Samples
+from fedem.data.tables import needed
+from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
+from fedem.runs.evaluate import Record, has_diverged
+from fedem.runs.folder import RunFolder, plain, write_json
+from fedem.runs.trainer import Job, Listener, carry_out
+from fedem.studies.comparison import Spread
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+
+__all__ = ["SAMPLERS", "Search", "Trial", "Tuned", "check_place", "read_grids", "tune", "usual_grids", "without_test"]
+
+
+# What a search tries: values by ``section.key``, the paper's unless others are asked for, and the next of them.
+
+Grids = Mapping[str, Sequence[Any]]
+"""The values to try of each setting, by ``section.key``."""
+Tried = tuple[Values, float | None]
+"""Values and the score that they came to; None where training failed."""
+
+SAMPLERS = ("grid", "random", "tpe")
+RATE = "schedule.learning_rate"
+# The paper's grids: of every method's learning rate, and of the weight of a penalty.
+_RATES = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
+_WEIGHTS = tuple(10.0**exponent for exponent in (1, 0, -1, -2, -3))
+_WEIGHT_OF = {
+    "fedprox": "method.mu",
+    "pfedme": "method.pull",
+    "ditto": "method.pull",
+    "mocha": "method.penalty",
+}
+# The learning rates that the paper's grid search came to, as base-10 logarithms.
+_COLUMNS = ("fedavg", "fedprox", "fedavg+", "clustered", "pfedme", "fedem")
+_FOUND = {
+    "femnist": (-1.5, -1.5, -1.5, -1.5, -1.5, -1.0),
+    "emnist": (-1.5, -1.5, -1.5, -1.5, -1.5, -1.0),
+    "cifar10": (-1.5, -1.5, -1.5, -1.5, -1.0, -1.0),
+    "cifar100": (-1.0, -1.0, -1.0, -1.0, -1.0, -0.5),
+    "shakespeare": (-1.0, -1.0, -1.0, -1.0, -1.0, -0.5),
+    "synthetic": (-1.0, -1.0, -1.0, -1.0, -1.0, -1.0),
+}
+# What all trials must share, or their scores could not be compared.
+_SAME = ("data", "partition", "loss", "run.seed", "run.rounds", "run.unseen", "method.name")
+_NEAR_THE_END = 0.1
+"""share of a range that counts as its edge"""
+
+
+def usual_grids(method: str, *given: Layer) -> Grids:
+    """Return the paper's grids for a method, but for settings that are given a value."""
+    grids = {RATE: _RATES} | ({weight: _WEIGHTS} if (weight := _WEIGHT_OF.get(method)) else {})
+    fixed = {f"{section}.{name}" for layer in given for section, values in layer.items() for name in values}
+    return {key: values for key, values in grids.items() if key not in fixed}
+
+
+def paper_rate(data: str, method: str) -> float | None:
+    """Return the learning rate that the paper found for a method on a data set; None where it tells none."""
+    if data not in _FOUND or method not in _COLUMNS:
+        return None
+    return float(10.0 ** _FOUND[data][_COLUMNS.index(method)])
+
+
+def read_grids(texts: Iterable[str]) -> Grids:
+    """Read ``section.key=value,value,...``; values are TOML literals, or else words.
+
+    >>> read_grids(["schedule.learning_rate=0.1,0.3"])
+    {'schedule.learning_rate': (0.1, 0.3)}
+    """
+    grids: dict[str, tuple[Any, ...]] = {}
+    for text in texts:
+        key, _, listed = text.partition("=")
+        key, words = key.strip(), [word.strip() for word in listed.split(",")]
+        section, _, name = key.partition(".")
+        if not (section and name and all(words)):
+            raise UserError(
+                f"--grid got {text!r}; allowed: section.key=value,value,..., such as schedule.learning_rate=0.1,0.3."
+            )
+        values = tuple(parse_assignment(f"{key}={word}")[section][name] for word in words)
+        if key in grids or len(set(values)) < len(values):
+            raise UserError(f"--grid got {text!r}; allowed: every setting once, and each of its values once.")
+        if section in _SAME or key in _SAME:
+            raise UserError(f"--grid got {text!r}, but {key} is the same in all trials; allowed: other settings.")
+        grids[key] = values
+    return grids
+
+
+def layers_of(values: Mapping[str, Any]) -> list[Layer]:
+    """Return values by ``section.key`` as layers of a configuration."""
+    return [{key.partition(".")[0]: {key.partition(".")[2]: value}} for key, value in values.items()]
+
+
+def next_values(grids: Grids, sampler: str, seed: int, tried: Sequence[Tried], maximize: bool) -> Values:
+    """Return the values of the next trial, a function of the arguments alone: so a search can be taken up anywhere.
+
+    Args:
+        grids: "grid" goes through all their combinations, the last setting fastest. "random" and "tpe" draw a number
+            between the least and the largest, on a logarithmic scale where all are above 0; or else one of the values.
+        sampler: one of :data:`SAMPLERS`.
+        seed: decides what is drawn, together with the number of trials before.
+        tried: the trials before.
+        maximize: whether a larger score is better.
+
+    """
+    if sampler == "grid":
+        return dict(zip(grids, next(islice(product(*grids.values()), len(tried), None)), strict=True))
+    import optuna
+    from optuna.trial import TrialState, create_trial
+
+    ranges = {key: _range(values) for key, values in grids.items()}
+    number = int(np.random.SeedSequence([seed, len(tried)]).generate_state(1)[0])
+    kind = optuna.samplers.RandomSampler if sampler == "random" else optuna.samplers.TPESampler
+    with _silent():
+        study = optuna.create_study(sampler=kind(seed=number), direction="maximize" if maximize else "minimize")
+        for values, score in tried:
+            # What is pruned ranks below all that has a score: so the sampler keeps away from where training fails.
+            state = TrialState.PRUNED if score is None else TrialState.COMPLETE
+            study.add_trial(create_trial(state=state, value=score, params=dict(values), distributions=ranges))
+        return dict(study.ask(ranges).params)
+
+
+def check_sampler(sampler: str) -> None:
+    """Refuse a sampler that there is not, or that is not installed."""
+    if sampler not in SAMPLERS:
+        raise unknown("sampler", sampler, SAMPLERS)
+    if sampler != "grid":
+        needed(f"The sampler {sampler}", "optuna", extra="tune")
+
+
+def edge_of(values: Sequence[Any], chosen: Any, sampler: str) -> str | None:
+    """Return "lower" or "upper" where the chosen value lies at that edge of what was searched; else None."""
+    if not _are_numbers(values) or len(values) < 2:
+        return None
+    scale = math.log if min(values) > 0 else float
+    low, high = scale(min(values)), scale(max(values))
+    place = (scale(chosen) - low) / (high - low)
+    margin = 0.0 if sampler == "grid" else _NEAR_THE_END
+    return "lower" if place <= margin else "upper" if place >= 1 - margin else None
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _range(values: Sequence[Any]) -> BaseDistribution:
+    """Return what is drawn from: a range of numbers, of whole ones where all are whole; or the values themselves."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not _are_numbers(values):
+        return CategoricalDistribution(values)
+    low, high = min(values), max(values)
+    if all(isinstance(value, int) for value in values):
+        return IntDistribution(low, high, log=low > 0)
+    return FloatDistribution(low, high, log=low > 0)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep optuna from telling of every study that is made."""
+    from optuna import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+# What a search is: a run, the values to try of some of its settings, and all that can be checked before it starts.
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched.
+
+    Attributes:
+        layers: the run whose settings are tried, the method's name among them.
+        grids: the values to try of each setting, by ``section.key``.
+        sampler: one of :data:`fedem.studies.tuning.SAMPLERS`.
+        num_trials: how many; None where the sampler is "grid", which tries all combinations.
+        seeds: a trial is one run for each.
+
+    """
+
+    layers: tuple[Layer, ...]
+    grids: Grids
+    sampler: str = "grid"
+    num_trials: int | None = None
+    seeds: tuple[int, ...] = (0,)
+
+    @property
+    def count(self) -> int:
+        """How many trials there are to be."""
+        combinations = math.prod(len(values) for values in self.grids.values())
+        return combinations if self.num_trials is None else self.num_trials
+
+    @property
+    def base(self) -> Config:
+        """The run whose settings are tried."""
+        return Config.build(*self.layers)
+
+    def config(self, values: Mapping[str, Any], seed: int) -> Config:
+        """Return the run that has these values."""
+        return Config.build(*self.layers, *layers_of(values), {"run": {"seed": seed}})
+
+    def chosen_layer(self, values: Mapping[str, Any]) -> Sections:
+        """Return what the user asked for, and the values chosen: what is to be written over the shipped settings."""
+        return {name: section for name, section in overlay(*self.layers, *layers_of(values)).items() if section}
+
+    def check(self) -> None:
+        """Refuse what can't be searched, before any data are made."""
+        check_sampler(self.sampler)
+        given = overlay(*self.layers)
+        if not self.grids:
+            raise UserError("There is no setting to search; allowed: one or several, each as --grid section.key=...")
+        for key, values in self.grids.items():
+            section, _, name = key.partition(".")
+            if not values:
+                raise UserError(f"The grid of {key} is empty; allowed: one value or several.")
+            if name in given.get(section, {}):
+                raise UserError(f"{key} is both set and searched; allowed: one of --set and --grid.")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            listed = ", ".join(map(str, self.seeds)) or "none"
+            raise UserError(f"The seeds are {listed}; allowed: one or several, each once.")
+        if self.sampler == "grid" and self.num_trials is not None:
+            raise UserError(
+                f"--trials is {self.num_trials}, but a grid is tried as a whole; allowed: with --sampler random or tpe."
+            )
+        if self.sampler != "grid" and (self.num_trials is None or self.num_trials < 1):
+            raise UserError(f"--trials is {self.num_trials}; allowed: at least 1.")
+        for combination in self._each_value():
+            self.config(combination, self.seeds[0])
+
+    def prepare(self) -> tuple[dict[int, Dataset], str]:
+        """Make every seed's data, without their test part, and check the runs on them; returns them and the metric."""
+        data = {seed: without_test(self.config(self._first, seed).make_data()) for seed in self.seeds}
+        metric = ""
+        for seed, dataset in data.items():
+            job = Job.prepare(self.config(self._first, seed), dataset, None)
+            metric = job.parts.model.loss.metric
+            if not len(job.federation.validation):
+                raise UserError(
+                    f"The data of seed {seed} have no validation samples to choose by; allowed: a share or number of "
+                    "them above 0 (data.validation, data.num_validation)."
+                )
+        for values in self._each_value():
+            # What is made at a run's start, such as a graph, was tried above.
+            Job.prepare(self.config(values, self.seeds[0]), data[self.seeds[0]], None, fresh=False)
+        return data, metric
+
+    def record(self) -> Record:
+        """Name what decides which trials there are."""
+        grids = {key: list(values) for key, values in self.grids.items()}
+        return {"grids": grids, "sampler": self.sampler, "seeds": list(self.seeds)}
+
+    @property
+    def _first(self) -> Values:
+        return {key: values[0] for key, values in self.grids.items()}
+
+    def _each_value(self) -> Iterator[Values]:
+        """Yield every value once, with the others' first: what a setting allows has no gaps, so ranges are fine too."""
+        yield self._first
+        for key, values in self.grids.items():
+            yield from (self._first | {key: value} for value in values[1:])
+
+
+def without_test(dataset: Dataset) -> Dataset:
+    """Return the data without their test part, so that nothing can be chosen by it."""
+
+    def dropped(federation: Federation) -> Federation:
+        pool = federation.train.pool
+        nothing = Samples.of(pool.inputs[:0], pool.targets[:0], torch.zeros_like(federation.test.offsets))
+        unseen = None if federation.unseen is None else dropped(federation.unseen)
+        return replace(federation, test=nothing, unseen=unseen)
+
+    return dataset._replace(federation=dropped(dataset.federation))
+
+
+# The trials of a search, one after the other: each an ordinary run a seed, scored on the validation part alone.
+#
+# ========================  ==========================================================
+# base/config.toml          the run whose settings are tried
+# search.json               what is searched, on which data
+# trials/NNN/trial.json     a trial's values and, once it is over, what they came to
+# trials/NNN/seedS/         its runs (see :mod:`fedem.runs.folder`)
+# ========================  ==========================================================
+#
+# The next trial's values are a function of the trials before, so a search that was killed goes on as if it never was.
+
+_DIVERGED = "Training diverged"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Values that were tried, and what they came to."""
+
+    number: int
+    values: Values
+    scores: tuple[float, ...] | None = None
+    """the validation score after the last round, one a seed; None where training failed, or is not over"""
+    seconds: float | None = None
+    """of all runs together"""
+    error: str | None = None
+    """why training failed"""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the trial came to an end, be it a bad one."""
+        return self.scores is not None or self.error is not None
+
+    @property
+    def spread(self) -> Spread:
+        """The score over the seeds."""
+        return Spread.of(self.scores or [None])
+
+    def record(self) -> Record:
+        """Name all figures, for a file."""
+        facts = ("number", "values", "scores", "seconds", "error")
+        return {name: getattr(self, name) for name in facts} | self.spread._asdict()
+
+    @classmethod
+    def read(cls, path: Path) -> Trial:
+        """Read a trial's file."""
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            scores = None if record["scores"] is None else tuple(record["scores"])
+            return cls(record["number"], record["values"], scores, record["seconds"], record["error"])
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path} can't be read as a trial ({type(error).__name__}: {error}).") from None
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came out: the trials, the best first and the failed last."""
+
+    search: Search
+    metric: str
+    """accuracy or mean_squared_error, on the validation part"""
+    trials: tuple[Trial, ...]
+
+    @classmethod
+    def of(cls, search: Search, metric: str, trials: Iterable[Trial]) -> Tuned:
+        """Rank the trials by their means; of equals, the first one tried stays first."""
+        sign = -1 if metric == "accuracy" else 1
+
+        def rank(trial: Trial) -> float:
+            return math.inf if (mean := trial.spread.mean) is None else sign * mean
+
+        return cls(search, metric, tuple(sorted(trials, key=rank)))
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the best mean; None where all failed."""
+        return self.trials[0] if self.trials[0].scores is not None else None
+
+    @property
+    def edges(self) -> dict[str, str]:
+        """The settings whose chosen value lies at the "lower" or "upper" edge of what was searched."""
+        chosen = self.best.values if self.best else {}
+        found = {key: edge_of(self.search.grids[key], value, self.search.sampler) for key, value in chosen.items()}
+        return {key: edge for key, edge in found.items() if edge is not None}
+
+    @property
+    def paper_rate(self) -> float | None:
+        """The paper's learning rate, where it tells one and ours was searched."""
+        base = self.search.base
+        return paper_rate(base.name("data"), base.name("method")) if RATE in self.search.grids else None
+
+    def record(self) -> Record:
+        """Name all figures, for a file."""
+        base = self.search.base
+        return {
+            "data": base.name("data"),
+            "method": base.name("method"),
+            "metric": f"validation_{self.metric}",
+            "rounds": base.run.rounds,
+            **self.search.record(),
+            "chosen": self.best.values if self.best else None,
+            "edges": self.edges,
+            "paper_learning_rate": self.paper_rate,
+            "trials": [trial.record() for trial in self.trials],
+        }
+
+
+def check_place(out: Path, resume: bool) -> None:
+    """Refuse a folder that can't be written, that holds no search to resume or, unless resumed, anything."""
+    base = RunFolder(out / "base")
+    if resume and not base.exists():
+        raise UserError(f"There is no search to resume in {out}.")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
+    base.prepare(resume)
+
+
+def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener | None = None) -> Tuned:
+    """Carry out a search in a folder.
+
+    Args:
+        search: what to try.
+        out: the folder.
+        resume: go on with the search in ``out``; trials that are over are not made again.
+        listener: told of the progress, the number of rounds done in all as a record's "round".
+
+    """
+    search.check()
+    check_place(out, resume)
+    data, metric = search.prepare()
+    base = RunFolder(out / "base")
+    if not resume:
+        base.create(search.base)
+    # One process at a time: a trial that is not over then was stopped, and is nobody else's.
+    with base.locked():
+        base.reopen(search.base)
+        _check_same(out, search, data)
+        known = {trial.number: trial for trial in map(Trial.read, out.glob("trials/*/trial.json"))}
+        trials: list[Trial] = []
+        for number in range(search.count):
+            trial = known.get(number)
+            if trial is None:
+                tried = [(other.values, other.spread.mean) for other in trials]
+                drawn = next_values(search.grids, search.sampler, search.seeds[0], tried, metric == "accuracy")
+                trial = Trial(number, drawn)
+            if not trial.is_over:
+                trial = _carry_out(trial, search, data, metric, out, listener)
+            trials.append(trial)
+    return Tuned.of(search, metric, trials)
+
+
+def _check_same(out: Path, search: Search, data: Mapping[int, Dataset]) -> None:
+    """Write down what is searched; refuse to mix it with another search."""
+    path = out / "search.json"
+    facts = search.record() | {"data": [dataset.federation.fingerprint for dataset in data.values()]}
+    if not path.exists():
+        write_json(path, facts)
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = sorted(name for name, value in plain(facts).items() if before.get(name) != value)
+    if changed == ["data"]:
+        raise UserError(f"The data are not those that the search in {out} was begun on.")
+    if changed:
+        raise UserError(
+            f"The search in {out} was begun with other settings ({', '.join(changed)}); resume it as it was, or choose "
+            "another folder."
+        )
+
+
+def _carry_out(
+    trial: Trial, search: Search, data: Mapping[int, Dataset], metric: str, out: Path, listener: Listener | None
+) -> Trial:
+    """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
+    place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
+    place.mkdir(parents=True, exist_ok=True)
+    # Resumed, the trial has the same values, even if another version of the sampler would draw others.
+    write_json(place / "trial.json", trial.record())
+    done, scores, seconds = trial.number * len(search.seeds) * rounds, [], 0.0
+    try:
+        for seed in search.seeds:
+            watch = None if listener is None else _shifted(listener, done)
+            summary = _run(search.config(trial.values, seed), data[seed], RunFolder(place / f"seed{seed}"), watch)
+            if has_diverged(summary):
+                raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
+            scores.append(_finite(summary[f"validation_{metric}"]))
+            seconds += summary["seconds_total"]
+            done += rounds
+        trial = replace(trial, scores=tuple(scores), seconds=seconds)
+    except _FailedError as failed:
+        trial = replace(trial, error=f"seed {seed}: {failed}")
+    write_json(place / "trial.json", trial.record())
+    return trial
+
+
+class _FailedError(Exception):
+    """Training can't come to an end with a trial's values."""
+
+
+def _run(config: Config, dataset: Dataset, folder: RunFolder, listener: Listener | None) -> Mapping[str, Any]:
+    """Carry out one run, unless it is complete; returns its summary."""
+    if (summary := folder.summary()) is not None:
+        return summary
+    try:
+        job = Job.prepare(config, dataset, None, fresh=not folder.exists())
+    except UserError as error:
+        raise _FailedError(error) from None
+    try:
+        return carry_out(job, out=folder.path, resume=folder.exists(), listener=listener).summary
+    except UserError as error:
+        # Whatever else goes wrong, such as a folder that can't be written, is not the values' fault.
+        if not str(error).startswith(_DIVERGED):
+            raise
+        raise _FailedError(error) from None
+
+
+def _finite(score: float | None) -> float:
+    if score is None or not math.isfinite(score):
+        raise _FailedError("the validation score is not finite")
+    return float(score)
+
+
+def _shifted(listener: Listener, done: int) -> Listener:
+    return lambda record: listener({"round": done + record["round"]})

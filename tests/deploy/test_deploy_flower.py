@@ -1,0 +1,180 @@
+"""The Flower app, server and clients in one process, against the simulator."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import deployments
+import pytest
+
+pytest.importorskip("flwr")
+
+from flower_grid import Deployed, equal, simulated
+from flwr.app import Context, Message, RecordDict
+from flwr.app.exception import AppExitException
+from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
+
+from fedem.core.errors import UserError
+from fedem.core.tree import tree_index
+from fedem.deploy import server_app
+from fedem.deploy.node import Kept, Node
+from fedem.runs.result import Result
+
+METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
+    there = Deployed(tmp_path, method={"name": method}, run={"dtype": "float64"})
+    state, known = there.serve(), simulated(there.job)
+    assert state.round == 3
+    equal(state.shared, known.shared)
+    tuned = there.job.predictors(known)
+    for position, name in enumerate(there.job.federation.names):
+        kept = there.kept(name)
+        assert kept.shared is not None
+        equal(kept.personal, tree_index(tuned.personal, position))
+        equal(kept.shared, tree_index(tuned.shared, int(tuned.reads[position])))
+
+
+def test_the_servers_folder_is_a_run_without_clients(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"evaluate_every": 2}, method={"name": "fedem"})
+    there.serve()
+    scores = there.job.scores(there.job.predictors(simulated(there.job)))
+    assert [line["round"] for line in there.lines] == [1, 2, 3]
+    assert ["test_accuracy" in line for line in there.lines] == [False, True, True]
+    for part, entry in scores.items():
+        assert there.lines[-1][f"{part}_accuracy"] == pytest.approx(entry.average, rel=1e-5)
+        assert there.lines[-1][f"{part}_loss"] == pytest.approx(entry.loss, rel=1e-4)
+    result = Result.load(there.run_folder)
+    assert result.summary["rounds"] == 3
+    assert result.summary["test_accuracy"] == there.lines[-1]["test_accuracy"]
+    assert result.summary["bytes_up_per_round"] == there.lines[-1]["bytes_up"] > 0
+    written = b"".join(path.read_bytes() for path in there.run_folder.rglob("*") if path.is_file())
+    assert not any(name.encode() in written for name in deployments.NAMES)
+    # An outsider is fitted to the components alone.
+    inputs, targets = there.job.federation.train.client(0)
+    assert result.personalize(inputs, ["few"] * len(targets)).mixture_weights.sum() == pytest.approx(1)
+
+
+def test_every_send_has_the_timeout(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1})
+    there.serve(timeout=7)
+    assert set(there.grid.timeouts) == {7}
+
+
+def test_sampling_asks_some_and_spares_others(tmp_path: Path) -> None:
+    settings = {"rounds": 8, "clients_per_round": 0.34, "evaluate_every": 0}
+    there = Deployed(tmp_path, run=settings)
+    there.serve()
+    asked = [node for node, kind in there.grid.sent if kind == "train"]
+    assert len(asked) == 8
+    assert set(asked) == set(there.nodes)
+    there.serve(experiment="again")
+    assert [node for node, kind in there.grid.sent if kind == "train"] == 2 * asked
+
+
+@pytest.mark.parametrize("reached", ["train", "evaluate"])
+def test_a_run_goes_on_after_its_last_complete_round(tmp_path: Path, reached: str) -> None:
+    there = Deployed(tmp_path, run={"dtype": "float64", "evaluate_every": 1})
+
+    def fail(node: int, asked: Message, answer: Message) -> Message:
+        # A round is counted once its answers are mixed.
+        if (asked.metadata.message_type, asked.metadata.group_id) == (reached, "1" if reached == "train" else "2"):
+            raise KeyboardInterrupt  # all clients before this one have trained, and keep what they have learnt
+        return answer
+
+    there.grid.spoil = fail
+    with pytest.raises(KeyboardInterrupt):
+        there.serve()
+    there.grid.spoil = lambda node, asked, answer: answer
+    with pytest.raises(UserError, match="holds a run already"):
+        there.serve()
+    assert Result.load(there.run_folder).summary["rounds"] == 1, "a killed run can be looked at"
+    state, known = there.serve(**{"continue": True}), simulated(there.job)
+    assert [line["round"] for line in there.lines] == [1, 2, 3]
+    equal(state.shared, known.shared)
+    for position, name in enumerate(there.job.federation.names):
+        equal(there.kept(name).personal, tree_index(known.personal, position))
+
+
+def test_a_finished_run_that_is_continued_hands_over_again(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"fine_tune_epochs": 1, "dtype": "float64"})
+    there.serve()
+    first = there.kept("shop B")
+    there.serve(**{"continue": True})
+    equal(first.personal, there.kept("shop B").personal)
+    assert len(there.lines) == 3
+
+
+def test_a_run_is_continued_under_its_own_plan_alone(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1})
+    there.serve()
+    with pytest.raises(UserError, match=r"started with other settings \(run.rounds\)"):
+        there.serve(rounds=5, **{"continue": True})
+
+
+def test_what_a_user_is_to_read_is_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = Deployed(tmp_path)
+    settings = there.run_config | {"continue": True}
+    with pytest.raises(AppExitException, match="There is no run to continue") as caught:
+        server_app(tmp_path / "plan")(there.grid, Context(1, 1, {}, RecordDict(), settings))
+    # What Flower does with it: a run that ends so has failed.
+    logging.getLogger("flwr").error("%s raised an exception", "ServerApp", exc_info=caught.value)
+    assert caplog.messages == [str(caught.value)]
+    assert "Traceback" not in caplog.text
+    assert not EXIT_CODE_HELP.get(caught.value.exit_code)
+
+
+def test_a_late_client_trains_from_its_first_weights(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"dtype": "float64", "evaluate_every": 0})
+    late = there.nodes.pop(13)
+    starts: list[Kept] = []
+
+    def join(node: int, asked: Message, answer: Message) -> Message:
+        if asked.metadata.group_id == "1":
+            there.nodes[13] = late
+        if (node, asked.metadata.message_type) == (13, "train"):
+            starts.append(there.kept(late["client"]))
+        return answer
+
+    there.grid.spoil = join
+    there.serve()
+    (start,) = starts
+    assert start.round == 3
+    position = there.job.federation.position(late["client"])
+    equal(start.before or {}, tree_index(there.job.training.init().personal, position))
+    assert [line["clients"] for line in there.lines] == [2, 2, 3]
+
+
+def test_a_client_that_never_trained_is_scored_and_keeps_fitted_weights(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"dtype": "float64", "rounds": 1, "evaluate_every": 1})
+    late = there.nodes.pop(13)
+
+    def join(node: int, asked: Message, answer: Message) -> Message:
+        there.nodes[13] = late
+        return answer
+
+    there.grid.spoil = join
+    state = there.serve()
+    node = Node.open(there.plan, there.sample, late["client"])
+    equal(there.kept(node.name).personal, node.fit(tree_index(state.shared, 0)))
+    assert there.grid.sent.count((13, "evaluate")) == 1
+
+
+def test_a_simulations_nodes_are_told_by_partition(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"dtype": "float64"})
+    there.grid.run_config |= {"data": str(there.sample), "state": str(tmp_path / "state")}
+    for at, node in enumerate(list(there.nodes)):
+        there.nodes[node] = {"partition-id": at, "num-partitions": 3}
+    context = Context(1, 1, {}, RecordDict(), there.grid.run_config)
+    server_app(tmp_path / "plan")(there.grid, context)
+    equal(Result.load(there.run_folder).state().shared, simulated(there.job).shared)
+
+
+@pytest.mark.parametrize("updates", ["int8", "bfloat16", "none"])
+def test_small_uploads_travel_as_they_are(tmp_path: Path, updates: str) -> None:
+    compression = {"updates": updates, "threshold": 0.2}
+    there = Deployed(tmp_path, compression=compression, run={"dtype": "float64"})
+    equal(there.serve().shared, simulated(there.job).shared)

@@ -1,0 +1,236 @@
+"""A SuperLink and SuperNodes with TLS and keys on loopback: what is computed, who is refused, what a crash costs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedem.core.errors import UserError
+from fedem.core.tree import tree_index
+from fedem.deploy.flower.project import make_node_key
+from fedem.deploy.node import Kept, place
+from fedem.deploy.plan import Plan
+from fedem.runs.config import Config
+from fedem.runs.folder import MANIFEST, RunFolder
+from fedem.runs.trainer import run
+
+pytest.importorskip("flwr")
+
+from fedem.deploy.flower import trial as loopback
+from fedem.deploy.flower.project import write_app
+from fedem.deploy.flower.trial import HOST, Loopback, Program, draw_clients, start_nodes
+
+LIMIT = 300.0
+"""Seconds after which a test gives up, whatever else runs on the machine."""
+
+SPOILT = """
+import sys
+
+# Every Python program of this node starts here; the one that trains sends what is not a number.
+if any(word.endswith("flwr-clientapp") for word in sys.orig_argv):
+    from fedem.deploy.node import Node
+
+    honest = Node.train
+
+    def train(self, *arguments):
+        upload, personal = honest(self, *arguments)
+        return {name: leaf * float("nan") for name, leaf in upload.items()}, personal
+
+    Node.train = train
+"""
+
+
+def until(what: Callable[[], object], process: Program | None = None) -> None:
+    """Wait for something to be true, and for no longer than the limit."""
+    deadline = time.monotonic() + LIMIT
+    while not what():
+        if process is not None and process.process.poll() is not None and not what():
+            raise process.failure("ended too early")
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def left_over(folder: Path) -> list[str]:
+    """Return the processes that were started with this folder's settings of Flower and are still there."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"FLWR_HOME={folder.absolute() / 'flwr'}".encode() in path.read_bytes():
+                found.append((path.parent / "cmdline").read_text())
+        except OSError:  # gone meanwhile, or another user's
+            continue
+    return found
+
+
+def checkpointed(folder: RunFolder) -> int:
+    """Return the round of the last checkpoint; 0 before the first."""
+    manifest = folder.checkpoints / MANIFEST
+    return int(json.loads(manifest.read_text())["states"]["last"]["round"]) if manifest.exists() else 0
+
+
+def prepare(folder: Path, rounds: int) -> tuple[Config, Path]:
+    """Make an app for the clients whose files are in folder/data."""
+    config = Config.build(
+        {
+            "data": {"name": "file", "path": str(folder / "data")},
+            "run": {"rounds": rounds, "evaluate_every": 0, "seed": 3},
+            "method": {"name": "fedem", "num_components": 3},
+        }
+    )
+    return config, write_app(folder / "app", Plan.make(config, config.make_data()))
+
+
+@pytest.mark.slow
+def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the_superlink_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = draw_clients(tmp_path / "data", 3, seed=0)
+    config, app = prepare(tmp_path, rounds=3)
+    expected = run(config, config.make_data()).state()
+    (tmp_path / "spoilt").mkdir()
+    (tmp_path / "spoilt" / "sitecustomize.py").write_text(SPOILT)
+    (spoilt,) = draw_clients(tmp_path / "other", 1, seed=1)
+    folder = RunFolder(tmp_path / "runs" / "first")
+    settings: dict[str, Any] = {
+        "experiment": "first",
+        "folder": str(folder.path.parent),
+        "min-clients": 3,
+        "timeout": LIMIT,
+    }
+    with Loopback(tmp_path / "network") as network:
+        start_nodes(network, clients)
+        key = network.register("mallory")
+        with monkeypatch.context() as patch:
+            patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
+            own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}
+            network.start_node("mallory", own, key)
+
+        make_node_key(network.keys / "stranger")
+        refused = {
+            "must be registered": network.start_node("without-a-key", {}, None, wait=False),
+            "Failed to activate": network.start_node("stranger", {}, network.keys / "stranger", wait=False),
+            "CERTIFICATE_VERIFY_FAILED": network.start_node("no-authority", {}, key, verify=False, wait=False),
+        }
+        for why, node in refused.items():
+            assert node.finish(LIMIT) != 0
+            assert why in node.said()
+            assert "SuperNode ID:" not in node.said()
+
+        cut = network.submit(app, settings)
+        files = [
+            place(network.folder / "state" / f"node-{number}", "first", client.name)
+            for number, client in enumerate(clients)
+        ]
+        until(lambda: checkpointed(folder) == 1, cut)
+        # Somebody has trained the second round, and the server has not got, or not yet used, everybody's answers.
+        until(lambda: any(Kept.load(path).round == 2 for path in files), cut)
+        network.kill_superlink()
+        assert checkpointed(folder) == 1
+        network.start_superlink()
+        going_on = network.submit(app, settings | {"continue": True})
+        going_on.finish(LIMIT)
+        assert folder.summary() is not None, going_on.said()
+    found = folder.load()[0]["last"]
+
+    assert [(line["round"], line["clients"]) for line in folder.metrics()] == [(1, 3), (2, 3), (3, 3)]
+    assert "Rounds done: 1 of 3" in going_on.said()
+    assert "Client 'mallory' is refused: leaf" in going_on.said()
+    assert found.round == expected.round == 3
+    torch.testing.assert_close(found.shared, expected.shared, rtol=0, atol=1e-5)
+    for number, path in enumerate(files):
+        kept = Kept.load(path)
+        torch.testing.assert_close(kept.personal, tree_index(expected.personal, number), rtol=0, atol=1e-5)
+        assert kept.shared is not None
+        torch.testing.assert_close(kept.shared, tree_index(found.shared, 0), rtol=0, atol=0)
+    # No client's name, weights or scores stay with the server.
+    assert not found.personal
+    assert not any(b"client-" in path.read_bytes() for path in folder.path.rglob("*") if path.is_file())
+    until(lambda: not left_over(network.folder))
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) -> None:
+    clients = draw_clients(tmp_path / "data", 3, seed=0)
+    _, app = prepare(tmp_path, rounds=50)
+    folder = RunFolder(tmp_path / "runs" / "second")
+    # The SuperLink takes the node for alive until 60 seconds have passed, and lets nobody else in with its key.
+    settings: dict[str, Any] = {
+        "experiment": "second",
+        "folder": str(folder.path.parent),
+        "min-clients": 2,
+        "timeout": 60.0,
+    }
+    with Loopback(tmp_path / "network") as network:
+        node = start_nodes(network, clients)[2]
+        state = network.folder / "state" / "node-2"
+        kept = place(state, "second", clients[2].name)
+        going_on = network.submit(app, settings)
+        until(lambda: node.said().count("Receiving: train message") == 2, going_on)
+        node.kill()
+        then, content = Kept.load(kept), kept.read_bytes()
+
+        until(lambda: len(folder.metrics()) >= 2, going_on)
+        assert [line["clients"] for line in folder.metrics()[:2]] == [3, 2]
+        # At the latest; earlier when the SuperLink notices that the node does not breathe any more.
+        assert folder.metrics()[1]["seconds"] < settings["timeout"] + 15
+
+        def back() -> bool:
+            own = {"data": str(clients[2].data), "client": clients[2].name, "state": str(state)}
+            again = network.start_node("node-2", own, network.keys / "node-2", wait=False)
+            try:
+                again.wait_until_in()
+            except UserError:
+                time.sleep(5)
+                return False
+            return True
+
+        until(back, going_on)
+        until(lambda: kept.read_bytes() != content, going_on)
+        now = Kept.load(kept)
+        assert now.round > then.round
+        assert now.before is not None
+        torch.testing.assert_close(now.before, then.personal, rtol=0, atol=0)
+        until(lambda: folder.metrics()[-1]["clients"] == 3, going_on)
+    until(lambda: not left_over(network.folder))
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_stopped_ends_all_it_started(tmp_path: Path) -> None:
+    place = tmp_path / "my trial"
+    command = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep", str(place)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as trial:
+        until(lambda: (place / "logs" / "node-1.log").exists() or trial.poll() is not None)
+        assert len(left_over(place)) >= 3
+        trial.send_signal(signal.SIGTERM)  # as Ctrl-C does
+        said, _ = trial.communicate(timeout=LIMIT)
+    assert trial.returncode == 130, said
+    assert "Traceback" not in said
+    until(lambda: not left_over(place))
+
+
+def test_a_program_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"program flower-superlink is not installed.*pip install 'fedem\[flower\]'"):
+        Loopback(tmp_path / "network")
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_told_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        monkeypatch.setattr(loopback, "free_port", lambda: taken.getsockname()[1])
+        with pytest.raises(UserError, match=r"(?s)flower-superlink ended with code .*address already in use"):
+            Loopback(tmp_path)
+    until(lambda: not left_over(tmp_path))

@@ -1,0 +1,35 @@
+"""The house rules that no linter holds: nothing beside the packages, public names on purpose, few needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import fedem
+
+SOURCE = Path(fedem.__file__).parent
+
+
+def test_everything_lies_in_a_package() -> None:
+    assert {path.name for path in SOURCE.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_public_names_are_there_and_sorted() -> None:
+    assert all(hasattr(fedem, name) for name in fedem.__all__)
+    assert len(set(fedem.__all__)) == len(fedem.__all__)
+
+
+def test_the_core_needs_torch_and_numpy_alone() -> None:
+    script = """
+import sys
+absent = "scipy rich typer click tensorboard safetensors matplotlib networkx cvxpy optuna flwr onnx"
+for name in absent.split():
+    sys.modules[name] = None  # importing it is then an error
+import fedem
+data = fedem.Synthetic(num_clients=4, dimension=3, num_test=5).make(0)
+result = fedem.train(data.federation, rounds=2, learning_rate=0.1)
+print(result.summary["rounds"])
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr

@@ -1,0 +1,155 @@
+"""Figures of a comparison: how they are aggregated, saved, printed and drawn."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import statistics
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from comparisons import TWO, table_of
+
+import fedem
+from fedem.core.errors import UserError
+from fedem.report.studies import comparison_markdown, comparison_table, draw
+from fedem.runs.folder import RunFolder
+from fedem.studies.comparison import Comparison, Point, Row, Spread, summarize
+from fedem.studies.sweep import Cell
+
+
+def written_cell(folder: Path, method: str, seed: int, **figures: object) -> Cell:
+    """A complete run, hand-made."""
+    config = fedem.Config.build({"method": {"name": method}, "run": {"seed": seed, "rounds": 2}})
+    place = RunFolder(folder / f"{method}-seed{seed}")
+    place.create(config)
+    facts = {"num_components": 1, "num_clients": 5, "num_unseen_clients": 0, "data": "synthetic", "rounds": 2}
+    costs = {"seconds_per_round": 0.5, "bytes_up_per_round": 1000, "bytes_down_per_round": 3000}
+    summary = {"method": method, "seed": seed, "bottom_decile": 0.25, **facts, **costs, **figures}
+    name = "test_accuracy" if "test_accuracy" in figures else "test_mean_squared_error"
+    lines = [{"round": 1, name: 0.5}, {"round": 2, name: figures[name]}]
+    (place.path / "metrics.jsonl").write_text("".join(RunFolder.line(line) for line in lines))
+    place.finish(summary, [])
+    return Cell(method, seed, config, place)
+
+
+def hand_made(folder: Path) -> Comparison:
+    oracle = {"oracle_accuracy": 0.875, "oracle_bottom_decile": 0.5, "oracle_loss": 0.25}
+    figures = {"fedavg": (0.5, 0.625, 0.75), "local": (0.25, 0.25, 1.0), "fedem": (0.75, 0.75, 0.75)}
+    return summarize(
+        [
+            written_cell(folder, method, seed, test_accuracy=values[seed], train_accuracy=0.5, test_loss=0.5, **oracle)
+            for seed in range(3)
+            for method, values in figures.items()
+        ]
+    )
+
+
+def test_means_and_sample_deviations() -> None:
+    assert Spread.of([1.0, 2.0, 6.0]) == (3.0, statistics.stdev([1, 2, 6]))
+    assert Spread.of([1.0, 2.0, 6.0]).deviation == pytest.approx(math.sqrt((4 + 1 + 9) / 2))
+    assert Spread.of([4.0]) == (4.0, None)
+    assert Spread.of([]) == (None, None)
+    assert Spread.of([1.0, None]) == (None, None)
+
+
+def test_rows_are_aggregated_over_seeds_and_sorted(tmp_path: Path) -> None:
+    found = hand_made(tmp_path)
+    assert [row.method for row in found.rows] == ["fedem", "fedavg", "local"]
+    average = {row.method: row.figures["test_accuracy"] for row in found.rows}
+    assert average["fedem"] == (0.75, 0.0)
+    assert average["fedavg"] == (0.625, pytest.approx(0.125))
+    assert average["local"] == (0.5, pytest.approx(math.sqrt(3) / 4))
+    assert found.rows[1].figures["bytes_down_per_round"] == (3000.0, 0.0)
+    assert "unseen_test_accuracy" not in found.rows[0].figures
+    assert found.oracle["test_accuracy"] == (0.875, 0.0)
+    assert found.rows[1].curve == [Point(1, Spread(0.5, 0.0)), Point(2, average["fedavg"])]
+    assert [(line["method"], line["seed"]) for line in found.runs[:4]] == [
+        ("fedem", 0),
+        ("fedem", 1),
+        ("fedem", 2),
+        ("fedavg", 0),
+    ]
+
+
+def test_errors_are_sorted_from_the_smallest_and_what_diverged_comes_last(tmp_path: Path) -> None:
+    scores = {"fedavg": 2.0, "local": 0.5, "fedem": None}
+    found = summarize(
+        [written_cell(tmp_path, name, 0, test_mean_squared_error=score) for name, score in scores.items()]
+    )
+    assert [row.method for row in found.rows] == ["local", "fedavg", "fedem"]
+    assert not found.oracle
+    assert found.rows[2].figures["test_mean_squared_error"] == (None, None)
+    assert set(draw(found)) == {"png", "svg"}
+    assert "| FedEM | - |" in comparison_markdown(found, "fedem compare")
+
+
+def test_a_run_that_is_not_complete_is_not_summed_up(tmp_path: Path) -> None:
+    cell = written_cell(tmp_path, "local", 0, test_accuracy=0.5)
+    (cell.folder.path / "summary.json").unlink()
+    with pytest.raises(UserError, match="is not complete"):
+        summarize([cell])
+
+
+def test_what_is_saved_is_what_was_found(tmp_path: Path) -> None:
+    found = hand_made(tmp_path)
+    found.save(tmp_path, "fedem compare")
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    assert content["command"] == "fedem compare"
+    assert content["methods"][2]["figures"]["test_accuracy"] == {"mean": 0.5, "deviation": math.sqrt(3) / 4}
+    assert content["methods"][0]["curve"][1] == {"round": 2, "mean": 0.75, "deviation": 0.0}
+    assert len(table_of(tmp_path)) == 9
+    text = comparison_markdown(found, "fedem compare --seeds 3")
+    assert "    fedem compare --seeds 3\n" in text
+    assert "| FedAvg | 62.5 ±12.5 |" in text
+    assert "| oracle | 87.5 ±0.0 | 50.0 ±0.0 |" in text
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    from rich.console import Console
+
+    names = ["test_accuracy", "bottom_decile", "unseen_test_accuracy", "train_accuracy", "seconds_per_round"]
+    figures = {name: Spread(0.9951, 0.0111) for name in names}
+    for size in (10.0, 9.9e6, 9.9e9, 3e11):
+        figures |= {f"bytes_{way}_per_round": Spread(size, 0.0) for way in ("up", "down")}
+        rows = [Row("clustered", "Clustered FL", dict(figures), []), Row("fedem", "FedEM (M=3)", dict(figures), [])]
+        comparison = Comparison("synthetic", "accuracy", 200, 5, 1, [0, 1], rows, {}, [])
+        out = io.StringIO()
+        Console(file=out, width=80).print(comparison_table(comparison))
+        lines = [line for line in out.getvalue().splitlines() if "Clustered FL" in line]
+        assert len(lines[0]) <= 80
+        assert lines[0].count("±1.1") == 4, out.getvalue()
+
+
+def test_the_picture_opens_and_shows_every_method(run, tmp_path: Path) -> None:
+    assert run(*TWO, "--out", "c", "-q")[0] == 0
+    pixels = matplotlib.image.imread(tmp_path / "c/accuracy.png")[:, :, :3]
+    assert min(pixels.shape[:2]) > 300
+    assert (pixels[0, 0] == 1).all()
+    colours = np.unique((255 * pixels.reshape(-1, 3)).astype(np.uint8), axis=0)
+    saturated = (colours.max(1).astype(int) - colours.min(1)) > 100
+    assert saturated.sum() > 10
+    drawing = (tmp_path / "c/accuracy.svg").read_text()
+    assert "communication rounds" in drawing  # the text, as a comment beside its outlines
+    assert all(title in drawing for title in ("FedAvg", "Local"))
+
+
+def test_the_same_figures_make_the_same_picture(tmp_path: Path) -> None:
+    found = hand_made(tmp_path)
+    assert draw(found) == draw(found)
+
+
+def test_methods_look_different() -> None:
+    rows = [
+        Row(name, row.title, {"test_accuracy": Spread(0.5, None)}, [Point(1, Spread(0.5, None))])
+        for name, row in fedem.METHODS.items()
+    ]
+    from fedem.report import studies as figures
+
+    looks = {str(figures.look(row.method)) for row in rows}
+    assert len(looks) == len(fedem.METHODS)
+    drawing = draw(Comparison("synthetic", "accuracy", 1, 5, 0, [0], rows, {}, []))["svg"].decode()
+    assert all(row.title in drawing for row in rows)

@@ -1,0 +1,235 @@
+"""Declared experiments: read, planned, worked off by one process or several, and put beside the paper."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+from declared import SMALL, declare, nobody_watches
+
+from fedem.core.errors import UserError
+from fedem.methods import METHODS
+from fedem.report.studies import experiment_markdown
+from fedem.runs.config import Config
+from fedem.studies.experiments import (
+    Experiment,
+    LatestData,
+    find,
+    listed,
+    plan,
+    sort_settings,
+    tabulate,
+    work_off,
+)
+
+DECLARED = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Experiment:
+    return declare(tmp_path, SMALL)
+
+
+def test_a_plan_has_every_choice_and_seed_once(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0, 1])
+    assert len(entries) == len({entry.folder.path for entry in entries}) == 6
+    assert {tuple(entry.labels.values()) for entry in entries} == {
+        ("FedEM", "slow"),
+        ("FedEM", "fast"),
+        ("FedAvg", "fast"),
+    }
+    for entry in entries:
+        assert entry.config.name("method") == entry.labels["method"].lower()
+        assert entry.config.schedule.learning_rate == {"slow": 0.01, "fast": 0.5}[entry.labels["rate"]]
+        assert entry.config.run.seed == entry.seed
+    # Those with the same data come one after the other.
+    assert [entry.seed for entry in entries] == [0, 0, 0, 1, 1, 1]
+
+
+def test_choices_and_settings_narrow_a_plan(small: Experiment, tmp_path: Path) -> None:
+    shared, own = sort_settings(small, ["run.rounds=3", "slow:solver.momentum=0.5"])
+    entries = plan(small, tmp_path, [0], {"method": ["FedEM"]}, shared, own)
+    found = {entry.labels["rate"]: entry.config for entry in entries}
+    assert set(found) == {"slow", "fast"}
+    assert all(config.run.rounds == 3 for config in found.values())
+    assert found["slow"].values("solver")["momentum"] == 0.5
+    assert found["fast"].values("solver")["momentum"] == 0.9
+
+
+def test_runs_share_their_data_and_are_never_done_twice(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0, 1])
+    made: list[int] = []
+
+    def make(config: Config):
+        made.append(config.run.seed)
+        return config.make_data()
+
+    assert work_off(entries[:2], nobody_watches, LatestData(make)) == {}
+    assert made == [0]
+    before = {entry.title: (entry.folder.path / "summary.json").stat().st_mtime_ns for entry in entries[:2]}
+    assert work_off(entries, nobody_watches, LatestData(make)) == {}
+    assert made == [0, 0, 1]
+    assert all(entry.is_complete for entry in entries)
+    for entry in entries[:2]:
+        assert (entry.folder.path / "summary.json").stat().st_mtime_ns == before[entry.title]
+    # The same clients and samples for all methods of a seed.
+    for seed in (0, 1):
+        rows = [entry.folder.clients() for entry in entries if entry.seed == seed]
+        assert len({json.dumps([(row["client"], row["train_samples"]) for row in table]) for table in rows}) == 1
+
+
+def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0])
+    (tmp_path / "out" / ".claims").mkdir(parents=True)
+    with (tmp_path / "out" / ".claims" / entries[1].folder.path.name).open("w") as claim:
+        fcntl.flock(claim, fcntl.LOCK_EX)
+        work_off(entries, nobody_watches, LatestData())
+        assert [entry.is_complete for entry in entries] == [True, False, True]
+    work_off(entries, nobody_watches, LatestData())
+    assert all(entry.is_complete for entry in entries)
+
+
+def test_a_killed_run_is_gone_on_with(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0])
+
+    @contextlib.contextmanager
+    def killing(entry: object):
+        def listen(record: dict[str, float]) -> None:
+            if record["round"] == 2:
+                raise KeyboardInterrupt
+
+        yield listen
+
+    with pytest.raises(KeyboardInterrupt):
+        work_off(entries, killing, LatestData())
+    assert entries[0].folder.exists()
+    assert not entries[0].is_complete
+    work_off(entries, nobody_watches, LatestData())
+    whole = plan(small, tmp_path / "whole", [0])
+    work_off(whole, nobody_watches, LatestData())
+    for entry, reference in zip(entries, whole, strict=True):
+        first, second = entry.folder.summary(), reference.folder.summary()
+        assert first is not None
+        assert second is not None
+        assert first["test_loss"] == second["test_loss"]
+
+
+def test_one_failure_does_not_stop_the_others(small: Experiment, tmp_path: Path) -> None:
+    shared, own = sort_settings(small, ["FedAvg:schedule.learning_rate=1e30"])
+    entries = plan(small, tmp_path / "out", [0], asked=shared, own=own)
+    failed = work_off(entries, nobody_watches, LatestData())
+    assert [entry.is_complete for entry in entries if entry.labels["method"] == "FedEM"] == [True, True]
+    assert set(failed) <= {"FedAvg, fast, seed 0"}
+
+
+def test_our_figures_stand_beside_the_papers(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0, 1])
+    work_off([entry for entry in entries if entry.labels["method"] == "FedEM"], nobody_watches, LatestData())
+    lines = {tuple(line.labels.values()): line for line in tabulate(small, entries)}
+    fast = lines["FedEM", "fast"]
+    summaries = [entry.folder.summary() for entry in entries if entry.labels == fast.labels]
+    scores = [summary["test_accuracy"] for summary in summaries if summary is not None]
+    assert fast.num_seeds == 2
+    assert fast.ours["test_accuracy"].mean == pytest.approx(sum(scores) / 2)
+    largest = [max(summary["recovery"]["component_distances"]) for summary in summaries if summary is not None]
+    assert fast.ours["recovery.component_distances"].mean == pytest.approx(sum(largest) / 2)
+    assert fast.paper == {"test_accuracy": 74.7, "recovery.component_distances": None}
+    assert lines["FedAvg", "fast"].num_seeds == 0
+    assert lines["FedAvg", "fast"].ours["test_accuracy"].mean is None
+    row = next(
+        line for line in experiment_markdown(small, tabulate(small, entries)).splitlines() if "| fast | 2 |" in line
+    )
+    assert f"| {100 * sum(scores) / 2 - 74.7:+.1f} |" in row
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('place = "Nowhere"', 'plaice = "Nowhere"'), "plaice"),
+        (('"run.rounds" = 2', '"rounds" = 2'), "has 'rounds'; allowed: \"section.key\" = value"),
+        (('"FedEM / fast" = [74.7, ""]', '"FedEM / quick" = [74.7, ""]'), "a label of each axis"),
+        (
+            ('"FedEM / fast" = [74.7, ""]', '"FedEM / fast" = [74.7]'),
+            "'FedEM / fast' = [74.7]; allowed: 2 numbers",
+        ),
+        (("seeds = 2", "seeds = two"), "can't be read as an experiment"),
+        (("seeds = 2", 'seeds = "2"'), "has seeds = '2'; allowed: a whole number from 1"),
+        (('"test_accuracy", "recovery', '3, "recovery'), "allowed: a list of names"),
+        (('"test_accuracy", "recovery', '"test_accuracy / FedProx", "recovery'), "Unknown label"),
+        (('rate = "slow"', 'rate = "slower"'), "allowed: tables of labels by axis (method, rate)"),
+        (("[paper]", "[quick.FedProx]\n[paper]"), "Unknown label"),
+        (("fast = {", '"fast, wild" = {'), "has label = 'fast, wild'; allowed: labels without ','"),
+        (('{ "schedule.learning_rate" = 0.5 }', "0.5"), 'has 0.5; allowed: { "section.key" = value }'),
+    ],
+)
+def test_mistakes_in_a_file_are_told(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        declare(tmp_path, SMALL.replace(*change))
+    assert message in str(error.value)
+
+
+def test_wrong_names_are_told(small: Experiment, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Unknown axis 'methods'"):
+        plan(small, tmp_path, [0], {"methods": ["FedEM"]})
+    with pytest.raises(UserError, match="Unknown choice of method 'FedProx'"):
+        plan(small, tmp_path, [0], {"method": ["FedProx"]})
+    with pytest.raises(UserError, match="Unknown label"):
+        sort_settings(small, ["FedProx:run.rounds=3"])
+    with pytest.raises(UserError, match=r"Unknown label in --set 'FedEM:fast:run\.rounds=3' 'fast'"):
+        sort_settings(small, ["FedEM:fast:run.rounds=3"])
+    with pytest.raises(UserError, match=r"run\.seed is given by --seeds"):
+        sort_settings(small, ["run.seed=3"])
+    with pytest.raises(UserError, match="Unknown experiment 'table9'"):
+        find(DECLARED, "table9")
+    with pytest.raises(UserError, match="There are no experiments in"):
+        listed(tmp_path / "nothing")
+
+
+def test_a_label_with_an_equals_sign_has_settings_of_its_own(tmp_path: Path) -> None:
+    experiment = declare(tmp_path, SMALL.replace("fast = {", '"rate = 0.5" = {').replace("/ fast", "/ rate = 0.5"))
+    shared, own = sort_settings(experiment, ["rate = 0.5:run.rounds=3", "run.evaluate_every=4"])
+    assert (shared, own) == ([{"run": {"evaluate_every": 4}}], {"rate = 0.5": [{"run": {"rounds": 3}}]})
+
+
+@pytest.mark.parametrize("name", listed(DECLARED))
+def test_every_declared_experiment_is_sound_and_has_a_readme(name: str, tmp_path: Path) -> None:
+    experiment = find(DECLARED, name)
+    entries = plan(experiment, tmp_path, range(experiment.seeds))
+    assert len({entry.folder.path for entry in entries}) == len(entries)
+    assert all(entry.config.name("method") in METHODS for entry in entries)
+    quick = plan(experiment, tmp_path, [0], quick=True)
+    assert all(entry.config.run.rounds <= 2 for entry in quick)
+    text = (DECLARED / name / "README.md").read_text()
+    assert f"fedem experiment run {name}" in text
+
+
+@pytest.mark.parametrize("name", [name for name in listed(DECLARED) if name != "larger_models"])
+def test_every_declared_experiment_runs_quickly_on_synthetic_data(name: str, run, tmp_path: Path) -> None:
+    only = ["--data", "Synthetic"] if "data" in find(DECLARED, name).axes else []
+    options = ["--quick", *only, "--experiments", DECLARED, "--out", tmp_path / "x"]
+    code, out, _ = run("experiment", "run", name, *options)
+    assert code == 0
+    assert "Experiment: " in out
+    assert (tmp_path / "x" / "table.md").read_text().startswith("| ")
+    code, out, _ = run(
+        "experiment", "status", name, "--quick", *only, "--experiments", DECLARED, "--out", tmp_path / "x"
+    )
+    assert (code, "to do" in out) == (0, False)
+
+
+def test_the_convergence_plots_are_drawn_from_the_experiments_folder(run, tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    options = ["--quick", "--data", "Synthetic", "--experiments", DECLARED, "--out", folder]
+    assert (
+        run("experiment", "run", "convergence", *options, "--only", "method=FedAvg", "--only", "method=FedEM")[0] == 0
+    )
+    runs = sorted(folder.glob("synthetic_*"))
+    assert len(runs) == 2
+    assert run("plot", *runs, "--figure", "rounds,bytes", "--out", tmp_path / "figures")[0] == 0
+    for name in ("rounds", "bytes"):
+        picture = (tmp_path / "figures" / f"{name}.svg").read_text()
+        assert "FedAvg" in picture
+        assert "FedEM (M=3)" in picture
