@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from fedem.methods.wrappers.compression import Compression
+
+from fedem.core.errors import UserError, unknown
+from fedem.core.settings import Settings, complete, names_of
 from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
-from fedem.engines import Batching
-from fedem.core.errors import UserError, unknown
+from fedem.engines import ENGINES, Batching
+from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
-from fedem.methods import find_method, resolve_method
+from fedem.methods import ALIASES, METHODS, find_method, resolve_method
+from fedem.methods.wrappers.compression import Compression
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
-from fedem.solvers.schedules import SCHEDULES, Schedule
-from fedem.core.settings import names_of
 from fedem.solvers import SOLVERS, Solver
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-from fedem.methods.wrappers.compression import Compression
-from fedem.data import DATA
-from fedem.data.partitions import PARTITIONS
-from fedem.engines import ENGINES, Batching
-from fedem.core.errors import UserError, unknown
-from fedem.graphs import GRAPHS
-from fedem.methods import ALIASES, METHODS
-from fedem.models import MODELS
-from fedem.models.losses import LOSSES
-from fedem.engines.device import PRECISIONS
-from fedem.solvers.schedules import SCHEDULES
-from fedem.core.settings import Settings, complete, names_of
-from fedem.solvers import SOLVERS
+from fedem.solvers.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,22 @@ Shapes: T clients, M components, n samples.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import vmap
-from fedem.methods.base import Algorithm, Mixture
-from fedem.data.dataset import Truth
-from fedem.engines import Cohort, Engine
-from fedem.data.federation import PARTS, Federation
+
 from fedem.core.em import mix, negative_log_likelihood
+from fedem.core.tree import Tree
+from fedem.data.dataset import Truth
+from fedem.data.federation import PARTS, Federation
+from fedem.engines import Cohort, Engine
+from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
 from fedem.runs.personalize import Predictors
-from fedem.core.tree import Tree
-from collections.abc import Mapping
-from typing import Any
-import torch
-from torch import Tensor
-
 
 _ORACLE_ROWS = 1 << 17
 _PREDICT_ROWS = 1 << 13

@@ -15,27 +15,21 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any
-from fedem.runs.config import Config, read_toml
-from fedem.core.errors import UserError
-from fedem.runs.rounds import State
-import json
-import math
-import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
 import torch
 from torch import Tensor
-from fedem.core.errors import UserError
-from fedem.runs.rounds import State
-from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 
+from fedem.core.errors import UserError
+from fedem.core.tree import add_prefix, take_prefix, tree_sorted
+from fedem.runs.config import Config, read_toml
+from fedem.runs.rounds import State
 
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
 _FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
@@ -211,9 +205,9 @@ def new_folder(base: Path, name: str) -> Path:
 
 # State <-> files: tensors as safetensors, the rest as JSON, never pickle.
 #
-# A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
-# moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
-# the new one.
+# A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place
+# and moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint
+# or the new one.
 
 MANIFEST = "checkpoint.json"
 _TREES = ("shared", "personal", "memory")

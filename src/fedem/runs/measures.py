@@ -12,46 +12,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 from weakref import WeakKeyDictionary
-import torch
-from torch import Tensor
-from torch.func import grad
-from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.fedavg import FedAvg
-from fedem.methods.fedem import FedEM
-from fedem.methods.steps import mean_loss, trained_leaves
-from fedem.engines import Batching, Cohort
-from fedem.core.errors import UserError
-from fedem.methods.mixer import Mixer
-from fedem.methods.decentralised import Graph
-from fedem.methods.mixer import mean_of_groups
-from fedem.methods.mixer import Star
-from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
-from fedem.runs.rounds import State, Training
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from fedem.methods.base import Algorithm
+
+from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
+from fedem.core.errors import UserError
+from fedem.core.random import MIXER, SOLVER, choose, derive
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
+from fedem.engines import Batching, Cohort
+from fedem.methods.base import Algorithm, Batch, Local, Mixture
+from fedem.methods.decentralised import Graph
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.fedem import FedEM
-from fedem.methods.steps import inner_product, trained_leaves
-from fedem.engines import Cohort
-from fedem.core.errors import UserError
+from fedem.methods.mixer import Mixer, Star, mean_of_groups
+from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.models.base import Model
-from fedem.core.random import MIXER, SOLVER, choose, derive
 from fedem.runs.rounds import State, Training
 from fedem.solvers import Newton, Solver
-from fedem.core.tree import Tree, tree_cat, tree_index
-from dataclasses import dataclass
-import torch
-from torch import Tensor
 
 
 class Diagnosis(NamedTuple):

@@ -8,20 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from fedem.methods.base import Algorithm, Mixture
-from fedem.methods.wrappers import FineTuned
-from fedem.engines import Batching, Cohort, Engine, SolverDeal
-from fedem.core.errors import UserError
-from fedem.data.federation import Federation
-from fedem.methods.mixer import Learn, Mixer, Welcome
-from fedem.core.em import negative_log_likelihood
-from fedem.core.random import FINE_TUNE, PERSONAL, derive
-from fedem.runs.rounds import State, init_personal
-from fedem.data.samples import Samples
-from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 
+from fedem.core.em import negative_log_likelihood
+from fedem.core.errors import UserError
+from fedem.core.random import FINE_TUNE, PERSONAL, derive
+from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
+from fedem.data.federation import Federation
+from fedem.data.samples import Samples
+from fedem.engines import Batching, Cohort, Engine, SolverDeal
+from fedem.methods.base import Algorithm, Mixture
+from fedem.methods.mixer import Learn, Mixer, Welcome
+from fedem.methods.wrappers import FineTuned
+from fedem.runs.rounds import State, init_personal
 
 _SCORED = 1 << 13
 """samples of a newcomer scored at once"""

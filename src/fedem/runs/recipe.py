@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
 import torch
 from torch import Tensor, nn
-from fedem.methods.base import Algorithm
-from fedem.methods.wrappers.compression import Compressed
-from fedem.methods.fedem import FedEM
-from fedem.methods.wrappers.label_shares import LabelShares
-from fedem.data.samples import check_inputs
-from fedem.runs.config import Config
-from fedem.data.encoding import Encoding
-from fedem.engines import Engine, choose_engine
+
 from fedem.core.errors import UserError
+from fedem.core.random import client_keys
+from fedem.core.tree import tree_index
+from fedem.data.dataset import Dataset
+from fedem.data.encoding import Encoding
+from fedem.data.federation import PARTS, Federation
+from fedem.data.samples import check_inputs
+from fedem.engines import Batching, Engine, choose_engine
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
-from fedem.methods.mixer import Alone
-from fedem.methods.mixer import Mixer
-from fedem.methods.wrappers.compression import Changes
+from fedem.methods.base import Algorithm
 from fedem.methods.clustered import Clusters
 from fedem.methods.decentralised import Graph
+from fedem.methods.fedem import FedEM
+from fedem.methods.mixer import Alone, Mixer, Star
+from fedem.methods.wrappers.compression import Changes, Compressed
+from fedem.methods.wrappers.label_shares import LabelShares, shifted
 from fedem.methods.wrappers.local_layers import LocalLayers
-from fedem.methods.mixer import Star
-from fedem.models.base import Model
-from fedem.methods.wrappers.label_shares import shifted
-from fedem.runs.personalize import Personalizer
-from fedem.core.random import client_keys
-from fedem.runs.evaluate import Record
-from fedem.runs.rounds import State
-from fedem.core.tree import tree_index
-from collections.abc import Mapping, Sequence
-from typing import Any
-import torch
-from fedem.data.encoding import Encoding
-from fedem.core.errors import UserError
 from fedem.models import Model
-import torch
-from torch import Tensor
-from fedem.runs.config import Config
-from fedem.data.dataset import Dataset
-from fedem.engines import Batching
-from fedem.core.errors import UserError
-from fedem.data.federation import PARTS, Federation
 from fedem.models.base import Model
 from fedem.models.losses import LOSSES, guess_loss
-
+from fedem.runs.config import Config
+from fedem.runs.evaluate import Record
+from fedem.runs.personalize import Personalizer
+from fedem.runs.rounds import State
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 

@@ -9,28 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
 import torch
 from torch import Tensor
-from fedem.methods.base import Mixture
-from fedem.runs.config import Config
-from fedem.core.errors import UserError, unknown
-from fedem.runs.evaluate import evaluate, predict
-from fedem.runs.recipe import check_model, checkpoint_facts, take_shapes
-from fedem.data.federation import Federation
-from fedem.methods.mixer import Served
-from fedem.methods.mixer import Settled
-from fedem.models.base import Model
-from fedem.runs.recipe import ModelSource, Parts, Shapes
-from fedem.runs.personalize import Predictors
-from fedem.engines.device import products
-from fedem.core.random import client_keys
-from fedem.runs.evaluate import client_rows, name_scores
-from fedem.runs.rounds import State
-from fedem.runs.folder import RunFolder, check_here
-from fedem.data.samples import Samples
-from fedem.runs.config import GIVEN
-from fedem.core.tree import Tree, tree_index
 
+from fedem.core.errors import UserError, unknown
+from fedem.core.random import client_keys
+from fedem.core.tree import Tree, tree_index
+from fedem.data.federation import Federation
+from fedem.data.samples import Samples
+from fedem.engines.device import products
+from fedem.methods.base import Mixture
+from fedem.methods.mixer import Served, Settled
+from fedem.models.base import Model
+from fedem.runs.config import GIVEN, Config
+from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
+from fedem.runs.folder import RunFolder, check_here
+from fedem.runs.personalize import Predictors
+from fedem.runs.recipe import ModelSource, Parts, Shapes, check_model, checkpoint_facts, take_shapes
+from fedem.runs.rounds import State
 
 TUNED = "tuned-"
 

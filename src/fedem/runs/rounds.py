@@ -10,18 +10,20 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.func import vmap
-from fedem.methods.base import Algorithm
-from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal
+
 from fedem.core.errors import UserError
-from fedem.data.federation import Federation
-from fedem.methods.mixer import Mixed, Mixer, Round
 from fedem.core.random import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
-from fedem.solvers.schedules import Schedule
-from fedem.engines.processes import ALONE, Team, placed
 from fedem.core.tree import Tree, tree_bytes, tree_floats, tree_index, tree_map, tree_sorted, tree_stack, tree_to
+from fedem.data.federation import Federation
+from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal
+from fedem.engines.processes import ALONE, Team, placed
+from fedem.methods.base import Algorithm
+from fedem.methods.mixer import Mixed, Mixer, Round
+from fedem.solvers.schedules import Schedule
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-from fedem.runs.config import Config, route
-from fedem.data.dataset import Dataset, Truth
-from fedem.core.errors import UserError
-from fedem.runs.recipe import check_model
-from fedem.data.federation import Federation
-from fedem.models import MODELS
-from fedem.runs.recipe import ModelSource
-from fedem.engines.device import products
-from fedem.runs.evaluate import Record
-from fedem.runs.result import Result, name_tuned
-from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.config import GIVEN
-from fedem.engines.processes import joined
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-import torch
-from fedem.runs.config import Config
-from fedem.data.dataset import Dataset, Truth
-from fedem.runs.measures import check_diagnosable, estimate_dissimilarity
-from fedem.runs.measures import diagnose
-from fedem.engines import Engine
-from fedem.engines.device import free_bytes, peak_bytes
-from fedem.engines.processes import share_out
-from fedem.core.errors import UserError
-from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle
-from fedem.runs.recipe import checkpoint_facts
-from fedem.data.federation import Federation
-from fedem.runs.measures import check_measurable, measure_alpha
-from fedem.runs.recipe import ModelSource, Parts, Shapes
-from fedem.runs.personalize import Personalizer, Predictors
-from fedem.runs.evaluate import Record, client_rows, name_scores, name_weights
-from fedem.runs.measures import Recovery, recover
-from fedem.runs.result import Result
-from fedem.runs.rounds import RoundLog, State, Training, cohort_size, mixer_seed
-from fedem.runs.recipe import all_targets, check_batches, check_encoding, settle_loss, settle_partition
-from fedem.data.samples import thinned
-from fedem.engines.processes import ALONE, Team
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from fedem.core.errors import UserError
+from fedem.data.dataset import Dataset, Truth
+from fedem.data.federation import Federation
+from fedem.data.samples import thinned
+from fedem.engines import Engine
+from fedem.engines.device import free_bytes, peak_bytes, products
+from fedem.engines.processes import ALONE, Team, joined, share_out
+from fedem.models import MODELS
+from fedem.runs.config import GIVEN, Config, route
+from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
+from fedem.runs.folder import RunFolder, check_here
+from fedem.runs.measures import (
+    Recovery,
+    check_diagnosable,
+    check_measurable,
+    diagnose,
+    estimate_dissimilarity,
+    measure_alpha,
+    recover,
+)
+from fedem.runs.personalize import Personalizer, Predictors
+from fedem.runs.recipe import (
+    ModelSource,
+    Parts,
+    Shapes,
+    all_targets,
+    check_batches,
+    check_encoding,
+    check_model,
+    checkpoint_facts,
+    settle_loss,
+    settle_partition,
+)
+from fedem.runs.result import Result, name_tuned
+from fedem.runs.rounds import RoundLog, State, Training, cohort_size, mixer_seed
 
 Listener = Callable[[Record], None]
 """Called with each round's record."""
