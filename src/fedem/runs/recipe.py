@@ -29,7 +29,6 @@ from fedem.methods.wrappers.compression import Changes, Compressed
 from fedem.methods.wrappers.label_shares import LabelShares, shifted
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models import Model
-from fedem.models.base import Model
 from fedem.models.losses import LOSSES, guess_loss
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
