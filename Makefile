@@ -1,28 +1,48 @@
-# Everything on a machine with Python 3.11 and make. PYTHON=... chooses another interpreter.
+# Everything on a machine with Python 3.11 or newer and make. PYTHON=... chooses another interpreter.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# Python compiles what is used when it is first used; compiling all that is installed takes longer than the training.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
+# What stands in .venv: what training needs; and, on top, what tests, checks, documents and benchmarks need.
+INSTALLED := $(VENV)/.installed
+INSTALLED_ALL := $(VENV)/.installed-all
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# What the fast lane leaves out: pyproject.toml says what each mark means.
+REST := network or processes or browser or site or benchmark or gallery or gpu or slow
 
-.PHONY: train test install check format bench docs clean
+.PHONY: train test test-rest test-all install check format bench docs clean
 
 # FedEM on the paper's synthetic mixture beside FedAvg and Local; fewer test samples than the paper's 5,000 a client.
-train: install
+train: $(INSTALLED)
 	$(BIN)/fedem train --data synthetic --method fedem --components 3 --rounds 100 \
 		--set data.num_test=500 --baselines fedavg,local
 
+# The fast lane: a few minutes on two cores.
 test: install
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(PYTEST) -m "not ($(REST))"
 
-install: $(STAMP)
+test-rest: install
+	$(PYTEST) -m "$(REST)"
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedem needs Python 3.11 or newer")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--no-build-isolation --editable '.[dev]'
-	touch $(STAMP)
+# Everything: the fast lane with more examples of each property, then the rest.
+test-all: export FEDEM_EXAMPLES = many
+test-all: test test-rest
+
+install: $(INSTALLED_ALL)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedem needs Python 3.11 or newer")'
+	@echo "Installing fedem and what training needs into $(VENV): one to two minutes, most of it torch."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --quiet setuptools
+	@$(PIP) --quiet --no-build-isolation --editable .
+	@touch $@
+
+$(INSTALLED_ALL): $(INSTALLED)
+	@echo "Installing what tests, checks and documents need on top: a few minutes."
+	@$(PIP) --quiet --no-build-isolation --editable '.[dev]'
+	@touch $@
 
 check: install
 	scripts/check
@@ -37,7 +57,7 @@ bench: install
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.processes
 
-# The banner that is silenced tells of another program's plans.
+# The banner that is silenced is about another program's plans.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
