@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from patience import patient
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 # Where a browser reads commands and writes answers.
 _COMMANDS, _ANSWERS = 3, 4
-_SECONDS = 60.0
 
 
 class Tab:
@@ -63,7 +64,7 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
 
     def _wait(self, wanted: Any) -> dict[str, Any]:
-        end = time.monotonic() + _SECONDS
+        end = time.monotonic() + patient(60)
         while True:
             while b"\0" in self._rest:
                 text, _, self._rest = self._rest.partition(b"\0")
@@ -105,7 +106,7 @@ def browsing(folder: Path) -> Iterator[Tab]:
         # Without its commands a browser ends by itself.
         os.close(commands)
         try:
-            process.wait(_SECONDS)
+            process.wait(patient(60))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -14,17 +14,20 @@ from hypothesis import settings
 from fedem import cli
 
 # The same examples on every machine, and no limit on the time of one: the first use of torch alone takes a second.
-settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
-settings.load_profile("suite")
+for _profile, _examples in {"few": 15, "many": 50}.items():
+    settings.register_profile(_profile, deadline=None, derandomize=True, max_examples=_examples)
+# Few in the fast lane; `make test-all` asks for many.
+settings.load_profile(os.environ.get("FEDEM_EXAMPLES", "few"))
 
 # Tensors as small as the tests' only wait for further threads.
 torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of networks mostly wait."""
-    return (os.cpu_count() or 1) + 1
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many as there are cores, and one more where networks are tried: those tests mostly wait."""
+    is_fast_lane = config.option.markexpr.startswith("not")
+    return (os.cpu_count() or 1) + (0 if is_fast_lane else 1)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from patience import patient
 from torch import Tensor
 
 from fedem.deploy.node import Kept
@@ -100,7 +102,8 @@ class Deployment:
         """Start a process."""
         options: dict[str, Any] = {"--plan": plan or self.plan, "--data": self.data}
         options |= {"--state": state or self.state}
-        options |= {"--meet": f"127.0.0.1:{port}", "--min-peers": least, "--max-peers": most, "--patience": 3}
+        options |= {"--meet": f"127.0.0.1:{port}", "--min-peers": least, "--max-peers": most}
+        options |= {"--patience": math.ceil(patient(3))}
         arguments = [str(word) for pair in options.items() for word in pair]
         return Process(self.state.parent, *arguments, *(word for name in clients for word in ("--client", name)))
 
@@ -132,12 +135,12 @@ class Process:
         """End it, and all that it started, at once."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(30)
+        self._process.wait(patient(30))
 
     def kill_agent(self) -> None:
         """End the process that was started, and none that it started."""
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(patient(30))
 
     def has_left_overs(self) -> bool:
         """Whether processes that it started are still there."""
@@ -153,7 +156,7 @@ class Process:
     def ends(self, seconds: float = 150) -> int:
         """Wait for its end; returns its exit code."""
         try:
-            return self._process.wait(seconds)
+            return self._process.wait(patient(seconds))
         except subprocess.TimeoutExpired:
             raise AssertionError(self.said()) from None
 
@@ -163,7 +166,7 @@ class Process:
 
 def wait_for(condition: Callable[[], object], processes: Sequence[Process], seconds: float = 150) -> None:
     """Wait until something is so; fail when it takes too long or a process ends before."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patient(seconds)
     while not condition():
         alive = all(process.is_running() for process in processes)
         if time.monotonic() > deadline or not (alive or condition()):
@@ -177,7 +180,7 @@ class Threads:
     def __init__(self, size: int):
         self.size = size
         self._told: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=patient(60))
         self.messages: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
 
     def gather(self, rank: int, content: Any) -> list[Any]:
@@ -201,7 +204,7 @@ class Member:
         for rank, buffer in outgoing.items():
             self.threads.messages[self.rank, rank].put(buffer.clone())
         for rank, buffer in incoming.items():
-            buffer.copy_(self.threads.messages[rank, self.rank].get(timeout=60))
+            buffer.copy_(self.threads.messages[rank, self.rank].get(timeout=patient(60)))
 
     def total(self, values: Tensor) -> Tensor:
         return torch.stack(self.threads.gather(self.rank, values)).sum(0)

@@ -35,6 +35,12 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "batching": {"batch_size": 32},
         "schedule": {"learning_rate": 0.02},
     },
+    "cifar100": {
+        "partition": {"num_clients": 3, "samples_per_client": 60},
+        "model": {"name": "efficientnet_lite0", "weights": "imagenet"},
+        "batching": {"batch_size": 32},
+        "schedule": {"learning_rate": 0.02},
+    },
     "shakespeare": {
         "partition": {"share": 1.0, "max_clients": 3},
         "model": {"hidden": 32},
@@ -42,7 +48,7 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "schedule": {"learning_rate": 0.5},
     },
 }
-CLASSES = {"emnist": 62, "femnist": 62, "cifar10": 10, "shakespeare": 80}
+CLASSES = {"emnist": 62, "femnist": 62, "cifar10": 10, "cifar100": 100, "shakespeare": 80}
 
 
 def _config(name: str, method: str = "fedem", rounds: int = 2) -> Config:

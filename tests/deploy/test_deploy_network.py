@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from patience import patient
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
@@ -31,12 +32,13 @@ from fedem.deploy.flower.project import write_app
 from fedem.deploy.flower.trial import HOST, Loopback, Program, draw_clients, start_nodes
 
 LIMIT = 300.0
-"""Seconds after which a test gives up, whatever else runs on the machine."""
+"""Seconds after which a test gives up on an idle machine."""
 
 SPOILT = """
-import sys
+import pathlib, sys, time
 
-# Every Python program of this node starts here; the one that trains sends what is not a number.
+# Every Python program of this node starts here; the one that trains sends what is not a number, and it answers in the
+# second round only after the test has removed a file.
 if any(word.endswith("flwr-clientapp") for word in sys.orig_argv):
     from fedem.deploy.node import Node
 
@@ -44,15 +46,28 @@ if any(word.endswith("flwr-clientapp") for word in sys.orig_argv):
 
     def train(self, *arguments):
         upload, personal = honest(self, *arguments)
-        return {name: leaf * float("nan") for name, leaf in upload.items()}, personal
+        shared, before, round_index, *rest = arguments
+        while round_index == 1 and pathlib.Path({held!r}).exists():
+            time.sleep(0.1)
+        return {{name: leaf * float("nan") for name, leaf in upload.items()}}, personal
 
     Node.train = train
 """
 
 
+@pytest.fixture(autouse=True)
+def _patience_with_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for = Program.wait_for
+
+    def wait_longer(self: Program, text: str, seconds: float = loopback._STARTING) -> None:
+        wait_for(self, text, patient(seconds))
+
+    monkeypatch.setattr(Program, "wait_for", wait_longer)
+
+
 def until(what: Callable[[], object], process: Program | None = None) -> None:
     """Wait for something to be true, and for no longer than the limit."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + patient(LIMIT)
     while not what():
         if process is not None and process.process.poll() is not None and not what():
             raise process.failure("ended too early")
@@ -90,7 +105,7 @@ def prepare(folder: Path, rounds: int) -> tuple[Config, Path]:
     return config, write_app(folder / "app", Plan.make(config, config.make_data()))
 
 
-@pytest.mark.slow
+@pytest.mark.network
 def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the_superlink_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,14 +113,16 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
     config, app = prepare(tmp_path, rounds=3)
     expected = run(config, config.make_data()).state()
     (tmp_path / "spoilt").mkdir()
-    (tmp_path / "spoilt" / "sitecustomize.py").write_text(SPOILT)
+    held = tmp_path / "held"
+    held.touch()
+    (tmp_path / "spoilt" / "sitecustomize.py").write_text(SPOILT.format(held=str(held)))
     (spoilt,) = draw_clients(tmp_path / "other", 1, seed=1)
     folder = RunFolder(tmp_path / "runs" / "first")
     settings: dict[str, Any] = {
         "experiment": "first",
         "folder": str(folder.path.parent),
         "min-clients": 3,
-        "timeout": LIMIT,
+        "timeout": patient(LIMIT),
     }
     with Loopback(tmp_path / "network") as network:
         start_nodes(network, clients)
@@ -122,7 +139,7 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
             "CERTIFICATE_VERIFY_FAILED": network.start_node("no-authority", {}, key, verify=False, wait=False),
         }
         for why, node in refused.items():
-            assert node.finish(LIMIT) != 0
+            assert node.finish(patient(LIMIT)) != 0
             assert why in node.said()
             assert "SuperNode ID:" not in node.said()
 
@@ -132,13 +149,14 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
             for number, client in enumerate(clients)
         ]
         until(lambda: checkpointed(folder) == 1, cut)
-        # Somebody has trained the second round, and the server has not got, or not yet used, everybody's answers.
+        # Somebody has trained the second round, and the server has not got everybody's answers: one is held back.
         until(lambda: any(Kept.load(path).round == 2 for path in files), cut)
         network.kill_superlink()
         assert checkpointed(folder) == 1
+        held.unlink()
         network.start_superlink()
         going_on = network.submit(app, settings | {"continue": True})
-        going_on.finish(LIMIT)
+        going_on.finish(patient(LIMIT))
         assert folder.summary() is not None, going_on.said()
     found = folder.load()[0]["last"]
 
@@ -158,7 +176,7 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
     until(lambda: not left_over(network.folder))
 
 
-@pytest.mark.slow
+@pytest.mark.network
 def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) -> None:
     clients = draw_clients(tmp_path / "data", 3, seed=0)
     _, app = prepare(tmp_path, rounds=50)
@@ -168,7 +186,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
         "experiment": "second",
         "folder": str(folder.path.parent),
         "min-clients": 2,
-        "timeout": 60.0,
+        "timeout": patient(60.0),
     }
     with Loopback(tmp_path / "network") as network:
         node = start_nodes(network, clients)[2]
@@ -182,7 +200,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
         until(lambda: len(folder.metrics()) >= 2, going_on)
         assert [line["clients"] for line in folder.metrics()[:2]] == [3, 2]
         # At the latest; earlier when the SuperLink notices that the node does not breathe any more.
-        assert folder.metrics()[1]["seconds"] < settings["timeout"] + 15
+        assert folder.metrics()[1]["seconds"] < settings["timeout"] + patient(15)
 
         def back() -> bool:
             own = {"data": str(clients[2].data), "client": clients[2].name, "state": str(state)}
@@ -204,7 +222,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
     until(lambda: not left_over(network.folder))
 
 
-@pytest.mark.slow
+@pytest.mark.network
 def test_a_trial_that_is_stopped_ends_all_it_started(tmp_path: Path) -> None:
     place = tmp_path / "my trial"
     command = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep", str(place)]
@@ -212,7 +230,7 @@ def test_a_trial_that_is_stopped_ends_all_it_started(tmp_path: Path) -> None:
         until(lambda: (place / "logs" / "node-1.log").exists() or trial.poll() is not None)
         assert len(left_over(place)) >= 3
         trial.send_signal(signal.SIGTERM)  # as Ctrl-C does
-        said, _ = trial.communicate(timeout=LIMIT)
+        said, _ = trial.communicate(timeout=patient(LIMIT))
     assert trial.returncode == 130, said
     assert "Traceback" not in said
     until(lambda: not left_over(place))
@@ -225,7 +243,7 @@ def test_a_program_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         Loopback(tmp_path / "network")
 
 
-@pytest.mark.slow
+@pytest.mark.network
 def test_a_port_that_is_taken_is_told_with_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 import deployments
 import pytest
 import torch
+from patience import patient
 
 from fedem.deploy.flower.project import write_app
 from fedem.runs.result import Result
@@ -19,7 +20,7 @@ pytest.importorskip("ray", reason="Flower's simulation engine is not installed")
 
 from fedem.deploy.flower.trial import HOST, QUIET_FLOWER, Program, free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.network
 SECONDS = 240
 
 
@@ -47,13 +48,13 @@ def test_the_simulation_engine_computes_what_ours_does(tmp_path: Path, superlink
     sample = deployments.write_sample(tmp_path)
     plan, job = deployments.make_plan(sample)
     app = write_app(tmp_path / "app", plan)
-    superlink.wait_for("running", 60)
+    superlink.wait_for("running", patient(60))
     paths = f"data='{sample}' state='{tmp_path / 'state'}' folder='{tmp_path / 'server'}' min-clients=3"
     done = subprocess.run(
         ["flwr", "run", str(app), "here", "--stream", "--run-config", paths],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=patient(SECONDS),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import patient
 from peering import Deployment
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
@@ -175,7 +176,7 @@ import pathlib, time
 from fedem.deploy.node import end_with_holder
 end_with_holder(pathlib.Path({str(path)!r}))
 print("watching", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     with held(path, "It"):
         watcher = subprocess.Popen(
@@ -186,4 +187,4 @@ time.sleep(60)
             assert watcher.stdout.readline() == b"watching\n"
         with pytest.raises(subprocess.TimeoutExpired):
             watcher.wait(0.5)
-    assert watcher.wait(10) == 1
+    assert watcher.wait(patient(10)) == 1

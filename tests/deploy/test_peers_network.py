@@ -14,7 +14,7 @@ from peering import SIZES, Deployment, Process, wait_for
 
 from fedem.deploy.peers.meeting import KEY, host_meeting
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.network
 
 
 def _lines(deployment: Deployment, name: str) -> list[dict[str, Any]]:

@@ -14,7 +14,10 @@ from fedem.methods import METHODS
 from fedem.runs.evaluate import evaluate
 from fedem.runs.folder import same_states
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 every_method = pytest.mark.parametrize("method", METHODS)
 
 

@@ -21,6 +21,7 @@ from helpers import distance
 from hypothesis import given
 from hypothesis import strategies as st
 from mixers import MIXERS, all_at_once, first_state, make_round, make_trained
+from patience import patient
 from teamwork import CASES, QUICK, ROUNDS, StoppedError, train, watch
 
 from fedem.core.errors import UserError
@@ -133,7 +134,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for rank in range(PROCESSES)
     ]
     try:
-        printed = [process.communicate(timeout=240)[0] for process in processes]
+        printed = [process.communicate(timeout=patient(240))[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -141,7 +142,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [pickle.loads((folder / f"seen-{rank}.pickle").read_bytes()) for rank in range(PROCESSES)]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_come_to_what_one_comes_to(case: str, seen: list[dict[str, Any]]) -> None:
     result = train(case)
@@ -165,7 +166,7 @@ def numbers(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_rows_of_all_kinds_of_numbers_are_exchanged(seen: list[dict[str, Any]]) -> None:
     for found in (process["exchanged"] for process in seen):
         assert found["log_weights"].flatten().tolist() == [-math.inf, -1, -2, -math.inf, 0]
@@ -175,7 +176,7 @@ def test_rows_of_all_kinds_of_numbers_are_exchanged(seen: list[dict[str, Any]]) 
         assert found["flags"].tolist() == [True, False, False, True, True]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_process_that_fails_ends_all_and_alone_says_why(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["stopped"][0] == "StoppedError: a listener's own error"
     for name, words in {"cohort": "1 clients", "seeds": "settings or data", "taken": "holds a run already"}.items():
@@ -183,10 +184,10 @@ def test_a_process_that_fails_ends_all_and_alone_says_why(seen: list[dict[str, A
         assert words_of[0] == "SystemExit: 1", name
         assert words_of[1].startswith("UserError: "), name
         assert words in words_of[1]
-    assert max(process[name][1] for process in seen for name in ("stopped", "cohort", "seeds", "taken")) < 60
+    assert max(process[name][1] for process in seen for name in ("stopped", "cohort", "seeds", "taken")) < patient(60)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_run_is_taken_up_by_all(seen: list[dict[str, Any]]) -> None:
     whole = train("fedem", clients_per_round=5)
     for name in ("resumed", "taken up"):  # begun by two processes, and by one
@@ -196,12 +197,12 @@ def test_a_run_is_taken_up_by_all(seen: list[dict[str, Any]]) -> None:
     assert seen[1]["told"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_torchrun_trains_and_one_process_writes_and_prints(tmp_path: Path) -> None:
     command = ["-m", "fedem", "train", "--out", str(tmp_path / "run")]
     several = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}", *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    limits: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "env": environment}
+    limits: dict[str, Any] = {"capture_output": True, "text": True, "timeout": patient(120), "env": environment}
     done = subprocess.run([*several, *TINY, "--quiet"], check=False, **limits)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Run folder:") == 1

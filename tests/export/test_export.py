@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from exports import CASES, make_personal, some_inputs
+from patience import patient
 from shops import COLUMNS, make_shops, write_shops
 from small_runs import small_run
 from torch import Tensor
@@ -41,7 +42,7 @@ def run_torchscript(path: Path, inputs: Tensor) -> Tensor:
 
 def without_fedem(script: str, folder: Path) -> str:
     command = [sys.executable, "-c", BLOCKED + script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(120), check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

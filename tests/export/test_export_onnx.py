@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from exports import make_personal, some_inputs
+from patience import patient
 
 from fedem.export import export_personal
 
@@ -52,7 +53,7 @@ def test_the_guide_s_script_needs_neither_fedem_nor_torch(tmp_path: Path) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ def test_layers_that_stay_with_their_clients_are_refused() -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_the_benchmark_runs_and_does_not_run_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--quick", "--seeds", "1", "--folder", str(tmp_path / "runs"), "--picture", str(tmp_path / "it.png")]
     measure(arguments)

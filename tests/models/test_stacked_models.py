@@ -37,7 +37,7 @@ ON_CPU = [
     *((name, "cpu", *DOUBLE) for name in MODELS if name != "resnet34"),
     *((name, "cpu", *SINGLE) for name in MODELS if name not in (*SLOW, "resnet34")),
 ]
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))
 ON_GPU = [pytest.param(name, "cuda", *kind, marks=NEEDS_GPU) for name in MODELS for kind in (DOUBLE, SINGLE)]
 
 

@@ -17,6 +17,8 @@ from benchmarks.engine import NUM_COMPONENTS, SEED
 from benchmarks.methods import main as time_methods
 from torch import Tensor
 
+pytestmark = pytest.mark.benchmark
+
 
 def numbers(figures: Any) -> Iterator[float]:
     if isinstance(figures, dict):
@@ -28,7 +30,6 @@ def numbers(figures: Any) -> Iterator[float]:
         yield figures
 
 
-@pytest.mark.slow
 def test_quick_run_writes_figures_for_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     main(["--quick", "--out", str(out)])
@@ -93,7 +94,6 @@ def test_both_loops_pass_over_every_sample_once() -> None:
             assert max(len(targets) for _, targets, _ in batches) <= 16
 
 
-@pytest.mark.slow
 def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     time_methods(["--quick", "--methods", "fedavg,fedem,pfedme,ditto,ifca,l2sgd", "--out", str(out)])
@@ -105,7 +105,6 @@ def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pyte
     assert "gradients" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_images_are_timed_stacked_and_in_a_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     images.main(["--quick", "--device", "cpu", "--out", str(out)])

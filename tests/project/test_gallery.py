@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.gallery
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery"
 
 

@@ -15,6 +15,7 @@ import pytest
 for package in ("mkdocs", "material", "mkdocstrings_handlers.python"):
     pytest.importorskip(package)
 
+pytestmark = pytest.mark.site
 ROOT = Path(__file__).parents[2]
 # What a browser follows when asked to; all other tags' addresses it fetches by itself.
 FOLLOWED = {"a", "canonical", "next", "prev"}

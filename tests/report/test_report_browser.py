@@ -16,7 +16,7 @@ from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
 from fedem.report.runs import gather
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")]
 PHONE = 390
 # What is to be seen of each figure: its title, its sentence and the size of its drawing.
 SEEN = """[...document.querySelectorAll("figure")].map(figure => [

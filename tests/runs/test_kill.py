@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 import fedem
 from fedem.runs.folder import RunFolder, same_states
@@ -25,7 +26,7 @@ def _command(out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "fedem", "train", *ARGUMENTS, "--out", str(out), *more]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_kill_and_resume(tmp_path: Path) -> None:
     subprocess.run(_command(tmp_path / "whole"), check=True, capture_output=True)
     whole = RunFolder(tmp_path / "whole")
@@ -36,7 +37,7 @@ def test_kill_and_resume(tmp_path: Path) -> None:
         more = ("--resume",) if (cut / "config.toml").exists() else ()
         process = subprocess.Popen(_command(cut, *more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         # Wait until it trains, then a little longer: the kill falls between, or amid, writes.
-        before, deadline = len(folder.metrics()), time.monotonic() + 120
+        before, deadline = len(folder.metrics()), time.monotonic() + patient(120)
         while process.poll() is None and len(folder.metrics()) <= before and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(chance.uniform(0, 0.3))
