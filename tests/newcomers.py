@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_federation
+from helpers import make_federation, stacked
 from torch import Tensor
 
 from fedem.core.em import negative_log_likelihood
 from fedem.core.random import FINE_TUNE, derive
 from fedem.core.tree import Tree, tree_index
 from fedem.data.samples import Samples
-from fedem.engines import Batching, OneByOne, Stacked
+from fedem.engines import Batching, OneByOne
 from fedem.engines.base import BatchPlan
 from fedem.methods import METHODS
 from fedem.runs.evaluate import predict
@@ -21,7 +21,7 @@ from fedem.runs.rounds import Training
 SHARING = [method for method in METHODS if method != "local"]
 every_method = pytest.mark.parametrize("method", METHODS)
 every_sharing_method = pytest.mark.parametrize("method", SHARING)
-both_engines = pytest.mark.parametrize("engine", [OneByOne(), Stacked()], ids=["one_by_one", "stacked"])
+both_engines = pytest.mark.parametrize("engine", [OneByOne(), stacked()], ids=["one_by_one", "stacked"])
 
 NEWCOMERS = make_federation(sizes=(6, 3, 15), names=("fay", "gus", "hal"), seed=9)
 INPUTS = NEWCOMERS.train.inputs

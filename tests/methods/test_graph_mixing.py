@@ -8,11 +8,11 @@ from typing import final
 
 import pytest
 import torch
-from helpers import NAMES, advance, distance, make_federation, make_personalizer, make_training, scores_of
+from helpers import NAMES, advance, distance, make_federation, make_personalizer, make_training, scores_of, stacked
 from mixers import all_at_once, make_keys, make_round, random_tensor
 
 from fedem.core.tree import Tree, tree_map
-from fedem.engines import Batching, OneByOne, Stacked
+from fedem.engines import Batching, OneByOne
 from fedem.graphs import Complete, Ring, Topology, among
 from fedem.methods.decentralised import Graph, recall, remember, scaled
 from fedem.methods.mixer import Alone, Mixed, OneGroup, Round, Uploads, weighted_means
@@ -114,7 +114,7 @@ def test_clients_that_hear_nobody_train_alone(method: str, alone: str) -> None:
 def test_loop_equals_stacked_where_steps_are_scaled() -> None:
     states = [
         advance(over(make_training("dfedem", engine=engine), Graph(Ring(scale="steps"))))
-        for engine in (OneByOne(), Stacked(), Stacked(2))
+        for engine in (OneByOne(), stacked(), stacked(2))
     ]
     assert max(distance(states[0], other) for other in states[1:]) < 1e-12
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import LOSSES, advance, make_federation, make_model, make_training
+from helpers import LOSSES, advance, make_federation, make_model, make_training, stacked
 
 from fedem.core.random import COMPONENTS, derive
 from fedem.core.tree import tree_index
-from fedem.engines import Batching, OneByOne, Stacked
+from fedem.engines import Batching, Engine, OneByOne
 from fedem.methods.fedem import FedEM
 from fedem.runs.rounds import State
 from fedem.solvers import Newton
@@ -19,10 +19,10 @@ from fedem.studies.centralised import CentralizedEM, EMState
 every_loss = pytest.mark.parametrize("loss", LOSSES)
 
 
-@pytest.mark.parametrize("engine", [OneByOne(), Stacked()], ids=["one_by_one", "stacked"])
+@pytest.mark.parametrize("engine", [OneByOne(), stacked()], ids=["one_by_one", "stacked"])
 @pytest.mark.parametrize("method", ["fedem", "bfedem"])
 @every_loss
-def test_fedem_with_one_component_is_fedavg(loss: str, method: str, engine: OneByOne | Stacked) -> None:
+def test_fedem_with_one_component_is_fedavg(loss: str, method: str, engine: Engine) -> None:
     fedem = make_training(method, loss=loss, num_components=1, engine=engine)
     fedavg = make_training("fedavg", loss=loss, engine=engine)
     # The same initial model: FedEM derives one seed a component.

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DIMENSION, StopError, advance, distance, make_federation, make_personalizer, make_training, stop_at
+from helpers import (
+    DIMENSION,
+    StopError,
+    advance,
+    distance,
+    make_federation,
+    make_personalizer,
+    make_training,
+    stacked,
+    stop_at,
+)
 from torch import nn
 
 import fedem
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index, tree_map
-from fedem.engines import OneByOne, Stacked
+from fedem.engines import OneByOne
 from fedem.methods.mixer import Alone, Star
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models import Model
@@ -75,7 +85,7 @@ def test_everybody_reads_the_shared_leaves_and_their_own() -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "fedem", "clustered", "ditto"])
 def test_loop_equals_stacked(method: str) -> None:
-    states = [advance(_training(method, engine=engine), 2) for engine in (OneByOne(), Stacked(), Stacked(2))]
+    states = [advance(_training(method, engine=engine), 2) for engine in (OneByOne(), stacked(), stacked(2))]
     assert distance(states[0], states[1]) < 1e-10
     assert distance(states[0], states[2]) < 1e-10
 

@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import advance, make_personalizer, make_training
+from helpers import advance, make_personalizer, make_training, stacked
 from newcomers import NEWCOMERS, both_engines, every_method, every_sharing_method, losses_of, predict_all
 
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
 from fedem.data.samples import Samples
-from fedem.engines import OneByOne, Stacked
+from fedem.engines import Engine, OneByOne
 from fedem.methods.mixer import Settled
 from fedem.runs.evaluate import evaluate
 from fedem.runs.folder import same_states
@@ -29,7 +29,7 @@ def trained(method: str) -> tuple[Training, State]:
 
 @both_engines
 @every_sharing_method
-def test_a_new_client_is_given_a_predictor(method: str, engine: OneByOne | Stacked) -> None:
+def test_a_new_client_is_given_a_predictor(method: str, engine: Engine) -> None:
     training, state = trained(method)
     found = make_personalizer(training, engine).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     predictions = predict_all(training, found)
@@ -49,7 +49,7 @@ def test_clients_that_train_alone_leave_nothing_to_a_new_one() -> None:
 @pytest.mark.parametrize("fine_tune_epochs", [0, 1])
 @every_sharing_method
 def test_a_new_client_without_samples_is_given_a_predictor_too(
-    method: str, fine_tune_epochs: int, engine: OneByOne | Stacked
+    method: str, fine_tune_epochs: int, engine: Engine
 ) -> None:
     training, state = trained(method)
     personalizer = make_personalizer(training, engine, fine_tune_epochs=fine_tune_epochs)
@@ -100,7 +100,7 @@ def test_engines_agree_on_new_clients(method: str) -> None:
                     state, NEWCOMERS.train, NEWCOMERS.keys
                 ),
             )
-            for engine in (OneByOne(), Stacked(), Stacked(2))
+            for engine in (OneByOne(), stacked(), stacked(2))
         )
         torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
         torch.testing.assert_close(first, third, rtol=0, atol=1e-12)
@@ -110,7 +110,7 @@ def test_engines_agree_on_new_clients(method: str) -> None:
 def test_engines_agree_on_fine_tuned_clients(method: str) -> None:
     training, state = trained(method)
     scores = []
-    for engine in (OneByOne(), Stacked(), Stacked(2)):
+    for engine in (OneByOne(), stacked(), stacked(2)):
         found = make_personalizer(training, engine, fine_tune_epochs=1).predictors(state, training.federation)
         scores.append(evaluate(training.algorithm, engine, found, training.federation))
     for part in ("train", "test"):

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, advance, distance, make_federation, make_training
+from helpers import DIMENSION, advance, distance, make_federation, make_training, stacked
 from scipy import stats
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedem.core.errors import UserError
-from fedem.engines import Batching, OneByOne, Stacked
+from fedem.engines import Batching, OneByOne
 from fedem.models import Model
 from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Logistic
@@ -155,7 +155,7 @@ def test_loop_equals_stacked_with_batch_norm_and_dropout(method: str, sizes: tup
     assert model.not_stackable is None
     states = [
         advance(make_training(method, federation, model=model, engine=engine), 2)
-        for engine in (OneByOne(), Stacked(), Stacked(chunk_size=2))
+        for engine in (OneByOne(), stacked(), stacked(2))
     ]
     assert distance(states[0], states[1]) < 1e-9
     assert distance(states[0], states[2]) < 1e-9

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, advance, distance, make_federation, make_training
+from helpers import DIMENSION, advance, distance, make_federation, make_training, stacked
 from torch import nn
 from torch.func import vmap
 
@@ -137,7 +137,7 @@ def test_a_network_stacks_and_agrees_with_the_loop() -> None:
     assert isinstance(engine, Stacked)
     assert note is None
     for method in ("fedem", "fedavg", "local"):
-        states = [advance(make_training(method, model=model, engine=e)) for e in (OneByOne(), Stacked())]
+        states = [advance(make_training(method, model=model, engine=e)) for e in (OneByOne(), stacked())]
         assert distance(*states) < 1e-12
 
 
@@ -174,7 +174,7 @@ def test_a_linear_layers_output_can_be_viewed() -> None:
     model = Model(_Views, Logistic(), torch.float64)
     engine, _ = _engine(model)
     assert isinstance(engine, Stacked)
-    states = [advance(make_training("fedem", model=model, engine=e)) for e in (OneByOne(), Stacked())]
+    states = [advance(make_training("fedem", model=model, engine=e)) for e in (OneByOne(), stacked())]
     assert distance(*states) < 1e-12
 
 
@@ -208,8 +208,8 @@ def test_the_memory_of_activations_bounds_what_is_scored_at_once() -> None:
     wide = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1000), nn.Tanh(), nn.Linear(1000, 1)), Logistic())
     wide.probe(make_federation(dtype=np.float32).train.inputs[:2])
     assert wide.bytes_per_sample == 4 * (1000 + 1000 + 1 + 1)  # the layers and the whole
-    training = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked(memory=30_000))
-    reference = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=Stacked())
+    training = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=stacked(memory=30_000))
+    reference = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=stacked())
     assert distance(advance(training, 1), advance(reference, 1)) < 1e-5
 
 

@@ -34,7 +34,11 @@ DOUBLE, SINGLE = (torch.float64, 1e-9), (torch.float32, 1e-4)
 # precision is the small models' too.
 SLOW = ("mobilenet_v2", "resnet18", "efficientnet_lite0")
 ON_CPU = [
-    *((name, "cpu", *DOUBLE) for name in MODELS if name != "resnet34"),
+    *(
+        pytest.param(name, "cpu", *DOUBLE, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in MODELS
+        if name != "resnet34"
+    ),
     *((name, "cpu", *SINGLE) for name in MODELS if name not in (*SLOW, "resnet34")),
 ]
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))

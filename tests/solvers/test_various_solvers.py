@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import advance, distance, make_federation, make_personalizer, make_training
+from helpers import advance, distance, make_federation, make_personalizer, make_training, stacked
 
 from fedem.core.random import client_keys
-from fedem.engines import OneByOne, Stacked
+from fedem.engines import OneByOne
 from fedem.solvers import LBFGS, SGD, Newton, Solver, Various
 
 ONE = torch.tensor(1.0)
@@ -44,19 +44,19 @@ def test_various_solvers_are_the_same_one_by_one_stacked_and_in_another_order(me
     federation = make_federation(sizes=(7, 3, 12, 30, 5, 9, 4, 8, 6), names=MANY)
     solver, order = Various(0.1), torch.tensor([4, 0, 8, 2, 6, 1, 7, 3, 5])
     assert len(list(solver.among(federation.keys))) == 3
-    one_by_one, stacked, chunks, turned = (
+    one_by_one, together, chunks, turned = (
         advance(make_training(method, data, engine=engine, solver=solver))
         for data, engine in (
             (federation, OneByOne()),
-            (federation, Stacked()),
-            (federation, Stacked(2)),
-            (federation.take(order), Stacked()),
+            (federation, stacked()),
+            (federation, stacked(2)),
+            (federation.take(order), stacked()),
         )
     )
-    assert distance(one_by_one, stacked) < 1e-9
-    assert distance(chunks, stacked) < 1e-9
+    assert distance(one_by_one, together) < 1e-9
+    assert distance(chunks, together) < 1e-9
     for name, leaf in turned.personal.items():
-        torch.testing.assert_close(leaf, stacked.personal[name][order], rtol=0, atol=1e-9)
+        torch.testing.assert_close(leaf, together.personal[name][order], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "fedem"])
@@ -67,7 +67,7 @@ def test_various_solvers_fine_tune_and_fit_unseen_clients(method: str) -> None:
     state = advance(training, 1)
     unseen = make_federation(sizes=sizes, names=tuple(f"new {k}" for k in range(9)), seed=1)
     found = []
-    for engine in (OneByOne(), Stacked()):
+    for engine in (OneByOne(), stacked()):
         personalizer = make_personalizer(training, engine, fine_tune_epochs=1)
         found.append(personalizer.predictors(state, federation))
         found.append(personalizer.personalize(state, unseen.train, unseen.keys))
