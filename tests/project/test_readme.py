@@ -1,10 +1,11 @@
-"""What the README shows runs as it stands."""
+"""What the README and the page on the command line show runs as it stands."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -15,13 +16,15 @@ from torch import nn
 import fedem
 from fedem import cli
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README, COMMANDS = ((ROOT / path).read_text(encoding="utf-8") for path in ("README.md", "docs/command_line.md"))
 
 
-def test_the_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _run_python(page: str, count: int) -> dict[str, Any]:
+    """Run the ``count`` blocks of Python on a page; return the names they leave."""
     inputs, targets = np.random.default_rng(0).normal(size=(30, 20)).astype(np.float32), np.arange(30) % 10
     names = {
+        "fedem": fedem,
         "nn": nn,
         "new_inputs": inputs,
         "new_targets": targets % 2,
@@ -29,28 +32,48 @@ def test_the_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "frame": pandas.DataFrame(make_shops()),
         "new_frame": pandas.DataFrame(make_shops(2, seed=1)),
     }
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == count
     for block in blocks:
         exec(block, names)
-    assert names["personal"].predict(inputs).shape == (30, 2)
+    return names
+
+
+def test_the_readme_s_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _run_python(README, count=1)
+    assert names["personal"].predict(names["new_inputs"]).shape == (30, 2)
     assert (tmp_path / "my-run" / "summary.json").exists()
 
 
-def test_the_commands_are_understood(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_s_python_code_runs() -> None:
+    names = _run_python(COMMANDS, count=2)
+    assert names["result"].predict("shop A", names["new_frame"]).shape == (24, 3)
+
+
+@pytest.mark.parametrize(("page", "least"), [(README, 2), (COMMANDS, 25)], ids=["README", "command_line"])
+def test_the_commands_are_understood(page: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ``fedem ...`` line parses: each option exists and takes such a value."""
-    lines = re.findall(r"^fedem .*$", README, flags=re.MULTILINE)
-    assert len(lines) >= 7
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"^fedem .*$", page, flags=re.MULTILINE)
+    assert len(lines) >= least
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
-        cli.typer.main.get_command(cli.app).make_context("fedem", words[:1], resilient_parsing=False)
-        command = cli.typer.main.get_command(cli.app).commands[words[0]]
-        if words[0] == "data":
-            words, command = words[1:], command.commands[words[1]]
-        command.make_context(words[0], words[1:])
+        command: Any = cli.typer.main.get_command(cli.app)
+        while words and words[0] in getattr(command, "commands", {}):
+            name = words.pop(0)
+            command = command.commands[name]
+        command.make_context(name, words)
 
 
-def test_the_two_commands_are_those_of_the_makefile() -> None:
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    for goal in re.findall(r"^make (\w+)", README, flags=re.MULTILINE):
-        assert re.search(rf"^{goal}:", makefile, flags=re.MULTILINE)
+def test_the_make_goals_are_those_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in (README, COMMANDS):
+        goals = re.findall(r"^make ([\w-]+)", page, flags=re.MULTILINE)
+        assert goals[:2] == ["train", "test"]
+        for goal in goals:
+            assert re.search(rf"^{goal}:", makefile, flags=re.MULTILINE)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 900

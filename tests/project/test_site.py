@@ -71,9 +71,9 @@ def test_every_document_and_script_is_a_page(site: Path) -> None:
 def test_the_reference_has_the_docstrings(site: Path) -> None:
     from fedem.methods.fedem import FedEM
 
-    methods = _text(site / "api" / "algorithms.html")
+    methods = _text(site / "api" / "methods.html")
     assert (FedEM.__doc__ or "").splitlines()[0] in methods
-    assert "fedem.methods.base.Algorithm" in (site / "api" / "algorithms.html").read_text(encoding="utf-8")
+    assert "fedem.methods.base.Algorithm" in (site / "api" / "methods.html").read_text(encoding="utf-8")
     package = (site / "api" / "fedem.html").read_text(encoding="utf-8")
     for name in ("train", "Federation", "Result", "Result.personalize"):
         assert f'id="fedem.{name}"' in package
