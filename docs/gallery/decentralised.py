@@ -1,14 +1,14 @@
 """Without a server.
 
 In D-FedEM clients send their components to their neighbours in a graph, and average them by a symmetric, doubly
-stochastic matrix. How fast they come to agree is told by a number p: a round of averaging leaves at most 1 - p of the
-squared distance between the clients' components and their mean. It is 1 where everybody talks to everybody, and near 0
-where news travels slowly.
+stochastic matrix. A number p says how fast they agree: a round of averaging leaves at most 1 - p of the squared
+distance between the clients' components and their mean. p is 1 if everybody talks to everybody, and near 0 if
+information travels slowly.
 
-The script trains the same clients over a ring, over a random graph and over the complete graph, and prints for each
-what is sent in a round, p, the squared distance after the last round, and the test accuracy. FedEM with a server comes
-last. What a client learnt in a round is scaled by its share of all samples (`"scale": "updates"`), so that clients
-count as with a server, and the complete graph does what a server does.
+The script trains the same clients over a ring, over a random graph and over the complete graph. For each it prints the
+kB sent per round, p, the squared distance after the last round, and the test accuracy. FedEM with a server comes last.
+A client's change in a round is scaled by its share of all samples (`"scale": "updates"`). So clients count as with a
+server, and the complete graph does the same as a server.
 """
 
 import fedem

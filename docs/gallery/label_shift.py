@@ -1,18 +1,18 @@
 """Clients that differ in their labels.
 
-Clients often see the same things in different proportions: what they have of each class looks alike, but its share is
-another. If p(x | y) is common to all and p_t(y) the client's own, its best prediction is
+Clients often see the same classes in different proportions: a class looks alike at all clients, but its share differs.
+If p(x | y) is common to all and p_t(y) is the client's own, its best prediction is
 
     p_t(y | x), proportional to p_t(y) p(x | y)
 
-so all that is personal are the shares of its labels, which it can count. With `label_shares` each client adds their
-logarithms to the outputs of the shared models, in training as in prediction, and what is learnt is common to all.
-Nobody else sees them. A mixture of components comes close to that only with many of them, for there are as many
-different shares as clients.
+So only the shares of its labels are personal, and the client can count them. With `label_shares` each client adds their
+logarithms to the outputs of the shared models, in training and in prediction. Then the models learn only what is common
+to all. Nobody else sees the shares. A mixture of components comes close to this only with many components, because
+there are as many different shares as clients.
 
-Here six classes are normal around different centres. The best model is known, a linear map (discriminant analysis), and
-so is the best accuracy. The script prints what FedEM, FedAvg and models trained alone reach, as they are and with each
-client's shares, and the best.
+Here six classes are normally distributed around different centres. The best model is known, a linear map (discriminant
+analysis), and so is the best accuracy. The script prints the accuracies of FedEM, FedAvg and models trained alone, without
+and with each client's shares, and the best.
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ import fedem
 CLASSES, FEATURES, CLIENTS, TRAINING, TESTING, ROUNDS = 6, 30, 30, 60, 300, 40
 
 rng = np.random.default_rng(0)
-centres = rng.normal(size=(CLASSES, FEATURES)) / 3  # of classes whose features vary by one
+centres = rng.normal(size=(CLASSES, FEATURES)) / 3  # around which features have a standard deviation of one
 shares = rng.dirichlet(np.full(CLASSES, 0.4), CLIENTS)
 
 

@@ -1,12 +1,12 @@
 """Your own data.
 
-A table with a row a sample: one column says whose sample it is, one is to be predicted, and the others are features.
-Here eight shops sell ice cream or soup, and the table does not say which. On warm days the first sell more, on cold
-days the others, so that one model for all shops has nothing to learn from the temperature.
+A table has one row per sample: one column says whose sample it is, one is to be predicted, and the others are
+features. Here eight shops sell ice cream or soup, and the table does not say which. Ice cream sells more on warm days,
+soup on cold days. So one model for all shops can learn nothing from the temperature.
 
 The script writes such a table to `shops.csv`, trains on the file, and predicts tomorrow's sales of two shops from a
-pandas frame. Numbers are standardised and words are one-hot, by the training rows alone; how, is kept with the result,
-so that new rows are read in the same way and predictions come with the classes' own names. It needs `fedem[tables]`.
+pandas frame. Numbers are standardised and words become one-hot, by the training rows alone. This encoding is kept with
+the result, so that new rows are read in the same way and predictions come with the names of the classes.
 """
 
 import csv

@@ -1,16 +1,16 @@
 """A method of your own.
 
-A method is given by the objective of one client and a surrogate of it; rounds, stacking and averaging are there. The
-one here is a regression that all clients share, with an **offset of each client's own**, as of scales that are not
-zeroed. Client t minimises, the model u being shared and the offset v_t private,
+A method is given by the objective of one client and a surrogate of it. Rounds, stacking and averaging are done for you.
+The method here is a regression that all clients share, with an **offset for each client**, like scales that were not
+zeroed. The model u is shared and the offset v_t is private. Client t minimises
 
     f_t(u, v_t) = 1/2 mean of (y - u(x) - v_t)^2
 
 The surrogate is f_t itself. The offset that minimises it is the mean residual v, and f_t(u, v0) - f_t(u, v) is
-(v0 - v)^2 / 2, whatever u: that makes it a partial first-order surrogate. `check` tries it before `optimise` trains.
+(v0 - v)^2 / 2 for every u. So it is a partial first-order surrogate. `check` tests this before `optimise` trains.
 
-The script prints the verdict, the objective before and after, and how well the slope and the offsets are found. Large
-offsets come with small inputs, so one line through all samples, without offsets, has another slope.
+The script prints the verdict, the objective before and after, and how well the slope and the offsets are found. Clients
+with large offsets have small inputs, so one line through all samples, without offsets, has another slope.
 """
 
 from dataclasses import dataclass
@@ -20,31 +20,27 @@ import torch
 from torch import Tensor
 
 import fedem
-from fedem.core.random import uniform
-from fedem.core.tree import Tree
-from fedem.methods.base import Batch
-from fedem.models import Linear
-from fedem.models.losses import SquaredError
+from fedem.models import Linear, SquaredError
 from fedem.solvers import SGD
-from fedem.surrogates import Fixed, Surrogate, check, optimise
+from fedem.surrogates import Batch, Fixed, Surrogate, Tree, check, optimise, uniform
 
 NOISE, SLOPE = 0.1, 1.5
 
 
 @dataclass(frozen=True, eq=False)
 class PersonalOffset(Surrogate):
-    """u: one regression. v_t: what is added to its outputs for client t."""
+    """u: one regression. v_t: the offset that is added to its outputs for client t."""
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """No offset."""
         return {"offset": torch.zeros((), dtype=self.model.dtype)}
 
     def draw_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """Any offset, for ``check`` to try."""
+        """A random offset, for ``check`` to try."""
         return {"offset": 2 * uniform(key, 1)[0] - 1}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
-        """What u leaves unexplained, ``[n]``."""
+        """The residuals of u, ``[n]``."""
         return {"residuals": targets - self.model.outputs(shared, inputs).squeeze(-1)}
 
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
@@ -53,7 +49,7 @@ class PersonalOffset(Surrogate):
         return (batch.weights * (residuals - personal["offset"]).square()).sum() / 2
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
-        """Nothing: the surrogate is the same wherever it is built."""
+        """Nothing: the surrogate does not depend on the point near which it is built."""
         return Fixed({}, {})
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:

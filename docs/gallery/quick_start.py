@@ -1,12 +1,12 @@
 """Quick start.
 
-Forty clients hold data of two kinds, each client in proportions of its own. A single model for all must compromise, and
-a model for each client sees too few samples. FedEM learns one component for each kind from everybody's samples, and
-each client keeps private mixture weights that say how much of each kind it has.
+Forty clients hold data of two kinds, each client in its own proportions. A single model for all must compromise, and a
+model for each client sees too few samples. FedEM learns one component for each kind from everybody's samples. Each
+client keeps private mixture weights, which say how much of each kind it has.
 
-The script trains FedEM, FedAvg and Local on the same clients, and prints the test accuracies beside that of the oracle,
-which knows what made the data and which nothing beats on average. Then it looks at one client: the mixture weights that
-it learnt beside the true ones, and its predictions. At last the run is saved, and loaded without the data.
+The script trains FedEM, FedAvg and Local on the same clients, and prints their test accuracies. Beside them is that of
+the oracle, which knows the true parameters: nothing can do better on average. Then the script looks at one client: its
+learnt mixture weights beside the true ones, and its predictions. Finally the run is saved, and loaded without the data.
 """
 
 import fedem

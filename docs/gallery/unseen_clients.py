@@ -1,11 +1,11 @@
 """Clients unseen in training.
 
 A client that comes after training needs no training of its own: the components are there, and only its mixture weights
-have to be fitted. A handful of samples is enough for that; without any it takes the uniform mixture.
+have to be fitted. A handful of samples is enough for that. Without samples it takes the uniform mixture.
 
-The script holds a quarter of the clients out, trains FedEM on the others, and gives each newcomer 0, 5, 20 and then all
-of its samples to fit its weights on. It prints the newcomers' mean accuracy on samples that they have not shown, first
-with one update of the weights, as in the paper, and then with as many as it takes to converge.
+The script holds a quarter of the clients out and trains FedEM on the others. Then each newcomer fits its weights to 0,
+5, 20 and all of its samples. The script prints the newcomers' mean accuracy on test samples, first with one update of
+the weights, as in the paper, and then with as many as it takes to converge.
 """
 
 import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedem.models.base import Model, ModelSpec
 from fedem.models.efficientnet import EfficientNetLite0
+from fedem.models.losses import CrossEntropy, Logistic, SquaredError
 from fedem.models.mobilenet import MobileNetV2
 from fedem.models.resnet import ResNet18, ResNet34
 from fedem.models.small import CNN, LSTM, MLP, LeafCNN, Linear
@@ -25,12 +26,15 @@ __all__ = [
     "LSTM",
     "MLP",
     "MODELS",
+    "CrossEntropy",
     "EfficientNetLite0",
     "LeafCNN",
     "Linear",
+    "Logistic",
     "MobileNetV2",
     "Model",
     "ModelSpec",
     "ResNet18",
     "ResNet34",
+    "SquaredError",
 ]
