@@ -11,8 +11,8 @@ to all. Nobody else sees the shares. A mixture of components comes close to this
 there are as many different shares as clients.
 
 Here six classes are normally distributed around different centres. The best model is known, a linear map (discriminant
-analysis), and so is the best accuracy. The script prints the accuracies of FedEM, FedAvg and models trained alone, without
-and with each client's shares, and the best.
+analysis), and so is the best accuracy. The script prints the accuracies of FedEM, FedAvg and models trained alone,
+without and with each client's shares, and the best.
 """
 
 import numpy as np
