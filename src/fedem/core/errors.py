@@ -1,9 +1,10 @@
-"""The one error a user is meant to read."""
+"""The one error that a user is meant to read, and the messages that many places share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 
 
 class UserError(ValueError):
@@ -16,3 +17,15 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names) or 'none'}.{hint}")
+
+
+def needed(what: object, *packages: str, extra: str = "") -> None:
+    """Refuse what needs packages that are not installed, and say how to install them: with an ``extra`` of fedem."""
+    for package in packages:
+        try:
+            import_module(package)
+        except ImportError:
+            install = f"fedem[{extra}]" if extra else package
+            raise UserError(
+                f"{what} needs the package {package}, which is not installed: pip install '{install}'."
+            ) from None

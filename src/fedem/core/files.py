@@ -1,0 +1,93 @@
+"""Files that are there whole or not at all, locks between processes, and values written as TOML."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file so that it is there whole or not at all, even after a crash of the machine.
+
+    A ``private`` one is never readable by others, not for a moment.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    if private:
+        temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
+    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    # The move itself must reach the disk before anything that relies on it is done.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of a process that was killed while it wrote."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically; NaN and infinities become null."""
+    write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def plain(content: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not know, by null."""
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, Mapping):
+        return {key: plain(value) for key, value in content.items()}
+    return [plain(value) for value in content] if isinstance(content, list | tuple) else content
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold a lock that one process at a time can have; a process that is killed releases it.
+
+    Args:
+        path: the lock's own file, which is made when missing and stays.
+        wait: whether to wait for a process that has the lock.
+
+    Yields:
+        Whether the lock is held: False when another process has it and this one does not wait.
+
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, timeout=-1 if wait else 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def toml_literal(value: Any) -> str:
+    """Write a value as TOML.
+
+    >>> print(toml_literal(True), toml_literal(1e-3), toml_literal([1, "b"]))
+    true 0.001 [1, "b"]
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_literal, value))}]"
+    # A JSON string is a TOML basic string, but for the characters that TOML wants escaped and JSON does not.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
