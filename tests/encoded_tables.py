@@ -20,7 +20,7 @@ def table_of(target: str = "y", **columns: Any) -> Table:
         for name, values in columns.items()
     }
     rows = len(next(iter(columns.values())))
-    return Table(made, target, "client", (Piece("t.csv", rows, range(2, rows + 2)),))
+    return Table(made, target, "client", (Piece("t.csv", rows, range(2, rows + 2).__getitem__),))
 
 
 def all_rows(table: Table) -> NDArray[np.int64]:

@@ -157,11 +157,11 @@ class TestFromArrays:
         assert splits(first) != splits(second)
 
     def test_one_name_a_row_is_needed(self) -> None:
-        with pytest.raises(UserError, match=r"one client name a row.*\(5,\).*6 rows"):
+        with pytest.raises(UserError, match=r"one client name per row.*\(5,\).*6 rows"):
             Federation.from_arrays(*good(6), ["ann"] * 5)
 
     def test_names_in_a_matrix_are_refused(self) -> None:
-        with pytest.raises(UserError, match=r"one client name a row.*\(6, 1\)"):
+        with pytest.raises(UserError, match=r"one client name per row.*\(6, 1\)"):
             Federation.from_arrays(*good(6), [["ann"]] * 6)
 
     def test_unequal_lengths_are_refused(self) -> None:

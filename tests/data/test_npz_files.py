@@ -63,7 +63,7 @@ class TestNpz:
             ({"y": TARGETS}, r"samples\.npz has no array 'x' \(it has: y\); allowed: x, y and client"),
             ({"x": INPUTS, "y": TARGETS[:4]}, "6 inputs but 4 targets"),
             ({"x": INPUTS, "client": CLIENTS[:5]}, "6 inputs but 5 clients"),
-            ({"x": INPUTS, "client": CLIENTS[:, None]}, r"one client name a row: got shape \(6, 1\)"),
+            ({"x": INPUTS, "client": CLIENTS[:, None]}, r"one client name per row: got shape \(6, 1\)"),
             ({"x": INPUTS, "y": np.array(1)}, "'y' is a single value"),
             ({"x": INPUTS, "y": TARGETS * 1j}, "'y' is of type complex128; allowed"),
         ],

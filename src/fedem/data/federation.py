@@ -88,14 +88,14 @@ class Federation:
 
     @classmethod
     def from_arrays(cls, inputs: Any, targets: Any, clients: Any, **options: Any) -> Federation:
-        """Build from flat arrays and one client name a row; rows of a client may stand anywhere.
+        """Build from flat arrays and one client name per row; rows of a client may stand anywhere.
 
         Clients are ordered by name; ``options`` are those of :meth:`from_clients`.
         """
         owners = np.asarray(clients).astype(str)
         x, y = check_pair("(all)", (inputs, targets), finite=False)
         if owners.shape != (len(y),):
-            raise UserError(f"There must be one client name a row: got shape {owners.shape} for {len(y)} rows.")
+            raise UserError(f"There must be one client name per row: got shape {owners.shape} for {len(y)} rows.")
         for what, values in (("inputs", x), ("targets", y)):
             if (row := first_not_finite(values)) is not None:
                 raise not_finite(owners[row], what, row)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, needed, unknown
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.encoding import TASKS, Encoding, Target
@@ -31,7 +31,6 @@ from fedem.data.tables import (
     Table,
     frame_column,
     joined,
-    needed,
     read_frame,
     read_table,
 )

@@ -1,15 +1,28 @@
-"""Tables of named columns: read, checked, and encoded as inputs and targets."""
+"""Tables of named columns, read from files and data frames: what is wrong is said by column and line.
+
+- CSV with a header, and Parquet: a column of targets, a column of client names, every other column a feature.
+- npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
+- A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
+- A pandas data frame, or what turns into one.
+
+Missing values are refused by column and line once it is known which columns are used. In CSV these are empty fields
+and, where all other fields of a column are numbers (or true and false), NA, N/A, NaN, None, null, ? and -, in capitals
+or not; in a column of text they are categories.
+
+Shapes: n rows, d features, D target dimensions.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from functools import cached_property
-from importlib import import_module
+from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -19,35 +32,40 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
 
-# Columns as they were read, before anything is made of them: what is wrong is said by column and row.
-#
-# Shapes: n rows.
-
 BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"
 """What a column may hold."""
+LARGEST = float(np.finfo(np.float32).max)
+"""of single precision"""
 
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
-LARGEST = float(np.finfo(np.float32).max)
-"""of single precision"""
-_NAMED = 5
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
+_NAMED = 5
+"""columns with missing values that an error lists"""
+_INT64 = np.iinfo(np.int64)
+
+# What numpy and zipfile raise for an archive that is damaged.
+_DAMAGED = (
+    *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
+    RuntimeError,  # zipfile's, for a password or a compression that it does not know
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One column.
-
-    Attributes:
-        values: ``[n]`` booleans, integers, floats or texts (objects); a target may be floats ``[n, D]``.
-        blank: ``[n]`` booleans, where nothing stands.
-        written: whether these are the texts of a file without types, so that the content says what they are.
-
-    """
+    """One column, as it was read."""
 
     values: NDArray[Any]
+    """``[n]`` booleans, integers, floats or texts (objects); a target may be floats ``[n, D]``"""
     blank: NDArray[np.bool_]
+    """``[n]``, where nothing stands"""
     written: bool = False
+    """whether these are the texts of a file without types, so that the content says what they are"""
+
+    @classmethod
+    def of_text(cls, texts: Sequence[str]) -> Column:
+        """Make a column of texts that are text, whatever stands in them; none is missing."""
+        return cls(np.array(texts, dtype=object), np.zeros(len(texts), dtype=bool))
 
     @cached_property
     def missing(self) -> NDArray[np.bool_]:
@@ -58,13 +76,12 @@ class Column:
         """
         if not self.written:
             return self.blank
-        words = np.array([is_nothing(text) for text in self.values], dtype=bool)
-        rest = ~(self.blank | words)
-        return self.blank | words if not rest.any() or self._kind_of(rest) != TEXT else self.blank
+        missing = self.blank | np.array([_is_nothing(text) for text in self.values], dtype=bool)
+        return missing if missing.all() or self._kind_of(~missing) != TEXT else self.blank
 
     @cached_property
     def kind(self) -> str:
-        """What the column holds: a number anywhere that is none makes it text."""
+        """What the column holds: one value that is not a number makes it text."""
         if self.values.dtype != object:
             return {"b": BOOLEAN, "f": NUMBER}.get(self.values.dtype.kind, WHOLE)
         return self._kind_of(~self.missing) if self.written and not self.missing.all() else TEXT
@@ -80,22 +97,21 @@ class Column:
 
     @cached_property
     def parsed(self) -> NDArray[np.float64]:
-        """``[n]``, NaN for what is no number."""
+        """``[n]``, NaN for what is not a number."""
         if self.values.dtype != object:
             return self.values.astype(np.float64)
         return np.array([_parse(text) for text in self.values], dtype=np.float64)
 
     def texts(self, kind: str) -> list[str]:
-        """Return the values as text, one text a value however it was written: 1.0 and "+1" are the number 1."""
-        if kind != TEXT and self.values.dtype == object:
-            if kind == BOOLEAN:
-                return [text.strip().lower() for text in self.values]
-            whole = (_WHOLE.fullmatch(text) for text in self.values)
-            return [
-                str(int(text)) if exact else written(number)
-                for text, exact, number in zip(self.values, whole, self.parsed.tolist(), strict=True)
-            ]
-        return [written(value) for value in self.values.tolist()]
+        """Return the values as text, one text per value however it was written: 1.0 and "+1" are the number 1."""
+        if kind == TEXT or self.values.dtype != object:
+            return [_written(value) for value in self.values.tolist()]
+        if kind == BOOLEAN:
+            return [text.strip().lower() for text in self.values]
+        return [
+            str(int(text)) if _WHOLE.fullmatch(text) else _written(number)
+            for text, number in zip(self.values, self.parsed.tolist(), strict=True)
+        ]
 
 
 class Piece(NamedTuple):
@@ -103,28 +119,24 @@ class Piece(NamedTuple):
 
     source: str
     rows: int
-    lines: Sequence[int] | None = None
-    """the line of each in a file of lines"""
+    line: Callable[[int], int] | None = None
+    """the line of a row in a file of lines"""
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Samples as read: named columns, or an array of inputs beside the columns of targets and clients.
-
-    Attributes:
-        columns: by name, in the file's order.
-        target: name of the column of targets, whether it is there or not.
-        client: name of the column of client names; likewise.
-        pieces: where the rows come from.
-        array: ``[n, ...]`` inputs that have no columns.
-
-    """
+    """Samples as read: named columns, or an array of inputs beside the columns of targets and clients."""
 
     columns: Mapping[str, Column]
+    """by name, in the file's order"""
     target: str
+    """name of the column of targets, whether it is there or not"""
     client: str
+    """name of the column of client names; likewise"""
     pieces: tuple[Piece, ...]
+    """where the rows come from"""
     array: NDArray[np.generic] | None = None
+    """``[n, ...]``, inputs that have no columns"""
 
     def __len__(self) -> int:
         return sum(piece.rows for piece in self.pieces)
@@ -135,7 +147,7 @@ class Table:
         return tuple(name for name in self.columns if name not in (self.target, self.client))
 
     def without(self, names: Sequence[str]) -> Table:
-        """Leave columns out; those that are not there are not missed."""
+        """Leave columns out; names that are not there do not matter."""
         return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
 
     def as_text(self, names: Sequence[str]) -> Table:
@@ -143,31 +155,30 @@ class Table:
         texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
         return replace(self, columns={**self.columns, **texts})
 
-    def owned_by(self, client: str) -> Table:
-        """Give all rows to one client."""
-        owner = Column(np.array([client] * len(self), dtype=object), np.zeros(len(self), dtype=bool))
-        return replace(self, columns={**self.columns, self.client: owner})
+    def owned_by(self, clients: str | Sequence[str]) -> Table:
+        """Give all rows to one client, or each row to its own."""
+        owners = Column.of_text([clients] * len(self) if isinstance(clients, str) else clients)
+        return replace(self, columns={**self.columns, self.client: owners})
 
     def place(self, row: int) -> str:
         """Say where a row stands: its file and line, or its position counted from 0."""
         for piece in self.pieces:
             if row < piece.rows:
-                return f"{piece.source}, line {piece.lines[row]}" if piece.lines else f"{piece.source}, row {row}"
+                return f"{piece.source}, line {piece.line(row)}" if piece.line else f"{piece.source}, row {row}"
             row -= piece.rows
         raise IndexError(row)
 
     def complete(self, names: Sequence[str]) -> Table:
         """Refuse missing values in the columns called ``names``: all such columns are named, with their numbers."""
-        counts = {name: int(self.columns[name].missing.sum()) for name in names}
-        found = [
-            f"{count} in column {name!r} (first: {self.place(int(self.columns[name].missing.argmax()))})"
-            for name, count in counts.items()
-            if count
-        ]
-        if found:
-            more = f" and {len(found) - _NAMED} columns more" if len(found) > _NAMED else ""
+        missing = {name: self.columns[name].missing for name in names if self.columns[name].missing.any()}
+        if missing:
+            found = [
+                f"{rows.sum()} in column {name!r} (first: {self.place(int(rows.argmax()))})"
+                for name, rows in islice(missing.items(), _NAMED)
+            ]
+            more = f" and {len(missing) - _NAMED} columns more" if len(missing) > _NAMED else ""
             raise UserError(
-                f"Missing values: {', '.join(found[:_NAMED])}{more}. Fill them in, or leave those rows or columns out."
+                f"Missing values: {', '.join(found)}{more}. Fill them in, or leave those rows or columns out."
             )
         return self
 
@@ -175,8 +186,7 @@ class Table:
         """Return the client of each row, ``[n]``; None without such a column."""
         if self.client not in self.columns:
             return None
-        column = self.complete([self.client]).columns[self.client]
-        return np.array(column.texts(TEXT), dtype=str)
+        return np.array(self.complete([self.client]).columns[self.client].texts(TEXT), dtype=str)
 
     def numbers(self, name: str) -> NDArray[np.float64]:
         """Return a column of numbers, ``[n]``; refuse text and what is not finite in single precision."""
@@ -184,11 +194,10 @@ class Table:
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
             raise self.refusal(name, row, "is no number")
-        numbers = column.parsed
-        large = ~(np.abs(numbers) <= LARGEST)
+        large = ~(np.abs(column.parsed) <= LARGEST)
         if large.any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
-        return numbers
+        return column.parsed
 
     def booleans(self, name: str) -> NDArray[np.float64]:
         """Return a column of true and false (or 1 and 0) as 1 and 0, ``[n]``."""
@@ -231,7 +240,7 @@ def joined(tables: Sequence[Table]) -> Table:
 
 
 def _joined(columns: Sequence[Column]) -> Column:
-    """Join the parts of one column; where some are text, all are."""
+    """Join the pieces of one column; where some are text, all are."""
     values = [column.values for column in columns]
     if len({array.dtype == object for array in values}) > 1:
         values = [np.array(column.texts(TEXT), dtype=object) for column in columns]
@@ -246,38 +255,18 @@ def _parse(text: str) -> float:
         return float("nan")
 
 
-def is_nothing(value: Any) -> bool:
+def _is_nothing(value: Any) -> bool:
     """Whether this is a word for a value that is missing."""
     return isinstance(value, str) and value.strip().lower() in _NOTHING
 
 
-def written(value: Any) -> str:
+def _written(value: Any) -> str:
     """Write a value in one way: whole numbers without a point, booleans in small letters."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
     return str(value)
-
-
-# Files, folders and data frames -> tables.
-#
-# - CSV with a header; Parquet: a column of targets, a column of client names, every other column a feature.
-# - npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
-# - A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
-# - A pandas data frame, or what turns into one.
-#
-# Missing values are refused by column and line once it is known which columns are used. In CSV these are empty fields
-# and, where all other fields of a column are numbers (or true and false), NA, N/A, NaN, None, null, ? and -, in
-# capitals or not; in a column of text they are categories.
-
-# What numpy and zipfile raise for an archive that is damaged.
-_DAMAGED = (
-    *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
-    RuntimeError,  # zipfile's, for a password or a compression that it does not know
-)
-
-_INT64 = np.iinfo(np.int64)
 
 
 def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
@@ -292,7 +281,7 @@ def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
 
 
 def _read_folder(folder: Path, target: str, client: str) -> Table:
-    # Names that start so are bookkeeping of whatever wrote the folder.
+    # Names that start with a dot or an underscore are bookkeeping of whatever wrote the folder.
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
     endings = sorted({path.suffix.lower() for path in paths})
     if len(endings) != 1 or endings[0] not in READERS:
@@ -301,19 +290,16 @@ def _read_folder(folder: Path, target: str, client: str) -> Table:
             f"allowed: files of one kind, {', '.join(READERS)}."
         )
     tables = [read_table(path, target, client) for path in paths]
-    if not any(client in table.columns for table in tables):
-        stems = np.repeat(np.array([path.stem for path in paths], dtype=object), [len(table) for table in tables])
-        whole = joined(tables)
-        owner = Column(stems, np.zeros(len(stems), dtype=bool))
-        return Table({**whole.columns, client: owner}, target, client, whole.pieces, whole.array)
-    return joined(tables)
+    whole = joined(tables)
+    if client in whole.columns:
+        return whole
+    return whole.owned_by([path.stem for path, table in zip(paths, tables, strict=True) for _ in range(len(table))])
 
 
 def _read_npz(path: Path, target: str, client: str) -> Table:
-    names = ("x", target, client)
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {name: np.asarray(archive[name]) for name in names if name in archive}
+            found = {name: np.asarray(archive[name]) for name in ("x", target, client) if name in archive}
             present = ", ".join(archive.files)
     except _DAMAGED as error:
         raise UserError(
@@ -323,13 +309,13 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
         raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")
     for name, array in found.items():
         if array.ndim == 0:
-            raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry a sample.")
+            raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry per sample.")
     inputs = found.pop("x")
     for name, what in ((target, "targets"), (client, "clients")):
         if name in found and len(found[name]) != len(inputs):
             raise UserError(f"{path} has {len(inputs)} inputs but {len(found[name])} {what}; allowed: as many of each.")
     if client in found and found[client].ndim > 1:
-        raise UserError(f"{path}: there must be one client name a row: got shape {found[client].shape}.")
+        raise UserError(f"{path}: there must be one client name per row: got shape {found[client].shape}.")
     columns = {name: _array_column(path, name, array, text=name == client) for name, array in found.items()}
     return Table(columns, target, client, (Piece(str(path), len(inputs)),), inputs)
 
@@ -339,39 +325,69 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
         raise UserError(f"{path}: the array {name!r} is of type {array.dtype}; allowed: numbers, booleans or text.")
     if array.dtype.kind in "US":
         texts = array.astype(str).astype(object)
-        return Column(texts, np.array([text == "" for text in texts], dtype=bool))
+        return Column(texts, texts == "")
     if array.dtype == np.uint64:
         if text:
-            return Column(array.astype(str).astype(object), np.zeros(len(array), dtype=bool))
+            return Column.of_text(array.astype(str).tolist())
         array = _whole(str(path), name, array.reshape(-1).tolist()).reshape(array.shape)
     blank = array != array  # NaN alone differs from itself
     return Column(array, blank.any(tuple(range(1, array.ndim))))
 
 
 def _read_csv(path: Path, target: str, client: str) -> Table:
+    import pyarrow
+    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
+
     try:
-        # utf-8-sig: spreadsheets put a mark before the first column's name.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]
+        content = path.read_bytes()
+        header = next((fields for _, fields in _lines(content)), [])
+        table = read_csv(
+            pyarrow.BufferReader(content),
+            ReadOptions(block_size=min(max(len(content), 1), 1 << 30)),  # a row must lie in one block
+            ParseOptions(newlines_in_values=True),
+            ConvertOptions(column_types=dict.fromkeys(header, pyarrow.string()), strings_can_be_null=False),
+        )
+        if content.count(b'"') % 2:  # a quotation mark without its end, or one inside a word
+            _check_lines(path, content)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    if len(rows) < 2:
-        raise UserError(f"{path} has {len(rows)} lines; allowed: a header and at least one row.")
-    header = rows[0][1]
-    for line, row in rows[1:]:
-        if len(row) != len(header):
-            raise UserError(f"{path}, line {line}: {len(row)} fields; allowed: {len(header)}, as in the header.")
+    except pyarrow.ArrowException as error:
+        _check_lines(path, content)
+        raise UserError(f"{path} can't be read as CSV: {error}.") from None
+    if not len(table):
+        raise UserError(f"{path} has {len(header[:1])} lines; allowed: a header and at least one row.")
     columns = {}
-    for name, texts in zip(header, zip(*(row for _, row in rows[1:]), strict=True), strict=True):
+    for name, values in zip(header, table.columns, strict=True):
+        texts = values.to_numpy()
         # A client may well be called Null, or a blank.
         empty = [(text if name == client else text.strip()) == "" for text in texts]
-        columns[name] = Column(np.array(texts, dtype=object), np.array(empty), written=name != client)
-    return _checked(str(path), header, columns, target, client, [line for line, _ in rows[1:]])
+        columns[name] = Column(texts, np.array(empty, dtype=bool), written=name != client)
+    return _checked(Piece(str(path), len(table), partial(_line_of, path)), header, columns, target, client)
+
+
+def _lines(content: bytes, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """Go through the rows of a CSV file, the header among them: the line where each ends, and its fields."""
+    # utf-8-sig: spreadsheets put a mark before the first column's name.
+    reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline=""), strict=strict)
+    return ((reader.line_num, fields) for fields in reader if fields)
+
+
+def _line_of(path: Path, row: int) -> int:
+    return next(line for line, _ in islice(_lines(path.read_bytes()), row + 1, None))
+
+
+def _check_lines(path: Path, content: bytes) -> None:
+    """Name the first line of a CSV file that is not like the others."""
+    try:
+        rows = list(_lines(content, strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} can't be read as CSV: {error}.") from None
+    for line, fields in rows:
+        if len(fields) != len(rows[0][1]):
+            raise UserError(f"{path}, line {line}: {len(fields)} fields; allowed: {len(rows[0][1])}, as in the header.")
 
 
 def _read_parquet(path: Path, target: str, client: str) -> Table:
-    needed(path, "pyarrow", "pandas")
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -390,13 +406,13 @@ def read_frame(frame: Any, target: str = "y", client: str = "client", source: st
     if not is_frame(frame):
         raise UserError(f"The data are a {type(frame).__name__}; allowed: a pandas data frame.")
     names = [str(name) for name in frame.columns]
-    series = (frame.iloc[:, position] for position in range(len(names)))
     columns = {
-        name: frame_column(source, name, entry, text=name == client) for name, entry in zip(names, series, strict=True)
+        name: frame_column(source, name, frame.iloc[:, position], text=name == client)
+        for position, name in enumerate(names)
     }
     if len(frame) == 0:
         raise UserError(f"{source} has no rows; allowed: at least one.")
-    return _checked(source, names, columns, target, client, None)
+    return _checked(Piece(source, len(frame)), names, columns, target, client)
 
 
 def is_frame(values: Any) -> bool:
@@ -420,28 +436,27 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
                 _whole(source, name, series.fillna(0).tolist())
             return Column(series.to_numpy(dtype=dtype, na_value=blank), missing)
     values = [None if gone else value for value, gone in zip(series.tolist(), missing, strict=True)]
-    present = [value for value in values if value is not None]
-    strange = next((value for value in present if isinstance(value, list | dict | set | bytes | np.ndarray)), None)
+    strange = next((value for value in values if isinstance(value, list | dict | set | bytes | np.ndarray)), None)
     if strange is not None:
         raise UserError(
             f"{source}, column {name!r} holds a {type(strange).__name__}; allowed: numbers, true or false, text."
         )
     # In a column of Python objects the values say what they are.
-    told = [value for value in present if not is_nothing(value)]
-    for kinds in ((bool,), (int,), (int, float, Decimal)):
-        if told and not text and all(_is(value, kinds) for value in told):
-            gone = np.array([value is None or is_nothing(value) for value in values])
-            numbers = [0 if none else value for none, value in zip(gone, values, strict=True)]
-            return Column(_numbers(source, name, numbers, kinds), gone)
-    return Column(np.array(["" if value is None else written(value) for value in values], dtype=object), missing)
+    gone = np.array([value is None or _is_nothing(value) for value in values], dtype=bool)
+    kinds = {type(value) for value, nothing in zip(values, gone, strict=True) if not nothing}
+    numbers = [0 if nothing else value for value, nothing in zip(values, gone, strict=True)]
+    if kinds and not text and all(issubclass(kind, bool) for kind in kinds):
+        return Column(np.array(numbers, dtype=bool), gone)
+    if kinds and not text and not any(issubclass(kind, bool) for kind in kinds):
+        if all(issubclass(kind, int) for kind in kinds):
+            return Column(_whole(source, name, numbers), gone)
+        if all(issubclass(kind, int | float | Decimal) for kind in kinds):
+            return Column(_floats(source, name, numbers), gone)
+    return Column(np.array(["" if value is None else _written(value) for value in values], dtype=object), missing)
 
 
-def _numbers(source: str, name: str, values: list[Any], kinds: tuple[type, ...]) -> NDArray[Any]:
-    """Turn Python's numbers, of any size, into an array ``[n]``."""
-    if kinds == (int,):
-        return _whole(source, name, values)
-    if kinds == (bool,):
-        return np.array(values, dtype=bool)
+def _floats(source: str, name: str, values: list[Any]) -> NDArray[np.float64]:
+    """Return Python's numbers, of any size, as floats, ``[n]``; refuse those that are too large."""
     numbers = np.zeros(len(values))
     for row, value in enumerate(values):
         try:
@@ -462,31 +477,13 @@ def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
 
-def _is(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def _checked(
-    source: str, header: list[str], columns: dict[str, Column], target: str, client: str, lines: list[int] | None
-) -> Table:
+def _checked(piece: Piece, header: list[str], columns: dict[str, Column], target: str, client: str) -> Table:
     if twice := next((name for name in header if header.count(name) > 1), None):
-        raise UserError(f"{source} has the column {twice!r} more than once; names must differ.")
-    rows = len(next(iter(columns.values())).missing) if columns else 0
-    table = Table(columns, target, client, (Piece(source, rows, lines),))
+        raise UserError(f"{piece.source} has the column {twice!r} more than once; names must differ.")
+    table = Table(columns, target, client, (piece,))
     if not table.features:
-        raise UserError(f"{source} has the columns {', '.join(header)}; at least one feature is needed besides.")
+        raise UserError(f"{piece.source} has the columns {', '.join(header)}; at least one feature is needed besides.")
     return table
-
-
-def needed(what: object, *packages: str, extra: str = "tables") -> None:
-    """Refuse what needs packages that are not installed."""
-    for package in packages:
-        try:
-            import_module(package)
-        except ImportError:
-            raise UserError(
-                f"{what} needs the package {package}, which is not installed: pip install 'fedem[{extra}]'."
-            ) from None
 
 
 READERS: dict[str, Callable[[Path, str, str], Table]] = {

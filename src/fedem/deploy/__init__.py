@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedem.data.tables import needed
+from fedem.core.errors import needed
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, needed, unknown
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
-from fedem.data.tables import needed
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder, plain, write_json

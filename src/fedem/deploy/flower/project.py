@@ -11,8 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedem.core.errors import UserError
-from fedem.data.tables import needed
+from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.gathering import check_server
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.methods import METHODS
