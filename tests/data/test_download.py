@@ -1,4 +1,4 @@
-"""Downloads from a server on this machine: whole, resumed, cut off, wrong, and not there."""
+"""Downloads from a server on this machine: whole, cut off, wrong, and not there."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.cuts: list[int] = []
-        self.ranges = True
-        self.asked: list[str | None] = []
+        self.asked: list[str] = []
         self.statuses: list[int] = []
 
     @property
@@ -41,25 +40,14 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        asked = self.headers.get("Range")
-        self.server.asked.append(asked)
+        self.server.asked.append(self.path)
         if self.server.statuses:
             self.send_error(self.server.statuses.pop(0))
             return
-        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked and self.server.ranges else 0
-        if start >= len(CONTENT):
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        body = CONTENT[start:]
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(CONTENT)))
         self.end_headers()
-        self.wfile.write(body[: self.server.cuts.pop(0)] if self.server.cuts else body)
+        self.wfile.write(CONTENT[: self.server.cuts.pop(0)] if self.server.cuts else CONTENT)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep the tests' output clean."""
@@ -93,44 +81,32 @@ def test_a_file_that_is_there_is_not_asked_for(server: Server, tmp_path: Path) -
     assert server.asked == []
 
 
-def test_an_earlier_part_is_gone_on_with(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "file.bin.part").write_bytes(CONTENT[:1234])
+@pytest.mark.parametrize("left", [b"", CONTENT[:1234], b"x" * (len(CONTENT) + 5)])
+def test_what_a_killed_process_left_plays_no_part(server: Server, tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "file.bin.part").write_bytes(left)
     assert download(Remote(server.address, MD5), tmp_path).read_bytes() == CONTENT
-    assert server.asked == ["bytes=1234-"]
-
-
-def test_a_server_without_ranges_sends_all_again(server: Server, tmp_path: Path) -> None:
-    server.ranges = False
-    (tmp_path / "file.bin.part").write_bytes(CONTENT[:1234])
-    assert download(Remote(server.address, MD5), tmp_path).read_bytes() == CONTENT
+    assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
 
 
 @pytest.mark.parametrize("checksum", ["", MD5])
-def test_an_answer_that_is_cut_off_is_resumed(server: Server, tmp_path: Path, checksum: str) -> None:
-    server.cuts = [1000, 50_000]
+def test_an_answer_that_is_cut_off_is_asked_for_again(server: Server, tmp_path: Path, checksum: str) -> None:
+    server.cuts = [1000, 500_000]
     assert download(Remote(server.address, checksum), tmp_path, pause=0).read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=1000-", "bytes=51000-"]
+    assert len(server.asked) == 3
 
 
-def test_a_connection_that_keeps_breaking_leaves_the_part(server: Server, tmp_path: Path) -> None:
+def test_a_connection_that_keeps_breaking_is_told(server: Server, tmp_path: Path) -> None:
     server.cuts = [1000, 1000, 1000]
-    with pytest.raises(UserError, match=r"cut off after 3,000 of 700,001 bytes"):
+    with pytest.raises(UserError, match=r"can't be downloaded \(.*1000 bytes read, 699001 more expected"):
         download(Remote(server.address, MD5), tmp_path, pause=0)
-    assert (tmp_path / "file.bin.part").read_bytes() == CONTENT[:3000]
-    assert not (tmp_path / "file.bin").exists()
+    assert not list(tmp_path.iterdir())
     assert download(Remote(server.address, MD5), tmp_path).read_bytes() == CONTENT
 
 
-def test_a_part_that_was_whole_already_is_taken(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "file.bin.part").write_bytes(CONTENT)
-    assert download(Remote(server.address, MD5), tmp_path).read_bytes() == CONTENT
-    assert server.asked == [f"bytes={len(CONTENT)}-"]
-
-
-@pytest.mark.parametrize("left", [b"other" * 100, b"x" * (len(CONTENT) + 5)])
-def test_a_part_of_another_file_is_thrown_away(server: Server, tmp_path: Path, left: bytes) -> None:
-    (tmp_path / "file.bin.part").write_bytes(left)
-    assert download(Remote(server.address, MD5), tmp_path, pause=0).read_bytes() == CONTENT
+def test_the_package_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pooch", None)
+    with pytest.raises(UserError, match=r"Downloading https://example\.org/f needs the package pooch"):
+        download(Remote("https://example.org/f"), tmp_path)
 
 
 def test_a_wrong_checksum_is_refused_at_once(server: Server, tmp_path: Path) -> None:

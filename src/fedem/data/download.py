@@ -1,23 +1,18 @@
-"""Files from the web: continued where they stopped, checked, and in their place only when they are whole."""
+"""Files from the web: checked, and in their place only when they are whole."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable
-from http.client import HTTPException, HTTPResponse
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, needed
 
 _PIECE = 1 << 18
-_PARTIAL, _PAST_THE_END = 206, 416
-_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
 Listener = Callable[[int, int | None], None]
 """told the bytes that are there and, where it is known, how many there will be"""
@@ -44,9 +39,7 @@ def digest_of(path: Path, algorithm: str = "sha256") -> str:
             digest.update(f"{file.relative_to(path).as_posix()}\0{digest_of(file, algorithm)}\n".encode())
         return digest.hexdigest()
     with path.open("rb") as opened:
-        while piece := opened.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, partial(hashlib.new, algorithm, usedforsecurity=False)).hexdigest()
 
 
 def check(path: Path, remote: Remote) -> None:
@@ -68,41 +61,34 @@ def download(
     timeout: float = 30,
     pause: float = 1,
 ) -> Path:
-    """Download a file into ``folder``, unless it is there; what an earlier attempt left in ``FILE.part`` is kept."""
+    """Download a file into ``folder``, unless it is there; a download that breaks off is begun again."""
     path = folder / remote.file
     part = path.with_name(f"{path.name}.part")
     if path.exists():
         check(path, remote)
         return path
-    for attempt in range(attempts):
-        resumed = part.exists()
-        try:
-            _continue(remote.address, part, listen, timeout)
-        except HTTPError as error:
-            error.close()
-            if error.code < 500 or attempt == attempts - 1:
-                raise _unreachable(remote, path, f"HTTP {error.code}") from None
-        # Whatever the network, the server or the name service may do; none of it comes from our own files.
-        except (_BrokenError, HTTPException) as error:
-            if attempt == attempts - 1:
-                raise _unreachable(remote, path, str(error) or type(error).__name__) from None
-        else:
+    needed(f"Downloading {remote.address}", "pooch")
+    from pooch import HTTPDownloader
+    from requests import HTTPError, RequestException
+
+    # Not compressed for the way: lengths are those of the file.
+    headers = {"User-Agent": "fedem", "Accept-Encoding": "identity"}
+    fetch = HTTPDownloader(_Progress(listen), _PIECE, timeout=timeout, headers=headers)
+    try:
+        for left in reversed(range(attempts)):
             try:
-                check(part, remote)
-            except UserError:
-                part.unlink()
-                # What was resumed may have been left by another file; a fresh one tells whether the server's is wrong.
-                if not resumed or attempt == attempts - 1:
-                    raise
-                continue
-            os.replace(part, path)
-            return path
-        time.sleep(pause * attempt)
-    raise AssertionError("the last attempt returns or raises")
-
-
-class _BrokenError(Exception):
-    """The connection could not be made, or was cut."""
+                fetch(remote.address, part, None)
+                break
+            except RequestException as error:
+                status = error.response.status_code if isinstance(error, HTTPError) else None
+                if not left or (status is not None and status < 500):
+                    raise _unreachable(remote, path, f"HTTP {status}" if status else _cause(error)) from None
+                time.sleep(pause * (attempts - left - 1))
+        check(part, remote)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 def _unreachable(remote: Remote, path: Path, reason: str) -> UserError:
@@ -114,48 +100,35 @@ def _unreachable(remote: Remote, path: Path, reason: str) -> UserError:
     )
 
 
-def _continue(address: str, part: Path, listen: Listener, timeout: float) -> None:
-    """Append to ``part`` what it lacks; raises when the answer is cut off."""
-    have = part.stat().st_size if part.exists() else 0
-    request = Request(address, headers={"User-Agent": "fedem"} | ({"Range": f"bytes={have}-"} if have else {}))
-    try:
-        response = urlopen(request, timeout=timeout)
-    except HTTPError as error:
-        found = _RANGE.fullmatch(error.headers.get("Content-Range") or "")
-        if error.code != _PAST_THE_END or not have:
-            raise
-        error.close()
-        if found and int(found[2]) == have:
-            return  # it was whole already
-        part.unlink()
-        raise _BrokenError("what was there is longer than the file") from None
-    except OSError as error:  # URLError is one
-        raise _BrokenError(str(getattr(error, "reason", error))) from None
-    with response:
-        _append(response, part, have, listen)
+def _cause(error: BaseException) -> str:
+    """Say what lies at the bottom of an error of the network: a refused connection, a time limit, ..."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error) or type(error).__name__
 
 
-def _append(response: HTTPResponse, part: Path, have: int, listen: Listener) -> None:
-    """Write an answer behind what is there, or anew when the server does not know of ranges."""
-    length = response.headers.get("Content-Length")
-    if response.status == _PARTIAL:
-        found = _RANGE.fullmatch(response.headers.get("Content-Range") or "")
-        if not found or found[1] is None or int(found[1]) != have:
-            part.unlink(missing_ok=True)
-            raise _BrokenError("the server answered with another part than was asked for")
-        total: int | None = int(found[2])
-    else:
-        have, total = 0, int(length) if length and length.isdigit() else None
-    with part.open("ab" if have else "wb") as file:
-        while True:
-            listen(have, total)
-            try:
-                piece = response.read(_PIECE)
-            except OSError as error:
-                raise _BrokenError(str(error)) from None
-            if not piece:
-                break
-            file.write(piece)
-            have += len(piece)
-    if total is not None and have != total:
-        raise _BrokenError(f"the answer was cut off after {have:,} of {total:,} bytes")
+class _Progress:
+    """What pooch takes for a progress bar; it sets ``total`` when an answer begins, 0 where it is not known."""
+
+    def __init__(self, listen: Listener) -> None:
+        self._listen = listen
+
+    @property
+    def total(self) -> int:
+        """Bytes of the file."""
+        return self._total
+
+    @total.setter
+    def total(self, total: int) -> None:
+        self._done, self._total = 0, total
+        self.update(0)
+
+    def update(self, count: int) -> None:
+        """Count bytes; pooch counts the last piece as a whole one, and then all of them again."""
+        self._done = min(self._done + count, self._total) if self._total else self._done + count
+        self._listen(self._done, self._total or None)
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    close = reset

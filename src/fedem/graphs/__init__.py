@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedem.graphs.base import Consensus, Topology, among
 from fedem.graphs.topologies import Complete, ErdosRenyi, File, Grid, Regular, Ring, SmallWorld, StarGraph
-from fedem.graphs.weights import Fastest, check_mixing, fastest_mixing, fastest_mixing_sdp, second_modulus
+from fedem.graphs.weights import Fastest, check_mixing, fastest_mixing, second_modulus
 
 __all__ = [
     "GRAPHS",
@@ -22,7 +22,6 @@ __all__ = [
     "among",
     "check_mixing",
     "fastest_mixing",
-    "fastest_mixing_sdp",
     "second_modulus",
 ]
 

@@ -6,7 +6,6 @@ Shapes: T clients, E edges, each a pair of positions i < j.
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -322,26 +321,3 @@ def _lower_bound(dual: Matrix, support: NDArray[np.bool_]) -> float:
     cost = np.where(support, dual / max(1.0, norm), np.inf)
     rows, columns = linear_sum_assignment(cost)
     return float(cost[rows, columns].sum() - dual.mean() * len(dual) / max(1.0, norm))
-
-
-def fastest_mixing_sdp(num_nodes: int, edges: Edges) -> Matrix:
-    """Solve the same problem as a semidefinite programme: the reference, for small graphs. ``[T, T]``."""
-    try:
-        cvxpy = import_module("cvxpy")
-    except ImportError:
-        raise UserError(
-            "The semidefinite programme needs the package cvxpy, which is not installed; "
-            'allowed: pip install "fedem[graphs]", or fastest_mixing, which needs no other package.'
-        ) from None
-
-    weights, value = cvxpy.Variable(len(edges), nonneg=True), cvxpy.Variable()
-    incidence = np.zeros((num_nodes, len(edges)))
-    incidence[edges.T, np.arange(len(edges))] = [[1.0], [-1.0]]
-    matrix = np.eye(num_nodes) - incidence @ cvxpy.diag(weights) @ incidence.T
-    centred, identity = matrix - 1 / num_nodes, np.eye(num_nodes)
-    limits = [cvxpy.diag(matrix) >= 0, value * identity >> centred, centred >> -value * identity]
-    problem = cvxpy.Problem(cvxpy.Minimize(value), limits)
-    problem.solve(solver=cvxpy.CLARABEL)
-    if weights.value is None:
-        raise UserError(f"The semidefinite programme ended as {problem.status!r}; allowed: a connected graph.")
-    return from_edges(num_nodes, edges, np.maximum(0, weights.value))
