@@ -22,18 +22,7 @@ from fedem.data.encoding import TASKS, Encoding, Target
 from fedem.data.federation import PARTS, Federation
 from fedem.data.partitions import Collection, Natural, Partition, fingerprint, from_arrays
 from fedem.data.samples import Pool, check_inputs, first_not_finite, not_finite
-from fedem.data.tables import (
-    BOOLEAN,
-    READERS,
-    TEXT,
-    Column,
-    Piece,
-    Table,
-    frame_column,
-    joined,
-    read_frame,
-    read_table,
-)
+from fedem.data.tables import BOOLEAN, READERS, TEXT, Column, Piece, Table, frame_column, joined, read_frame, read_table
 
 _NAMED = 30
 """columns of a table that an error lists"""

@@ -1,8 +1,12 @@
-"""Public data sets: where their files are, and how they come there.
+"""Public data sets: raw files, read block by block and converted once to a canonical form that is mapped into memory.
 
-Raw files are found in the data folder or downloaded, and converted once to the canonical form. It is moved to its place
-when it is whole, so a run that is killed leaves nothing half-made; and one process at a time prepares a data set, the
-others wait and then find it.
+Raw files are found in the data folder or downloaded. The canonical form is a folder: ``inputs.npy``, ``targets.npy``,
+``ids.npy``, where the data set has them ``owners.npy`` and ``coarse.npy``, and ``about.json``. Images are uint8 and
+have their channels first, characters are int8, targets int64. The folder is moved to its place when it is whole, so a
+process that is killed leaves nothing half-made; and one process at a time prepares a data set, the others wait and then
+find it.
+
+Shapes: N samples, n of a block, C channels, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -28,11 +32,18 @@ import torch
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
+from fedem.core.files import locked
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.download import Remote, check, digest_of, download
 from fedem.data.partitions import Collection, Partition, content_ids, fingerprint_of, numbered
 from fedem.data.samples import Pool
+
+FORMAT = 2
+"""version of the canonical form"""
+ABOUT = "about.json"
+ROWS = 1 << 15
+"""samples of a block, where the source has no blocks of its own"""
 
 # What readers raise for a file that is damaged, or another than was hoped for.
 _DAMAGED = (
@@ -41,476 +52,14 @@ _DAMAGED = (
     *(pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
 )
 
-Progress = Callable[[str, int, int | None], None]
-"""told what is going on, how much is done, and of how much where that is known"""
-
-
-def cache_folder() -> Path:
-    """Return the user's cache: $XDG_CACHE_HOME/fedem or ~/.cache/fedem."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedem"
-
-
-def data_folder() -> Path:
-    """Return where data sets are: $FEDEM_DATA or the user's cache."""
-    return Path(os.environ["FEDEM_DATA"]) if os.environ.get("FEDEM_DATA") else cache_folder()
-
-
-def _writable(folder: Path) -> bool:
-    """Whether the folder may be written or made. A folder that nobody may write to is left alone even by root."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return there.is_dir() and os.access(there, os.W_OK) and bool(there.stat().st_mode & 0o222)
-
-
-def writable_folder() -> Path:
-    """Return the data folder if it can be written, else the user's cache."""
-    return data_folder() if _writable(data_folder()) else cache_folder()
-
-
-@dataclass(frozen=True)
-class Public(Pooled):
-    """A public data set.
-
-    Attributes:
-        folder: where its canonical form is, when that is not the usual place.
-
-    """
-
-    folder: str = ""
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    remotes: ClassVar[tuple[Remote, ...]]
-    """its official files, all of which are needed"""
-    patterns: ClassVar[tuple[str, ...]]
-    """what else its raw file or folder may be called"""
-    labels: ClassVar[tuple[str, ...]]
-    """names of the classes"""
-    hint: ClassVar[str] = ""
-    """what else may be read, for those who can't download"""
-
-    @abstractmethod
-    def read(self, source: Path) -> Iterator[Block]:
-        """Read an official file or folder, or a plain one, block by block; the first error stops it."""
-
-    @property
-    def variant(self) -> str:
-        """Name of the canonical form: settings that change the samples are part of it."""
-        return self.name
-
-    @property
-    def command(self) -> str:
-        """What prepares it."""
-        return f"fedem data prepare {self.name}"
-
-    def place(self) -> Path | None:
-        """Return the folder of the canonical form; None when there is none."""
-        usual = (folder / "canonical" / self.variant for folder in (data_folder(), cache_folder()))
-        places = (Path(self.folder),) if self.folder else usual
-        return next((place for place in places if (place / ABOUT).exists()), None)
-
-    def opened(self) -> tuple[Collection, About]:
-        """Map the canonical form's arrays from their files."""
-        place = self.place()
-        if place is None:
-            where = f"in {self.folder} (data.folder)" if self.folder else f"in {data_folder()}"
-            raise UserError(f"The data set {self.variant!r} is not prepared {where}; run: {self.command}")
-        try:
-            return open_canonical(place)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{place} is damaged or outdated ({error}); run: {self.command} --again") from None
-
-    def collect(self) -> Collection:
-        """Open the canonical form."""
-        return self.opened()[0]
-
-    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        """Collect, deal and split; classes have names."""
-        return super().make(seed, partition, unseen)._replace(label_names=self.labels)
-
-
-def prepared(kind: type[Public]) -> list[Path]:
-    """Return the canonical folders of a data set in the usual places, one for each of its variants."""
-    found: dict[str, Path] = {}
-    for folder in (data_folder(), cache_folder()):
-        for pattern in (kind.name, f"{kind.name}-*"):
-            for about in sorted((folder / "canonical").glob(f"{pattern}/{ABOUT}")):
-                found.setdefault(about.parent.name, about.parent)
-    return list(found.values())
-
-
-def prepare(
-    data: Public, source: Path | None = None, again: bool = False, progress: Progress = lambda what, done, total: None
-) -> Path:
-    """Convert a data set to its canonical form and return its folder.
-
-    Args:
-        data: which, and with which settings.
-        source: the file or folder to read; None for the official one, found in the data folder or downloaded.
-        again: whether to do it again where it is done already.
-        progress: told of bytes that are downloaded and samples that are converted.
-
-    """
-    if source is not None and not source.exists():
-        raise UserError(f"There is no file or folder {source}.")
-    if (there := data.place()) and not again:
-        if source is not None:
-            raise UserError(f"{data.variant!r} is prepared already, in {there}; to read {source} instead, say --again.")
-        return there
-    place = there or (Path(data.folder) if data.folder else writable_folder() / "canonical" / data.variant)
-    if not _writable(place.parent):
-        raise UserError(f"{place} can't be written: {place.parent} is no folder we may write to.")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.parent / f".{data.name}.lock"):
-            if again or not (place / ABOUT).exists():
-                raw = _raw_files(data, source) or _downloaded(data, progress)
-                _convert(data, raw, place, progress)
-    except OSError as error:
-        raise UserError(f"{place} can't be written: {error.strerror or error}.") from None
-    return place
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process prepares the data set; a process that is killed lets go of it."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _raw_files(data: Public, source: Path | None) -> list[Path]:
-    """Return the raw files: those named, or those found; none when they must be downloaded."""
-    official = {remote.file: remote for remote in data.remotes}
-    if source is not None:
-        beside = [source.parent / name for name in official if (source.parent / name).exists()]
-        return beside if source.name in official else [source]
-    folders = [folder for base in (data_folder(), cache_folder()) for folder in (base, base / data.name)]
-    for folder in folders:
-        found = [folder / name for name in official]
-        if all(path.exists() for path in found):
-            for path in found:
-                check(path, official[path.name])
-            return found
-    matches = (path for folder in folders for pattern in data.patterns for path in sorted(folder.glob(pattern)))
-    return [path for path in [next(matches, None)] if path is not None]
-
-
-def _downloaded(data: Public, progress: Progress) -> list[Path]:
-    """Download the official files; where that fails, say where to put them."""
-    folder = writable_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return [download(remote, folder, partial(progress, remote.file)) for remote in data.remotes]
-    except UserError as error:
-        raise UserError(f"{error} {data.hint}".strip()) from None
-
-
-def _convert(data: Public, raw: list[Path], place: Path, progress: Progress) -> None:
-    hashes = {path.name: digest_of(path) for path in raw}
-    blocks = _reading(raw[0], data.read(raw[0]))
-    write_canonical(place, data.variant, data.labels, hashes, blocks, lambda done: progress("samples", done, None))
-
-
-def _reading(source: Path, blocks: Iterator[Block]) -> Iterator[Block]:
-    """Turn what goes wrong with reading, and not with writing, into an error that names the source."""
-    try:
-        yield from blocks
-    except UserError:
-        raise
-    except _DAMAGED as error:
-        raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None
-
-
-# The canonical form of a data set: arrays that are mapped from their files, and what is known of them.
-#
-# It is a folder: ``inputs.npy``, ``targets.npy``, ``ids.npy``, where the data set has them ``owners.npy`` and
-# ``coarse.npy``, and ``about.json``. Images are uint8 and have their channels first, characters are int8, targets
-# int64.
-#
-# Shapes: N samples, n of a block.
-
-FORMAT = 2
-ABOUT = "about.json"
-
-
-@dataclass(frozen=True)
-class About:
-    """What ``about.json`` says.
-
-    Attributes:
-        format: version of the format.
-        name: of the data set and its variant.
-        samples: N.
-        fingerprint: a hash of all samples, whatever their order.
-        labels: names of the classes.
-        owners: names of the clients, sorted; empty when the data set has none.
-        lines: of each owner's text; empty when samples do not come from text.
-        files: shape, dtype and bytes of each array's file.
-        raw: sha256 of each raw file or folder that the samples were read from.
-
-    """
-
-    format: int
-    name: str
-    samples: int
-    fingerprint: str
-    labels: list[str]
-    owners: list[str]
-    lines: list[int]
-    files: dict[str, dict[str, Any]]
-    raw: dict[str, str]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(int(entry["bytes"]) for entry in self.files.values())
-
-
-def read_about(place: Path) -> About:
-    """Read what a canonical data set says of itself; raises OSError or ValueError when it is damaged."""
-    content = json.loads((place / ABOUT).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{ABOUT} is not of format {FORMAT}")
-    wrong = sorted(_KINDS.keys() ^ content.keys()) or [name for name, kind in _KINDS.items() if not kind(content[name])]
-    if wrong:
-        raise ValueError(f"{ABOUT}: {wrong[0]!r} is missing, unknown or of a wrong kind")
-    about = About(**content)
-    files = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
-    sizes = [entry["shape"][:1] for entry in about.files.values()]
-    if (
-        about.files.keys() - {"coarse"} != files
-        or any(size != [about.samples] for size in sizes)
-        or about.samples < 1
-        or len(about.lines) not in (0, len(about.owners))
-    ):
-        raise ValueError(f"{ABOUT} does not fit itself")
-    return about
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_list(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list) and all(map(kind, values))
-
-
-def _is_dict(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, dict) and all(map(kind, values.values()))
-
-
-def _is_file(entry: Any) -> bool:
-    kinds = {"shape": _is_list(_is_count), "dtype": _is_text, "bytes": _is_count}
-    return isinstance(entry, dict) and entry.keys() == kinds.keys() and all(kinds[key](entry[key]) for key in kinds)
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "format": _is_count,
-    "name": _is_text,
-    "samples": _is_count,
-    "fingerprint": _is_text,
-    "labels": _is_list(_is_text),
-    "owners": _is_list(_is_text),
-    "lines": _is_list(_is_count),
-    "files": _is_dict(_is_file),
-    "raw": _is_dict(_is_text),
-}
-
-
-def open_canonical(place: Path) -> tuple[Collection, About]:
-    """Map the arrays from their files; raises OSError or ValueError when they are damaged."""
-    about = read_about(place)
-    arrays = {name: torch.from_numpy(_mapped(place, name, entry)) for name, entry in about.files.items()}
-    if "owners" in arrays and not 0 <= int(arrays["owners"].min()) <= int(arrays["owners"].max()) < len(about.owners):
-        raise ValueError(f"some samples belong to none of the {len(about.owners):,} clients")
-    collection = Collection(
-        Pool(arrays["inputs"], arrays["targets"]),
-        arrays["ids"],
-        about.fingerprint,
-        arrays.get("owners"),
-        tuple(about.owners),
-        arrays.get("coarse"),
-    )
-    return collection, about
-
-
-def _mapped(place: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
-    path = place / f"{name}.npy"
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise ValueError(f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}")
-    # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
-    array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
-    if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"]:
-        raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    return array
-
-
-def write_canonical(
-    place: Path,
-    name: str,
-    labels: Sequence[str],
-    raw: dict[str, str],
-    blocks: Iterable[Block],
-    listen: Callable[[int], None],
-) -> None:
-    """Write a canonical data set beside its place and move it there; one that is there is replaced.
-
-    Args:
-        place: its folder.
-        name: of the data set and its variant.
-        labels: names of the classes.
-        raw: hashes of what the samples are read from.
-        blocks: the samples.
-        listen: told how many are written.
-
-    """
-    begun, old = (place.with_name(f".{place.name}.{ending}") for ending in ("tmp", "old"))
-    for leftover in (begun, old):  # of a process that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
-    begun.mkdir()
-    try:
-        _write(begun, name, labels, raw, blocks, listen)
-        if place.exists():
-            os.rename(place, old)
-        os.rename(begun, place)
-    finally:
-        shutil.rmtree(begun, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _write(
-    folder: Path,
-    name: str,
-    labels: Sequence[str],
-    raw: dict[str, str],
-    blocks: Iterable[Block],
-    listen: Callable[[int], None],
-) -> None:
-    columns: dict[str, _Column] = {}
-
-    def append(column: str, values: NDArray[Any]) -> None:
-        if column not in columns:
-            columns[column] = _Column(folder / f"{column}.npy")
-        columns[column].append(values)
-
-    runs: list[tuple[str, int]] = []
-    lines: dict[str, int] = {}
-    ids: list[NDArray[np.int64]] = []
-    try:
-        for block in blocks:
-            targets = block.targets.astype(np.int64)
-            if len(targets) and not 0 <= targets.min() <= targets.max() < len(labels):
-                raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {len(labels) - 1}.")
-            append("inputs", block.inputs)
-            append("targets", targets)
-            ids.append(content_ids(block.inputs, targets))
-            if block.coarse is not None:
-                append("coarse", block.coarse.astype(np.int64))
-            if block.owner is not None:
-                ids[-1] = content_ids(ids[-1], np.broadcast_to(client_keys([block.owner]).numpy(), ids[-1].shape))
-                runs.append((block.owner, len(targets)))
-            if block.owner is not None and block.lines is not None:
-                lines[block.owner] = block.lines
-            listen(columns["targets"].count)
-        if not columns or not columns["targets"].count:
-            raise UserError("There are no samples.")
-        owners = sorted({owner for owner, _ in runs})
-        if owners:
-            codes = {owner: code for code, owner in enumerate(owners)}
-            append("owners", np.repeat([codes[owner] for owner, _ in runs], [count for _, count in runs]))
-        whole = numbered(np.concatenate(ids))
-        append("ids", whole)
-    finally:
-        for column in columns.values():
-            column.close()
-    if len({column.count for column in columns.values()}) != 1:
-        raise UserError("Some samples have a client or a group of labels, others have none.")
-    about = About(
-        format=FORMAT,
-        name=name,
-        samples=len(whole),
-        fingerprint=fingerprint_of(whole),
-        labels=list(labels),
-        owners=owners,
-        lines=[lines[owner] for owner in owners if lines],
-        files={name: column.describe() for name, column in columns.items()},
-        raw=raw,
-    )
-    with (folder / ABOUT).open("w", encoding="utf-8") as file:
-        json.dump(asdict(about), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-class _Column:
-    """An npy file that grows by blocks: numpy leaves room in the header for the number of rows to grow."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.count = 0
-        self._kind: tuple[tuple[int, ...], np.dtype[Any]] | None = None
-        self._file = path.open("wb")
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Write rows ``[n, ...]``; all must be of one kind."""
-        kind = (rows.shape[1:], rows.dtype)
-        if self._kind is None:
-            self._kind = kind
-            self._write_header()
-        if kind != self._kind:
-            raise ValueError(f"{kind[1]} of shape {kind[0]} follows {self._kind[1]} of shape {self._kind[0]}")
-        self._file.write(np.ascontiguousarray(rows).data)
-        self.count += len(rows)
-
-    def _write_header(self) -> None:
-        assert self._kind is not None
-        shape, dtype = self._kind
-        header = {
-            "descr": np.lib.format.dtype_to_descr(dtype),
-            "fortran_order": False,
-            "shape": (self.count, *shape),
-        }
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def close(self) -> None:
-        """Write the number of rows, and all of it to the disk."""
-        if self._kind is not None:
-            self._file.seek(0)
-            self._write_header()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-    def describe(self) -> dict[str, Any]:
-        """Return what ``about.json`` says of the file."""
-        assert self._kind is not None
-        shape, dtype = self._kind
-        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": self.path.stat().st_size}
-
-
-# Raw files -> blocks of samples: what every reader of a public data set goes through.
-#
-# Shapes: n samples of a block, C channels, H rows, W columns.
-
-ROWS = 1 << 15
-"""samples of a block, where the source has no blocks of its own"""
-
 Files = dict[str, Callable[[], IO[bytes]]]
 """paths within a source, with slashes, and how each is opened"""
+Progress = Callable[[str, int, int | None], None]
+"""called with what is going on, how much is done, and of how much where that is known"""
 
 
 class Block(NamedTuple):
-    """Samples that follow each other."""
+    """Samples that follow each other in a raw file."""
 
     inputs: NDArray[np.generic]
     """``[n, ...]``"""
@@ -563,12 +112,7 @@ def pick(files: Files, name: str, source: Path) -> str:
 def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse: bool = False) -> Iterator[Block]:
     """Read an npz of x (uint8 images), y, and client or coarse (optional unless ``owned`` or ``coarse``).
 
-    Args:
-        path: the file.
-        shape: C, H, W; the images may be ``[n, C, H, W]``, ``[n, H, W, C]`` or, with one channel, ``[n, H, W]``.
-        owned: whether each sample must have a client.
-        coarse: whether each sample must have a group of labels.
-
+    ``shape`` is C, H, W; the images may be ``[n, C, H, W]``, ``[n, H, W, C]`` or, with one channel, ``[n, H, W]``.
     """
     with np.load(path, allow_pickle=False) as archive:
         found = {name: np.asarray(archive[name]) for name in ("x", "y", "client", "coarse") if name in archive}
@@ -576,7 +120,7 @@ def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse
     for name in ("x", "y", *(("client",) if owned else ()), *(("coarse",) if coarse else ())):
         if name not in found:
             raise UserError(f"{path} has no array {name!r} (it has: {present}); this data set needs it.")
-    inputs = channels_first(path, found["x"], shape)
+    inputs = _channels_first(path, found["x"], shape)
     for name, column in found.items():
         if len(column) != len(inputs):
             raise UserError(f"{path} has {len(inputs)} images but {len(column)} of {name!r}; allowed: as many of each.")
@@ -584,15 +128,15 @@ def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse
             raise UserError(f"{path}: {name} is {column.dtype} of shape {column.shape}; allowed: integers, one each.")
     if "client" in found:
         names, codes = np.unique(found["client"].astype(str), return_inverse=True)
-        parts = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
-        spans = list(zip(names.tolist(), parts, strict=True))
+        owned_rows = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
+        spans = list(zip(names.tolist(), owned_rows, strict=True))
     else:
         spans = [(None, np.arange(start, min(start + ROWS, len(inputs)))) for start in range(0, len(inputs), ROWS)]
     for owner, rows in spans:
         yield Block(inputs[rows], found["y"][rows], owner, found["coarse"][rows] if coarse else None)
 
 
-def channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+def _channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     """Return images as ``[n, C, H, W]``, a view; refuse other shapes and types."""
     channels, height, width = shape
     if images.dtype == np.uint8:
@@ -607,3 +151,384 @@ def channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, in
         f"{path}: x is {images.dtype} of shape {images.shape}; allowed: uint8 images of {height} x {width} "
         f"with {channels} channel{'s' if channels > 1 else ''}, first or last."
     )
+
+
+@dataclass(frozen=True)
+class About:
+    """What ``about.json`` says of a canonical data set."""
+
+    format: int
+    name: str
+    """of the data set and its variant"""
+    samples: int
+    """N"""
+    fingerprint: str
+    """a hash of all samples, whatever their order"""
+    labels: list[str]
+    """names of the classes"""
+    owners: list[str]
+    """names of the clients, sorted; empty when the data set has none"""
+    lines: list[int]
+    """of each owner's text; empty when samples do not come from text"""
+    files: dict[str, dict[str, Any]]
+    """shape, dtype and bytes of each array's file"""
+    raw: dict[str, str]
+    """sha256 of each raw file or folder that the samples were read from"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+# What each entry of about.json must be: a type, [the type of all items] or {"": the type of all values}.
+_FILE = {"shape": [int], "dtype": str, "bytes": int}
+_KINDS: dict[str, Any] = dict.fromkeys(("name", "fingerprint"), str) | dict.fromkeys(("format", "samples"), int)
+_KINDS |= {"labels": [str], "owners": [str], "lines": [int], "files": {"": _FILE}, "raw": {"": str}}
+
+
+def _is(kind: Any, value: Any) -> bool:
+    """Whether a value that was read from JSON is of a kind; numbers are counts."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_is(kind[0], item) for item in value)
+    if isinstance(kind, dict):
+        kinds = dict.fromkeys(value, kind[""]) if "" in kind and isinstance(value, dict) else kind
+        return (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(_is(kinds[key], value[key]) for key in value)
+        )
+    return isinstance(value, kind) and (kind is str or (not isinstance(value, bool) and value >= 0))
+
+
+def read_about(place: Path) -> About:
+    """Read what a canonical data set says of itself; raises OSError or ValueError when it is damaged."""
+    content = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{ABOUT} is not of format {FORMAT}")
+    wrong = [*(_KINDS.keys() ^ content.keys()), *(key for key in _KINDS if not _is(_KINDS[key], content.get(key)))]
+    if wrong:
+        raise ValueError(f"{ABOUT}: {min(wrong)!r} is missing, unknown or of a wrong kind")
+    about = About(**content)
+    files = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
+    if (
+        about.files.keys() - {"coarse"} != files
+        or any(entry["shape"][:1] != [about.samples] for entry in about.files.values())
+        or about.samples < 1
+        or len(about.lines) not in (0, len(about.owners))
+    ):
+        raise ValueError(f"{ABOUT} does not fit itself")
+    return about
+
+
+def open_canonical(place: Path) -> tuple[Collection, About]:
+    """Map the arrays from their files; raises OSError or ValueError when they are damaged."""
+    about = read_about(place)
+    arrays = {name: torch.from_numpy(_mapped(place, name, entry)) for name, entry in about.files.items()}
+    owners, names = arrays.get("owners"), tuple(about.owners)
+    if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
+        raise ValueError(f"some samples belong to none of the {len(names):,} clients")
+    pool = Pool(arrays["inputs"], arrays["targets"])
+    return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
+
+
+def _mapped(place: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
+    path = place / f"{name}.npy"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise ValueError(f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}")
+    # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
+    array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+    if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"]:
+        raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
+    return array
+
+
+def _write_canonical(
+    place: Path,
+    name: str,
+    labels: Sequence[str],
+    raw: dict[str, str],
+    blocks: Iterable[Block],
+    progress: Progress,
+) -> None:
+    """Write a canonical data set beside its place and move it there; one that is there is replaced.
+
+    Args:
+        place: its folder.
+        name: of the data set and its variant.
+        labels: names of the classes.
+        raw: hashes of what the samples are read from.
+        blocks: the samples.
+        progress: called with the number of samples that are written.
+
+    """
+    begun, old = (place.with_name(f".{place.name}.{ending}") for ending in ("tmp", "old"))
+    for leftover in (begun, old):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
+    begun.mkdir()
+    try:
+        found = _write_arrays(begun, len(labels), blocks, progress)
+        with (begun / ABOUT).open("w", encoding="utf-8") as file:
+            json.dump(asdict(About(format=FORMAT, name=name, labels=list(labels), raw=raw, **found)), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if place.exists():
+            os.rename(place, old)
+        os.rename(begun, place)
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progress: Progress) -> dict[str, Any]:
+    """Write the samples' arrays and return what ``about.json`` is to say of them."""
+    columns: dict[str, _Column] = {}
+
+    def append(name: str, values: NDArray[Any]) -> None:
+        if name not in columns:
+            columns[name] = _Column(folder / f"{name}.npy")
+        columns[name].append(values)
+
+    runs: list[tuple[str, int]] = []
+    lines: dict[str, int] = {}
+    ids: list[NDArray[np.int64]] = []
+    try:
+        for block in blocks:
+            targets = block.targets.astype(np.int64)
+            if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
+                raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {num_labels - 1}.")
+            append("inputs", block.inputs)
+            append("targets", targets)
+            ids.append(content_ids(block.inputs, targets))
+            if block.coarse is not None:
+                append("coarse", block.coarse.astype(np.int64))
+            if block.owner is not None:
+                ids[-1] = content_ids(ids[-1], np.broadcast_to(client_keys([block.owner]).numpy(), ids[-1].shape))
+                runs.append((block.owner, len(targets)))
+                if block.lines is not None:
+                    lines[block.owner] = block.lines
+            progress("samples", columns["targets"].count, None)
+        if not columns or not columns["targets"].count:
+            raise UserError("There are no samples.")
+        owners = sorted({owner for owner, _ in runs})
+        if owners:
+            codes = {owner: code for code, owner in enumerate(owners)}
+            append("owners", np.repeat([codes[owner] for owner, _ in runs], [count for _, count in runs]))
+        whole = numbered(np.concatenate(ids))
+        append("ids", whole)
+    finally:
+        for column in columns.values():
+            column.close()
+    if len({column.count for column in columns.values()}) != 1:
+        raise UserError("Some samples have a client or a group of labels, others have none.")
+    return {
+        "samples": len(whole),
+        "fingerprint": fingerprint_of(whole),
+        "owners": owners,
+        "lines": [lines[owner] for owner in owners if lines],
+        "files": {name: column.describe() for name, column in columns.items()},
+    }
+
+
+class _Column:
+    """An npy file that grows by blocks: numpy leaves room in the header for the number of rows to grow."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count = path, 0
+        self._kind: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+        self._file = path.open("wb")
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows ``[n, ...]``; all must be of one kind."""
+        kind = (rows.shape[1:], rows.dtype)
+        if self._kind is None:
+            self._kind = kind
+            self._write_header()
+        if kind != self._kind:
+            raise ValueError(f"{kind[1]} of shape {kind[0]} follows {self._kind[1]} of shape {self._kind[0]}")
+        self._file.write(np.ascontiguousarray(rows).data)
+        self.count += len(rows)
+
+    def _write_header(self) -> None:
+        assert self._kind is not None
+        shape, dtype = self._kind
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.count, *shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def close(self) -> None:
+        """Write the number of rows, and all of it to the disk."""
+        if self._kind is not None:
+            self._file.seek(0)
+            self._write_header()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``about.json`` says of the file."""
+        assert self._kind is not None
+        shape, dtype = self._kind
+        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": self.path.stat().st_size}
+
+
+def cache_folder() -> Path:
+    """Return the user's cache: $XDG_CACHE_HOME/fedem or ~/.cache/fedem."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedem"
+
+
+def data_folder() -> Path:
+    """Return where data sets are: $FEDEM_DATA or the user's cache."""
+    return Path(os.environ["FEDEM_DATA"]) if os.environ.get("FEDEM_DATA") else cache_folder()
+
+
+def _writable(folder: Path) -> bool:
+    """Whether the folder may be written or made. A folder that nobody may write to is left alone even by root."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK) and bool(there.stat().st_mode & 0o222)
+
+
+def _writable_folder() -> Path:
+    """Return the data folder if it can be written, else the user's cache."""
+    return data_folder() if _writable(data_folder()) else cache_folder()
+
+
+@dataclass(frozen=True)
+class Public(Pooled):
+    """A public data set.
+
+    Attributes:
+        folder: where its canonical form is, when that is not the usual place.
+
+    """
+
+    folder: str = ""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    remotes: ClassVar[tuple[Remote, ...]]
+    """its official files, all of which are needed"""
+    patterns: ClassVar[tuple[str, ...]]
+    """what else its raw file or folder may be called"""
+    labels: ClassVar[tuple[str, ...]]
+    """names of the classes"""
+    hint: ClassVar[str] = ""
+    """what else may be read, for those who can't download"""
+
+    @abstractmethod
+    def read(self, source: Path) -> Iterator[Block]:
+        """Read an official file or folder, or a plain one, block by block; the first error stops it."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the canonical form: settings that change the samples are part of it."""
+        return self.name
+
+    @property
+    def command(self) -> str:
+        """The command that prepares it."""
+        return f"fedem data prepare {self.name}"
+
+    def place(self) -> Path | None:
+        """Return the folder of the canonical form; None when there is none."""
+        usual = (folder / "canonical" / self.variant for folder in (data_folder(), cache_folder()))
+        places = (Path(self.folder),) if self.folder else usual
+        return next((place for place in places if (place / ABOUT).exists()), None)
+
+    def opened(self) -> tuple[Collection, About]:
+        """Map the canonical form's arrays from their files."""
+        place = self.place()
+        if place is None:
+            where = f"in {self.folder} (data.folder)" if self.folder else f"in {data_folder()}"
+            raise UserError(f"The data set {self.variant!r} is not prepared {where}; run: {self.command}")
+        try:
+            return open_canonical(place)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{place} is damaged or outdated ({error}); run: {self.command} --again") from None
+
+    def collect(self) -> Collection:
+        return self.opened()[0]
+
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        return super().make(seed, partition, unseen)._replace(label_names=self.labels)
+
+
+def prepared(kind: type[Public]) -> list[Path]:
+    """Return the canonical folders of a data set in the usual places, one for each of its variants."""
+    found: dict[str, Path] = {}
+    for folder in (data_folder(), cache_folder()):
+        for pattern in (kind.name, f"{kind.name}-*"):
+            for about in sorted((folder / "canonical").glob(f"{pattern}/{ABOUT}")):
+                found.setdefault(about.parent.name, about.parent)
+    return list(found.values())
+
+
+def prepare(
+    data: Public, source: Path | None = None, again: bool = False, progress: Progress = lambda what, done, total: None
+) -> Path:
+    """Convert a data set to its canonical form and return its folder.
+
+    Args:
+        data: which, and with which settings.
+        source: the file or folder to read; None for the official one, found in the data folder or downloaded.
+        again: whether to do it again where it is done already.
+        progress: called with bytes that are downloaded and samples that are converted.
+
+    """
+    if source is not None and not source.exists():
+        raise UserError(f"There is no file or folder {source}.")
+    if (there := data.place()) and not again:
+        if source is not None:
+            raise UserError(f"{data.variant!r} is prepared already, in {there}; to read {source} instead, say --again.")
+        return there
+    place = there or (Path(data.folder) if data.folder else _writable_folder() / "canonical" / data.variant)
+    if not _writable(place.parent):
+        raise UserError(f"{place} can't be written: {place.parent} is no folder we may write to.")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked(place.parent / f".{data.name}.lock", wait=True):
+            if again or not (place / ABOUT).exists():
+                raw = _raw_files(data, source) or _downloaded(data, progress)
+                hashes = {path.name: digest_of(path) for path in raw}
+                blocks = _reading(raw[0], data.read(raw[0]))
+                _write_canonical(place, data.variant, data.labels, hashes, blocks, progress)
+    except OSError as error:
+        raise UserError(f"{place} can't be written: {error.strerror or error}.") from None
+    return place
+
+
+def _raw_files(data: Public, source: Path | None) -> list[Path]:
+    """Return the raw files: those named, or those found; none when they must be downloaded."""
+    official = {remote.file: remote for remote in data.remotes}
+    if source is not None:
+        beside = [source.parent / name for name in official if (source.parent / name).exists()]
+        return beside if source.name in official else [source]
+    folders = [folder for base in (data_folder(), cache_folder()) for folder in (base, base / data.name)]
+    for folder in folders:
+        found = [folder / name for name in official]
+        if all(path.exists() for path in found):
+            for path in found:
+                check(path, official[path.name])
+            return found
+    matches = (path for folder in folders for pattern in data.patterns for path in sorted(folder.glob(pattern)))
+    return [path for path in [next(matches, None)] if path is not None]
+
+
+def _downloaded(data: Public, progress: Progress) -> list[Path]:
+    """Download the official files; where that fails, say where to put them."""
+    folder = _writable_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return [download(remote, folder, partial(progress, remote.file)) for remote in data.remotes]
+    except UserError as error:
+        raise UserError(f"{error} {data.hint}".strip()) from None
+
+
+def _reading(source: Path, blocks: Iterator[Block]) -> Iterator[Block]:
+    """Turn errors of reading, but not those of writing, into one that names the source."""
+    try:
+        yield from blocks
+    except UserError:
+        raise
+    except _DAMAGED as error:
+        raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None

@@ -28,16 +28,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
-from fedem.export.formats import (
-    FORMATS,
-    TENSORS,
-    Captured,
-    capture,
-    check_formats,
-    reason,
-    sample_inputs,
-    try_file,
-)
+from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, reason, sample_inputs, try_file
 from fedem.methods.base import Mixture
 from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import MODELS, Model
@@ -65,11 +56,7 @@ class Exported:
 
 
 def export_client(
-    result: Result,
-    client: str | None,
-    out: str | Path,
-    formats: Iterable[str] = (TENSORS,),
-    which: str = "last",
+    result: Result, client: str | None, out: str | Path, formats: Iterable[str] = (TENSORS,), which: str = "last"
 ) -> Exported:
     """Write the model of a client, fine-tuned if the run fine-tunes, to a new folder.
 
