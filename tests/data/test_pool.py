@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,8 @@ def _collection(order: np.ndarray | None = None) -> Collection:
 
 def _federation(collection: Collection, seed: int = 0) -> Federation:
     assignment = Natural(min_samples=1).assign(collection, seed)
-    return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed, origin=collection.fingerprint)
+    made = Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed)
+    return replace(made, origin=collection.fingerprint)
 
 
 @given(st.data(), st.lists(st.integers(0, 6), min_size=1, max_size=6))

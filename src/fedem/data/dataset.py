@@ -1,4 +1,4 @@
-"""What a data set hands over: a federation and, when it is known, the truth behind it."""
+"""Sources of data, and the data sets that they make: a federation and, when it is known, the truth behind it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Truth(ABC):
     components: Tensor
     """``[M, d]``"""
     mixture_weights: Tensor
-    """``[T, M]``, a row a name"""
+    """``[T, M]``, one row per name"""
 
     @abstractmethod
     def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
@@ -98,10 +98,7 @@ class Pooled(DataSource):
         )
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        """Collect, deal and split."""
         collection = self.collect()
         assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
         federation = self._split(collection, assignment, seed)
-        return Dataset(
-            federation, feature_names=collection.features, partition_hash=fingerprint(assignment, collection)
-        )
+        return Dataset(federation, partition_hash=fingerprint(assignment, collection))

@@ -22,12 +22,12 @@ from fedem.data.samples import (
     Samples,
     check_pair,
     check_shares,
-    cut,
     describe,
     first_not_finite,
     not_finite,
     offsets_of,
     split_rows,
+    split_sizes,
 )
 
 PARTS = ("train", "validation", "test")
@@ -65,24 +65,25 @@ class Federation:
         test: float = 0.2,
         seed: int = 0,
     ) -> Federation:
-        """Build from one pair (inputs, targets) a client, splitting each client's samples at random.
+        """Build from one pair (inputs, targets) per client, splitting each client's samples at random.
 
         Args:
             clients: arrays or tensors, ``[n, ...]`` and ``[n]``.
-            names: one a client, all different; "0", "1", ... when not given.
+            names: of the clients, all different; "0", "1", ... when not given.
             validation: share of each client's samples used for validation.
             test: share used for testing. At least one sample always stays for training.
             seed: decides the split, together with the client's name alone.
 
         """
         pairs = list(clients)
-        labels = _check_names(names, len(pairs))
+        labels = check_names(names, len(pairs))
         check_shares(validation, test)
         columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
         for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
             inputs, targets = check_pair(name, pair)
             order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
-            for part, rows in zip(PARTS, cut(order, validation, test), strict=True):
+            counts = [int(size) for size in split_sizes(torch.tensor(len(order)), validation, test)]
+            for part, rows in zip(PARTS, order.split(counts), strict=True):
                 columns[part].append((inputs[rows], targets[rows]))
         return cls.from_parts(**columns, names=labels)
 
@@ -122,8 +123,8 @@ class Federation:
         test: Sequence[tuple[Any, Any]] | None = None,
         names: Sequence[str] | None = None,
     ) -> Federation:
-        """Build from parts that are split already: one pair (inputs, targets) a client in each part given."""
-        labels = _check_names(names, len(train))
+        """Build from parts that are split already: one pair (inputs, targets) per client in each part given."""
+        labels = check_names(names, len(train))
         parts: dict[str, Samples] = {}
         for part, pairs in zip(PARTS, (train, validation, test), strict=True):
             if pairs is None:
@@ -148,27 +149,16 @@ class Federation:
         validation: float = 0.2,
         test: float = 0.2,
         seed: int = 0,
-        origin: str = "",
     ) -> Federation:
-        """Build from a pool of samples and who owns which; nothing is read or copied.
+        """Build from a pool of P samples and who owns which, as :func:`split_rows` has them; nothing is read or copied.
 
-        Args:
-            pool: P samples, perhaps mapped from a file.
-            names: of the T clients, all different.
-            rows: ``[N]`` int64, rows of the pool, one client after the other.
-            offsets: ``[T + 1]`` int64 of each client's rows.
-            ids: ``[P]`` int64, hashes of the samples' content: the split and the order of a client's samples go by
-                them, not by the pool's order.
-            validation: share of each client's samples used for validation.
-            test: share used for testing. At least one sample always stays for training.
-            seed: decides the split, together with the clients' names and the ids.
-            origin: how inputs were made of the samples that the ids are of, if they were.
-
+        ``ids`` ``[P]`` int64 are hashes of the samples' content: the split and the order of a client's samples go by
+        them, not by the pool's order.
         """
-        labels = _check_names(names, len(offsets) - 1)
+        labels = check_names(names, len(offsets) - 1)
         cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
         training, validating, testing = (Samples(pool, starts, own) for own, starts in cuts)
-        return cls(labels, training, validating, testing, ids=ids, origin=origin).check()
+        return cls(labels, training, validating, testing, ids=ids).check()
 
     def check(self) -> Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
@@ -296,12 +286,13 @@ def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Sampl
     return Samples.of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
 
 
-def _check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+def check_names(names: Sequence[str] | None, count: int, what: str = "clients") -> tuple[str, ...]:
+    """Return the names of clients, "0", "1", ... where none are given; ``what`` there is one of for each client."""
     if count == 0:
         raise UserError("A federation needs at least one client; got none.")
     labels = tuple(map(str, range(count))) if names is None else tuple(map(str, names))
     if len(labels) != count:
-        raise UserError(f"Got {len(labels)} names for {count} clients; allowed: one name a client.")
+        raise UserError(f"Got {len(labels)} names for {count} {what}; allowed: one name each.")
     if len(set(labels)) != count:
         twice = next(name for name in labels if labels.count(name) > 1)
         raise UserError(f"The client name {twice!r} stands more than once; names must differ.")

@@ -1,4 +1,7 @@
-"""A user's own samples: a table from a file, split among its clients and encoded by what its training rows say."""
+"""A user's own samples: tables from files and data frames, torch data sets, Hugging Face data sets.
+
+A table is split among its clients and encoded by what its training rows say.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from fedem.core.errors import UserError, needed, unknown
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.encoding import TASKS, Encoding, Target
-from fedem.data.federation import PARTS, Federation
+from fedem.data.federation import PARTS, Federation, check_names
 from fedem.data.partitions import Collection, Natural, Partition, fingerprint, from_arrays
 from fedem.data.samples import Pool, check_inputs, first_not_finite, not_finite
 from fedem.data.tables import BOOLEAN, READERS, TEXT, Column, Piece, Table, frame_column, joined, read_frame, read_table
@@ -63,14 +66,14 @@ class Tabular(Pooled):
         """Return all samples with their columns as numbers, not yet scaled: that needs to know who trains on what."""
         table, target = self._checked(owned=False)
         encoding = self._fit(table, np.arange(len(table)), target, standardize=False)
-        return _collection(table, encoding.inputs(table), target)
+        made = _collection(table, target)
+        return replace(made, pool=made.pool._replace(inputs=torch.from_numpy(encoding.inputs(table))))
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
         partition = partition or Natural(min_samples=1)
         table, target = self._checked(owned=isinstance(partition, Natural))
-        # Rows go by their content, so that they can be dealt and split before there are inputs.
-        collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), target)
+        collection = _collection(table, target)
         assignment = partition.assign(collection, seed)
         federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
@@ -99,14 +102,13 @@ class Tabular(Pooled):
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
         table = self.read().without(encoding.ignored).as_text(texts)
-        if table.target not in table.columns:
-            raise self._lacking(table, table.target, "targets are needed to train")
-        if table.client not in table.columns:
-            if owner is None:
-                raise self._lacking(table, table.client, "the name of the client is needed then")
+        self._need(table, table.target, "targets are needed to train")
+        if owner is None:
+            self._need(table, table.client, "the name of the client is needed then")
+        elif table.client not in table.columns:
             table = table.owned_by(owner)
         unscaled = replace(encoding.target, mean=0.0, deviation=1.0)
-        collection = _collection(table, np.zeros((len(table), 0), dtype=np.float32), unscaled)
+        collection = _collection(table, unscaled)
         return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
@@ -116,10 +118,9 @@ class Tabular(Pooled):
                 f"data.target_column and data.client_column are both {self.target_column!r}; allowed: two columns."
             )
         table = self.read()
-        if table.target not in table.columns:
-            raise self._lacking(table, table.target, "targets are needed to train")
-        if owned and table.client not in table.columns:
-            raise self._lacking(table, table.client, "clients are needed, or a partition that deals the rows")
+        self._need(table, table.target, "targets are needed to train")
+        if owned:
+            self._need(table, table.client, "clients are needed, or a partition that deals the rows")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
         unknown = [name for name in self._ignored if name not in table.columns]
@@ -145,10 +146,13 @@ class Tabular(Pooled):
     def _source(self) -> str:
         return "The data have"
 
-    def _lacking(self, table: Table, column: str, why: str) -> UserError:
+    def _need(self, table: Table, column: str, why: str) -> None:
+        """Refuse a table that lacks a column."""
+        if column in table.columns:
+            return
         close = get_close_matches(column, table.columns, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        return UserError(
+        raise UserError(
             f"{self._source} no column {column!r} (see data.target_column, --target-column, and data.client_column, "
             f"--client-column); {why}. There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
         )
@@ -183,14 +187,17 @@ def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federa
     return replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)
 
 
-def _collection(table: Table, inputs: NDArray[np.generic], target: Target) -> Collection:
-    """Return the samples of a table, with ids that hash the columns as they were read, whatever their order."""
+def _collection(table: Table, target: Target) -> Collection:
+    """Return the samples of a table, with ids that hash the columns as they were read, whatever their order.
+
+    They have no inputs yet: rows go by their content, so that they can be dealt and split before they are encoded.
+    """
     if table.array is not None:
         content = _finite(table, table.array).numpy()
     else:
         content = np.stack([_words(table, name).view(np.int64) for name in sorted(table.features)], axis=1)
     made = from_arrays(content, target.encode(table), table.owners())
-    return replace(made, pool=made.pool._replace(inputs=torch.from_numpy(inputs)))
+    return replace(made, pool=made.pool._replace(inputs=torch.zeros(len(table), 0)))
 
 
 def _words(table: Table, name: str) -> NDArray[np.generic]:
@@ -212,9 +219,6 @@ def _finite(table: Table, values: NDArray[np.generic]) -> torch.Tensor:
     return inputs
 
 
-# Data that are in memory already: data frames, torch data sets, Hugging Face data sets.
-
-
 @dataclass(frozen=True)
 class _Given(Tabular):
     """A table that was read already."""
@@ -229,7 +233,7 @@ class _Given(Tabular):
 def from_frame(
     frame: Any, target: str = "y", client: str = "client", *, seed: int = 0, unseen: float = 0.0, **options: Any
 ) -> Dataset:
-    """Build from a pandas data frame (or what turns into one: polars, arrow), a row a sample.
+    """Build from a pandas data frame (or what turns into one: polars, arrow), one row per sample.
 
     Args:
         frame: columns of numbers, booleans or text.
@@ -244,15 +248,13 @@ def from_frame(
 
 
 def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None, **options: Any) -> Federation:
-    """Build from torch data sets, one a client, whose items are pairs (input, target); each is read once.
+    """Build from torch data sets, one per client, whose items are pairs (input, target); each is read once.
 
     ``options`` are those of :meth:`Federation.from_clients`.
     """
     if not isinstance(datasets, Sequence):
-        raise UserError(f"The data sets are a {type(datasets).__name__}; allowed: a list, one data set a client.")
-    labels = [str(position) for position in range(len(datasets))] if names is None else list(map(str, names))
-    if len(labels) != len(datasets):
-        raise UserError(f"Got {len(labels)} names for {len(datasets)} data sets; allowed: one name each.")
+        raise UserError(f"The data sets are a {type(datasets).__name__}; allowed: a list, one data set per client.")
+    labels = check_names(names, len(datasets), "data sets")
     pairs = [_read_dataset(name, dataset) for name, dataset in zip(labels, datasets, strict=True)]
     return Federation.from_clients(pairs, labels, **options)
 
@@ -296,7 +298,7 @@ def from_huggingface(
     unseen: float = 0.0,
     **options: Any,
 ) -> Dataset:
-    """Build from Hugging Face data sets, one a client, such as ``FederatedDataset.load_partition`` of Flower returns.
+    """Build from Hugging Face data sets, one per client, such as ``FederatedDataset.load_partition`` of Flower returns.
 
     Args:
         partitions: a list of ``datasets.Dataset``, or a mapping from the clients' names to them.
@@ -315,14 +317,10 @@ def from_huggingface(
     if isinstance(partitions, Mapping):
         names, partitions = list(map(str, partitions)), list(partitions.values())
     clients = [partitions] if isinstance(partitions, HuggingFace) else list(partitions)
-    labels = [str(position) for position in range(len(clients))] if names is None else list(map(str, names))
-    if len(labels) != len(clients):
-        raise UserError(f"Got {len(labels)} names for {len(clients)} data sets; allowed: one name each.")
-    if len(set(labels)) != len(labels):
-        raise UserError(f"The clients' names must differ; got {', '.join(labels)}.")
+    labels = check_names(names, len(clients), "data sets")
     strange = next((entry for entry in clients if not isinstance(entry, HuggingFace)), None)
-    if strange is not None or not clients:
-        raise UserError(f"A client's data are a {type(strange).__name__}; allowed: datasets.Dataset, at least one.")
+    if strange is not None:
+        raise UserError(f"A client's data are a {type(strange).__name__}; allowed: datasets.Dataset.")
     tables = [_read_huggingface(name, entry, target, features) for name, entry in zip(labels, clients, strict=True)]
     return _made(joined(tables), seed, unseen, options)
 
@@ -335,7 +333,7 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
     columns = [column for column in data.column_names if column != target] if features is None else features
     columns = [columns] if isinstance(columns, str) else list(columns)
     client = "client" if "client" not in (target, *columns) else "(client)"
-    owner = Column(np.array([name] * len(data), dtype=object), np.zeros(len(data), dtype=bool))
+    owner = Column.of_text([name] * len(data))
     source, pieces = f"client {name!r}", (Piece(f"client {name!r}", len(data)),)
     targets = _column(source, data, target)
     if len(columns) == 1 and not _is_value(data.features[columns[0]]):

@@ -1,10 +1,10 @@
-"""The contract of partitions, and what those that deal samples have in common.
+"""Partitions: recipes that make clients of a collection of samples, and what those that deal samples have in common.
 
-The order of a collection's rows plays no part. Samples to be dealt are first put in a random order, by hashes of the
+The order of a collection's rows does not matter. Samples to be dealt are first put in a random order, by hashes of the
 seed and of their content. What is drawn afterwards, from a generator that knows the seed alone, goes by the places in
 that order and by labels.
 
-Shapes: N samples of a collection, n of them dealt, T clients, G groups of samples.
+Shapes: N samples of a collection, n of them dealt, T clients, G groups of samples, C coarse labels, F fine labels.
 """
 
 from __future__ import annotations
@@ -31,6 +31,105 @@ SAMPLES, CLIENTS, DRAWS = 101, 102, 103
 NOBODY = -1
 # The logarithm of a small share is of the order of -1 / concentration, which must not overflow.
 CONCENTRATION = {"min": 1e-300}
+_ATTEMPTS = 100
+"""draws of a Dirichlet partition, until no client is too small"""
+_ROWS = 1 << 16
+"""samples that are hashed at once"""
+_SEED = 20211206
+"""of the words that hash a sample's content"""
+
+
+@dataclass(frozen=True, eq=False)
+class Collection:
+    """All samples of a data set, before anybody owns them, with what a partition may go by."""
+
+    pool: Pool
+    ids: Tensor
+    """``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: a choice by it does not
+    depend on the file's order"""
+    fingerprint: str
+    """a hash of all samples, whatever their order"""
+    owners: Tensor | None = None
+    """``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``"""
+    owner_names: tuple[str, ...] = ()
+    """names of those clients; empty when the data set has none"""
+    coarse: Tensor | None = None
+    """``[N]`` int64, the group that each sample's label belongs to; None when labels have no groups"""
+
+
+class Assignment(NamedTuple):
+    """Who owns which samples of a collection."""
+
+    names: tuple[str, ...]
+    """of the T clients, all different"""
+    rows: Tensor
+    """``[n]`` int64, rows of the collection, one client after the other; none stands twice"""
+    offsets: Tensor
+    """``[T + 1]`` int64; client t owns ``rows[offsets[t]:offsets[t + 1]]``"""
+
+
+def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``.
+
+    Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
+    """
+    rng = np.random.default_rng(_SEED)
+    ids = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        width = int(np.prod(column.shape[1:])) * column.dtype.itemsize
+        factors = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        for start in range(0, len(column), _ROWS):
+            block = np.ascontiguousarray(column[start : start + _ROWS]).reshape(-1)
+            content = np.zeros((len(block) * column.dtype.itemsize // max(width, 1), 8 * len(factors)), np.uint8)
+            content[:, :width] = block.view(np.uint8).reshape(-1, width)
+            words = _scramble(content.view(np.uint64))
+            ids[start : start + _ROWS] += (words * factors).sum(1, dtype=np.uint64)
+        ids = _scramble(ids)
+    return ids.view(np.int64)
+
+
+def numbered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
+
+    Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
+    ids belong to the same content.
+    """
+    order = np.argsort(ids, kind="stable")
+    places = np.arange(len(ids))
+    first = np.ones(len(ids), dtype=bool)
+    first[1:] = ids[order[1:]] != ids[order[:-1]]
+    counts = np.empty(len(ids), dtype=np.int64)
+    counts[order] = places - np.maximum.accumulate(np.where(first, places, 0))
+    return content_ids(ids, counts)
+
+
+def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply splitmix64's finaliser, so that a change of one bit changes them all."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def fingerprint_of(ids: NDArray[np.int64]) -> str:
+    """Hash all samples, whatever their order: 32 hexadecimal digits."""
+    return blake2b(np.sort(ids).tobytes(), digest_size=16).hexdigest()
+
+
+def from_arrays(
+    inputs: NDArray[np.generic], targets: NDArray[np.generic], owners: NDArray[np.str_] | None = None
+) -> Collection:
+    """Make a collection of arrays in memory; ``owners`` ``[N]`` are names of clients."""
+    ids = content_ids(inputs, targets)
+    names: tuple[str, ...] = ()
+    positions = None
+    if owners is not None:
+        unique, codes = np.unique(owners.astype(str), return_inverse=True)
+        names, positions = tuple(unique.tolist()), torch.from_numpy(codes.astype(np.int64))
+        ids = content_ids(ids, client_keys(names).numpy()[codes])
+    ids = numbered(ids)
+    pool = Pool(torch.from_numpy(inputs), torch.from_numpy(targets))
+    return Collection(pool, torch.from_numpy(ids), fingerprint_of(ids), positions, names)
 
 
 @dataclass(frozen=True)
@@ -150,130 +249,6 @@ def fingerprint(assignment: Assignment, collection: Collection) -> str:
     return digest.hexdigest()
 
 
-# All samples of a data set, before anybody owns them.
-#
-# Shapes: N samples.
-
-_ROWS = 1 << 16
-_SEED = 20211206
-
-
-@dataclass(frozen=True, eq=False)
-class Collection:
-    """Samples with what a partition may go by.
-
-    Attributes:
-        pool: the samples.
-        ids: ``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: what is chosen by
-            it does not depend on the file's order.
-        fingerprint: a hash of all samples, whatever their order.
-        owners: ``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``.
-        owner_names: names of those clients; empty when the data set has none.
-        coarse: ``[N]`` int64, the group that each sample's label belongs to; None when labels have no groups.
-        features: names of the input columns, when they came from a table.
-
-    """
-
-    pool: Pool
-    ids: Tensor
-    fingerprint: str
-    owners: Tensor | None = None
-    owner_names: tuple[str, ...] = ()
-    coarse: Tensor | None = None
-    features: tuple[str, ...] | None = None
-
-
-class Assignment(NamedTuple):
-    """Who owns which samples of a collection."""
-
-    names: tuple[str, ...]
-    """of the T clients, all different"""
-    rows: Tensor
-    """``[n]`` int64, rows of the collection, one client after the other; none stands twice"""
-    offsets: Tensor
-    """``[T + 1]`` int64; client t owns ``rows[offsets[t]:offsets[t + 1]]``"""
-
-
-def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``.
-
-    Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
-    """
-    rng = np.random.default_rng(_SEED)
-    ids = np.zeros(len(columns[0]), dtype=np.uint64)
-    for column in columns:
-        width = int(np.prod(column.shape[1:])) * column.dtype.itemsize
-        factors = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-        for start in range(0, len(column), _ROWS):
-            block = np.ascontiguousarray(column[start : start + _ROWS]).reshape(-1)
-            content = np.zeros((len(block) * column.dtype.itemsize // max(width, 1), 8 * len(factors)), np.uint8)
-            content[:, :width] = block.view(np.uint8).reshape(-1, width)
-            words = _scramble(content.view(np.uint64))
-            ids[start : start + _ROWS] += (words * factors).sum(1, dtype=np.uint64)
-        ids = _scramble(ids)
-    return ids.view(np.int64)
-
-
-def numbered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
-
-    Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
-    ids belong to the same content.
-    """
-    order = np.argsort(ids, kind="stable")
-    places = np.arange(len(ids))
-    first = np.ones(len(ids), dtype=bool)
-    first[1:] = ids[order[1:]] != ids[order[:-1]]
-    counts = np.empty(len(ids), dtype=np.int64)
-    counts[order] = places - np.maximum.accumulate(np.where(first, places, 0))
-    return content_ids(ids, counts)
-
-
-def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser, so that a change of one bit changes them all."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = words ^ (words >> np.uint64(31))
-    return mixed
-
-
-def fingerprint_of(ids: NDArray[np.int64]) -> str:
-    """Hash all samples, whatever their order: 32 hexadecimal digits."""
-    return blake2b(np.sort(ids).tobytes(), digest_size=16).hexdigest()
-
-
-def from_arrays(
-    inputs: NDArray[np.generic],
-    targets: NDArray[np.generic],
-    owners: NDArray[np.str_] | None = None,
-    features: tuple[str, ...] | None = None,
-) -> Collection:
-    """Make a collection of arrays in memory; ``owners`` are names, one a sample."""
-    ids = content_ids(inputs, targets)
-    names: tuple[str, ...] = ()
-    codes = None
-    if owners is not None:
-        unique, codes = np.unique(owners.astype(str), return_inverse=True)
-        names = tuple(unique.tolist())
-        ids = content_ids(ids, client_keys(names).numpy()[codes])
-    ids = numbered(ids)
-    return Collection(
-        Pool(torch.from_numpy(inputs), torch.from_numpy(targets)),
-        torch.from_numpy(ids),
-        fingerprint_of(ids),
-        None if codes is None else torch.from_numpy(codes.astype(np.int64)),
-        names,
-        features=features,
-    )
-
-
-# Shares of labels drawn from a Dirichlet distribution over the clients.
-#
-# Shapes: n samples, T clients, G groups of labels.
-
-_ATTEMPTS = 100
-
-
 @dataclass(frozen=True)
 class Concentrated(Dealing):
     """Groups of labels, each dealt to the clients in shares from a symmetric Dirichlet(``alpha``) over them.
@@ -340,11 +315,6 @@ class LabelGroups(Concentrated):
             )
         groups: NDArray[np.int64] = (rng.permutation(num_labels) % self.num_groups)[labels]
         return groups
-
-
-# Pachinko allocation, for labels of two levels.
-#
-# Shapes: n samples, T clients, C coarse labels, F fine labels.
 
 
 @final
@@ -430,9 +400,6 @@ def _valid(draws: NDArray[np.int64], unused: NDArray[np.int64]) -> int:
     return min((int(np.flatnonzero(draws == label)[unused[label] - 1]) + 1 for label in spent), default=len(draws))
 
 
-# Clients of equal size: alike, or with few labels each.
-
-
 @final
 @dataclass(frozen=True)
 class Uniform(Dealing):
@@ -445,7 +412,7 @@ class Uniform(Dealing):
 @final
 @dataclass(frozen=True)
 class Shards(Dealing):
-    """Few labels a client (McMahan et al. 2017): samples sorted by label, cut into shards, and those dealt at random.
+    """Few labels per client (McMahan et al. 2017): samples sorted by label, cut into shards, and those dealt at random.
 
     The sizes of shards differ by at most one.
 
@@ -467,9 +434,6 @@ class Shards(Dealing):
         by_label = np.argsort(labels_of(collection, rows), kind="stable")
         clients[by_label] = receivers[np.arange(len(rows)) * count // len(rows)]
         return clients
-
-
-# Clients as the data have them.
 
 
 @final
@@ -512,20 +476,6 @@ class Natural(Partition):
         clients = np.array([positions.get(name, NOBODY) for name in collection.owner_names])[owners]
         return assignment_of(names, np.arange(len(owners)), clients)
 
-
-# How a collection's samples become clients', by name.
-
-__all__ = [
-    "PARTITIONS",
-    "Dirichlet",
-    "LabelGroups",
-    "Natural",
-    "Pachinko",
-    "Partition",
-    "Shards",
-    "Uniform",
-    "fingerprint",
-]
 
 PARTITIONS: dict[str, type[Partition]] = {
     "natural": Natural,

@@ -1,5 +1,8 @@
 """Samples of several clients: rows of a pool, one client after the other, nothing padded and nothing copied.
 
+They are checked on entry (what is wrong is said by the client's name) and split at random into those to train on, to
+validate and to test.
+
 Shapes: P samples of the pool, T clients, N samples of all clients together, n of some of them.
 """
 
@@ -12,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError
@@ -52,19 +54,13 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Samples of several clients, one client after the other.
-
-    Attributes:
-        pool: where the samples are.
-        offsets: ``[T + 1]`` int64 on the CPU; client ``t`` owns samples ``offsets[t]`` up to ``offsets[t + 1]``.
-        rows: ``[N]`` int64 on the pool's device: each sample's row of the pool; None when the samples are the pool, in
-            its order.
-
-    """
+    """Samples of several clients, one client after the other."""
 
     pool: Pool
     offsets: Tensor
+    """``[T + 1]`` int64 on the CPU; client ``t`` owns samples ``offsets[t]`` up to ``offsets[t + 1]``"""
     rows: Tensor | None = None
+    """``[N]`` int64 on the pool's device: each sample's row of the pool; None when they are the pool, in its order"""
 
     @classmethod
     def of(cls, inputs: Tensor, targets: Tensor, offsets: Tensor) -> Samples:
@@ -147,11 +143,6 @@ def offsets_of(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
 
 
-# A client's arrays, checked on entry: what is wrong is said by the client's name.
-
-_INPUT_KINDS = "uint8, int64 or float (32 or 64 bit)"
-
-
 def describe(x: Tensor) -> str:
     """Say what kind of array this is."""
     return f"{str(x.dtype).removeprefix('torch.')} of shape [n, {', '.join(map(str, x.shape[1:]))}]".replace(", ]", "]")
@@ -168,7 +159,8 @@ def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
     elif inputs.dtype in (torch.float16, torch.bfloat16):
         inputs = inputs.float()
     elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
-        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {_INPUT_KINDS}.")
+        allowed = "uint8, int64 or float (32 or 64 bit)"
+        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {allowed}.")
     if finite:
         _check_finite(name, "inputs", inputs)
     return inputs[:, None] if inputs.ndim == 1 else inputs
@@ -201,18 +193,16 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
 
 def _as_tensor(name: str, what: str, values: Any) -> Tensor:
     try:
-        tensor = values.detach().cpu() if isinstance(values, Tensor) else torch.from_numpy(_writable(values))
+        if isinstance(values, Tensor):
+            tensor = values.detach().cpu()
+        else:  # torch wants arrays that may be written; a read-only one is copied
+            array = np.asarray(values)
+            tensor = torch.from_numpy(np.require(array, requirements=["C", "W"] if array.ndim else ["W"]))
     except (TypeError, ValueError) as error:
         raise UserError(f"Client {name!r} has {what} that are no array of numbers ({error}).") from None
     if tensor.ndim == 0:
         raise UserError(f"Client {name!r} has a single number as {what}; allowed: an array of shape [n, ...].")
     return tensor
-
-
-def _writable(values: Any) -> NDArray[Any]:
-    """Torch wants arrays that may be written; a read-only one is copied."""
-    array = np.asarray(values)
-    return np.require(array, requirements=["C", "W"] if array.ndim else ["W"])
 
 
 def first_not_finite(values: Tensor) -> int | None:
@@ -234,11 +224,6 @@ def _check_finite(name: str, what: str, values: Tensor) -> None:
         raise not_finite(name, what, row)
 
 
-# Each client's samples, split at random into those to train on, to validate and to test.
-#
-# Shapes: T clients, N samples of all clients together, P of the pool.
-
-
 def check_shares(validation: float, test: float) -> None:
     """Refuse shares that leave nothing to train on."""
     if not (validation >= 0 and test >= 0 and validation + test < 1):
@@ -247,14 +232,11 @@ def check_shares(validation: float, test: float) -> None:
         )
 
 
-def cut(order: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut a client's shuffled rows into train, validation and test, leaving at least one row to train on."""
-    count = len(order)
-    num_test = min(round(test * count), max(count - 1, 0))
-    num_validation = min(round(validation * count), max(count - 1 - num_test, 0))
-    num_train = count - num_validation - num_test
-    train, valid, tested = order.split([num_train, num_validation, num_test])
-    return train, valid, tested
+def split_sizes(sizes: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Say how many of a client's samples are for train, validation and test, ``[T]`` each; at least one is to train."""
+    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
+    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
+    return sizes - num_validation - num_test, num_validation, num_test
 
 
 def split_rows(
@@ -281,12 +263,9 @@ def split_rows(
     # Whatever the pool's order, a client's samples stand in that of these words.
     rows = rows[torch.from_numpy(np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy())))]
     rank = torch.arange(len(rows)) - offsets[:-1][owner]
-    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
-    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
-    first_validation = (sizes - num_validation - num_test)[owner]
-    first_test = (sizes - num_test)[owner]
+    counts = split_sizes(sizes, validation, test)
+    first_validation, first_test = counts[0][owner], (counts[0] + counts[1])[owner]
     chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
-    counts = (sizes - num_validation - num_test, num_validation, num_test)
     return [(rows[mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
 
 
