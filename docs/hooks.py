@@ -1,4 +1,4 @@
-"""What the site has and the files have not: the gallery's scripts as pages, and docstrings without marks of roles."""
+"""Changes that only the site needs: pages made from the gallery's scripts, and docstrings without Sphinx roles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-# Docstrings say :class:`~fedem.data.files.FromFile`; the tilde asks for the last word alone.
+# Docstrings say :class:`~fedem.data.files.FromFile`; the tilde asks for the last part of the name only.
 _ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
 _SCRIPT = re.compile(r"\(gallery/(\w+)\.py\)")
 
@@ -23,17 +23,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to scripts, which is where they must go in the repository, to their pages."""
+    """Point links to scripts at their pages. (In the repository they must point at the scripts.)"""
     return _SCRIPT.sub(r"(gallery/\1.md)", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Leave the name of a role's target, as code."""
+    """Replace a role by the name of its target, as code."""
     return _ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
 
 
 def as_page(script: Path) -> str:
-    """Return a script as Markdown: the docstring's first line is the title, the others are the text."""
+    """Return a script as Markdown: the first line of the docstring is the title, the rest is the text."""
     source = script.read_text(encoding="utf-8")
     module = ast.parse(source)
     title, _, prose = (ast.get_docstring(module) or "").partition("\n")
