@@ -23,7 +23,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Point links to scripts at their pages. (In the repository they must point at the scripts.)"""
+    """Point links to scripts at their pages; in the repository they must point at the scripts."""
     return _SCRIPT.sub(r"(gallery/\1.md)", markdown)
 
 
