@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,13 +106,3 @@ def test_label_shift_counted_shares_bring_one_model_near_the_best(printed: str) 
 def test_every_script_is_tried() -> None:
     tried = set(re.findall(r'parametrize\("printed", \["(\w+)"\]', Path(__file__).read_text()))
     assert {path.stem for path in GALLERY.glob("*.py")} == tried
-
-
-def test_scripts_import_public_names_only() -> None:
-    """From the package or one of its subpackages, what it exports."""
-    for path in GALLERY.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedem":
-                package = import_module(node.module or "")
-                assert hasattr(package, "__path__"), f"{path.name} imports from {node.module}"
-                assert {alias.name for alias in node.names} <= set(package.__all__), path.name

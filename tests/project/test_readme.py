@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
+from pydoc import locate
 from typing import Any
 
 import numpy as np
@@ -69,6 +72,26 @@ def test_the_commands_are_understood(pages: str, least: int, tmp_path: Path, mon
             name = words.pop(0)
             command = command.commands[name]
         command.make_context(name, words)
+
+
+def test_the_names_that_pages_use_exist() -> None:
+    """What the documents import, and every ``fedem.x.y`` they speak of, is there."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    names = set(re.findall(r"(?<![\w./-])fedem(?:\.\w+)+(?=[`(\s])", text))
+    for module, imported in re.findall(r"^from (fedem[\w.]*) import (.+)$", text, flags=re.MULTILINE):
+        names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+    assert len(names) >= 25
+    assert not [name for name in sorted(names) if locate(name) is None]
+
+
+def test_the_gallery_s_scripts_import_public_names_only() -> None:
+    """From the package or one of its subpackages, what it exports."""
+    for path in (ROOT / "docs" / "gallery").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedem":
+                package = import_module(node.module or "")
+                assert hasattr(package, "__path__"), f"{path.name} imports from {node.module}"
+                assert {alias.name for alias in node.names} <= set(package.__all__), path.name
 
 
 def test_the_make_goals_are_those_of_the_makefile() -> None:
