@@ -54,7 +54,7 @@ class TestToml:
 
     @pytest.mark.parametrize("flag", [True, False])
     def test_flags_stay_flags(self, flag: bool) -> None:
-        written = build({"solver": {"nesterov": flag}}).to_toml()
+        written = build({"solver": {"momentum": 0.5, "nesterov": flag}}).to_toml()
         assert tomllib.loads(written)["solver"]["nesterov"] is flag
 
     def test_whole_numbers_stay_whole(self) -> None:
