@@ -46,7 +46,7 @@ class Peers:
         plan = Plan.make(config, config.make_data())
         plan.save(folder / "plan")
         make_key(folder / "plan")
-        self.parameters = plan.parts.model.num_parameters
+        self.parameters = plan.model.num_parameters
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str) -> None:

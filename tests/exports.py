@@ -11,7 +11,7 @@ from fedem.core.tree import tree_stack
 from fedem.methods.base import Mixture
 from fedem.models import CNN, LSTM, MLP, Linear, MobileNetV2, Model, ModelSpec
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
-from fedem.runs.recipe import Shapes
+from fedem.runs.recipe import SampleFormat
 
 Case = tuple[str, ModelSpec, Loss, tuple[int, ...], torch.dtype, int]
 CASES: dict[str, Case] = {
@@ -37,7 +37,7 @@ def make_personal(case: str, weights: tuple[float, ...] = (0.7, 0.3)) -> tuple[f
         {"model": {"name": name, **asdict(spec)}, "loss": {"name": _LOSSES[type(loss)], **asdict(loss)}}, preset=False
     )
     mixture = Mixture(components, torch.tensor(weights).log())
-    return fedem.PersonalModel(model, mixture, Shapes(shape, dtype, outputs)), config
+    return fedem.PersonalModel(model, mixture, SampleFormat(shape, dtype, outputs)), config
 
 
 def some_inputs(case: str, count: int, seed: int = 1) -> torch.Tensor:

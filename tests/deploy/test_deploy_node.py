@@ -51,7 +51,7 @@ def test_rounds_of_nodes_are_the_simulators(tmp_path: Path, method: str) -> None
     }
     sample = deployments.write_sample(tmp_path)
     plan, job = deployments.make_plan(sample, **settings)
-    algorithm = plan.parts.algorithm
+    algorithm = plan.algorithm
     nodes = [Node.open(plan, sample, name) for name in job.federation.names]
     assert [node.num_samples for node in nodes] == job.federation.train.sizes.tolist()
     state = job.training.init()
@@ -159,11 +159,11 @@ def test_a_plan_comes_back_and_tells_others_from_itself(tmp_path: Path) -> None:
     back = Plan.load(tmp_path / "plan")
     assert back.fingerprint == plan.fingerprint == Plan.from_json(json.loads(json.dumps(plan.to_json()))).fingerprint
     assert back.config.run.clients_per_round == 50
-    assert back.shapes.encoding == plan.shapes.encoding
+    assert back.format.encoding == plan.format.encoding
     assert str(tmp_path) not in (tmp_path / "plan" / "config.toml").read_text()
-    elsewhere = Plan(plan.config.replace("run", device="cuda:3"), plan.shapes)
+    elsewhere = Plan(plan.config.replace("run", device="cuda:3"), plan.format)
     assert elsewhere.fingerprint == plan.fingerprint
-    assert Plan(plan.config.replace("run", seed=1), plan.shapes).fingerprint != plan.fingerprint
+    assert Plan(plan.config.replace("run", seed=1), plan.format).fingerprint != plan.fingerprint
 
 
 def test_what_a_node_refuses(tmp_path: Path) -> None:

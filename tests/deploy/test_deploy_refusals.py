@@ -23,7 +23,7 @@ from fedem.deploy.flower.messages import check_leaves, kind_of, to_record, to_tr
 from fedem.deploy.node import Kept, Node
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.runs.config import Config
-from fedem.runs.recipe import Shapes
+from fedem.runs.recipe import SampleFormat
 
 METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
 
@@ -172,13 +172,13 @@ def test_an_average_over_few_clients_is_not_written(tmp_path: Path) -> None:
 def test_only_the_server_needs_weights_in_a_file(tmp_path: Path) -> None:
     model = {"name": "mobilenet_v2", "weights": str(tmp_path / "server.pth"), "jitter": 0.1}
     config = Config.build({"model": model, "loss": {"name": "cross_entropy"}, "run": {"device": "cpu"}})
-    plan = Plan(config, Shapes((3, 32, 32), torch.uint8, 10))
+    plan = Plan(config, SampleFormat((3, 32, 32), torch.uint8, 10))
     with pytest.raises(UserError, match=r"server\.pth"):
-        assert plan.parts
+        assert plan.model
     there = plan.on_node("cpu")
     assert there.fingerprint == plan.fingerprint
     assert str(tmp_path) not in str(there.to_json())
-    assert there.parts.model.num_parameters > 2_000_000
+    assert there.model.num_parameters > 2_000_000
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_weight_that_underflows_counts_for_nothing() -> None:
 class TestRuns:
     def test_a_client_s_model_and_the_components(self, tmp_path: Path) -> None:
         result = small_run(None)
-        inputs = torch.randn(7, 6, generator=torch.Generator().manual_seed(0), dtype=result.shapes.input_dtype)
+        inputs = torch.randn(7, 6, generator=torch.Generator().manual_seed(0), dtype=result.recipe.format.input_dtype)
         export_client(result, "3", tmp_path / "three", which="best")
         assert torch.equal(load_exported(tmp_path / "three").predict(inputs), result.predict("3", inputs, "best"))
         assert json.loads((tmp_path / "three" / "model.json").read_text())["client"] == "3"
@@ -108,7 +108,7 @@ class TestRuns:
 
     def test_a_fine_tuned_client(self, tmp_path: Path) -> None:
         result, plain = small_run(None, fine_tune_epochs=2), small_run(None)
-        inputs = torch.randn(5, 6, dtype=result.shapes.input_dtype)
+        inputs = torch.randn(5, 6, dtype=result.recipe.format.input_dtype)
         export_client(result, "0", tmp_path / "m")
         found = load_exported(tmp_path / "m").predict(inputs)
         assert torch.equal(found, result.predict("0", inputs))
@@ -133,14 +133,14 @@ class TestTables:
         assert "safetensors: the same to the bit" in out
         again = load_exported("shop_a")
         table = read_table(tmp_path / "tomorrow.csv", "sold", "shop")
-        assert again.shapes.encoding is not None
-        wanted = again.predict(again.shapes.encoding.inputs(table))
-        assert torch.equal(wanted, fedem.Result.load("runs/shops").predict(name, again.shapes.encoding.inputs(table)))
+        assert again.format.encoding is not None
+        wanted = again.predict(again.format.encoding.inputs(table))
+        assert torch.equal(wanted, fedem.Result.load("runs/shops").predict(name, again.format.encoding.inputs(table)))
         (script,) = re.findall(r"## TorchScript.*?```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
         lines = [line.split() for line in without_fedem(script, tmp_path).splitlines()]
         found = np.array([[float(number) for number in line[1:]] for line in lines])
         np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-4, atol=1e-6)
-        labels = again.shapes.labels
+        labels = again.format.labels
         assert labels is not None
         assert [line[0] for line in lines] == [labels[place] for place in wanted.argmax(1)]
 

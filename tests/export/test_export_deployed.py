@@ -22,7 +22,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 def keep(result: fedem.Result, path: Path, **settings: str | int) -> Path:
     """Write what a peer keeps of client 3, its plan having other settings of the run."""
-    state, plan = result.state(), Plan(result.config.replace("run", **settings), result.shapes)
+    state, plan = result.state(), Plan(result.config.replace("run", **settings), result.recipe.format)
     Kept(plan, state.round, tree_index(state.personal, 3), tree_index(state.shared, 0)).save(path)
     return path
 
@@ -39,7 +39,7 @@ def test_a_file_from_a_device_that_is_not_here(run: Run, tmp_path: Path) -> None
     kept = keep(result, tmp_path / "kept", device="cuda:99")
     code, _, err = run("export", kept, "--out", tmp_path / "m")
     assert code == 0, err
-    inputs = torch.randn(5, 6, dtype=result.shapes.input_dtype)
+    inputs = torch.randn(5, 6, dtype=result.recipe.format.input_dtype)
     torch.testing.assert_close(load_exported(tmp_path / "m").predict(inputs), result.predict("3", inputs))
 
 
@@ -57,7 +57,7 @@ def test_a_client_that_fine_tunes_exports_what_it_predicts_with(run: Run, tmp_pa
 
     there = Deployed(tmp_path, method={"name": "fedavg+"}, run={"dtype": "float64"})
     there.serve()
-    state, parts = simulated(there.job), there.job.parts
+    state, parts = simulated(there.job), there.job.recipe
     tuned = there.job.predictors(state)
     for position, name in enumerate(there.job.federation.names):
         code, _, err = run("export", place(tmp_path / "state", "trial", name), "--out", tmp_path / f"m{position}")

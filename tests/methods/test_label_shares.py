@@ -97,7 +97,7 @@ def test_loop_equals_stacked(method: str) -> None:
 def test_nobody_else_sees_the_shares() -> None:
     for method in ("fedem", "bfedem", "fedavg"):
         result = fedem.train(_federation(_pairs()), method, label_shares=True, **SETTINGS)
-        assert isinstance(result.parts.algorithm, LabelShares)
+        assert isinstance(result.recipe.algorithm, LabelShares)
         state = result.state()
         assert (state.shared[SHIFT] == 0).all()
         for row, (_, labels) in enumerate(_pairs()):
@@ -154,7 +154,7 @@ def test_a_mixture_is_fitted_to_the_shifted_components() -> None:
     picked = torch.from_numpy(labels)
 
     def likelihood(log_weights: Tensor) -> float:
-        model = result.parts.model
+        model = result.recipe.model
         losses = model.component_losses(newcomer.mixture.components, torch.from_numpy(inputs), picked)
         return float(torch.logsumexp(log_weights[:, None] - losses, 0).mean())
 

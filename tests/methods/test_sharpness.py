@@ -151,7 +151,7 @@ def test_an_unseen_client_has_the_weights_with_which_its_predictions_are_most_li
 
 def test_it_is_a_setting_of_both_and_must_be_above_zero() -> None:
     result = fedem.train(make_federation(), "bfedem", rounds=2, sharpness=0.5)
-    assert isinstance(result.parts.algorithm, FedEM)
-    assert result.parts.algorithm.sharpness == 0.5
+    assert isinstance(result.recipe.algorithm, FedEM)
+    assert result.recipe.algorithm.sharpness == 0.5
     with pytest.raises(fedem.UserError, match=r"sharpness.*0.*above 0"):
         fedem.train(make_federation(), "fedem", rounds=2, sharpness=0.0)

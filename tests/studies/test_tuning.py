@@ -73,6 +73,14 @@ def test_the_one_rate_that_learns_is_chosen_and_the_one_that_diverges_is_told(tm
     assert trials_table(found).row_count == 3
 
 
+def test_values_that_do_not_go_together_fail_their_trial_alone(tmp_path: Path) -> None:
+    grids = {"solver.momentum": (0.5, 0.0), "solver.nesterov": (False, True)}
+    found = tune(Search((LAYER, {"run": {"rounds": 1}}), grids, seeds=(0,)), tmp_path / "t")
+    (failed,) = (trial for trial in found.trials if trial.error is not None)
+    assert failed.values == {"solver.momentum": 0.0, "solver.nesterov": True}
+    assert str(failed.error).startswith("seed 0: SGD.nesterov is true but SGD.momentum is 0")
+
+
 def test_a_trial_scores_what_an_ordinary_run_does_on_the_validation_part(tmp_path: Path) -> None:
     found = tune(SEARCH, tmp_path / "t")
     assert found.best is not None
@@ -98,7 +106,8 @@ def test_poisoned_test_targets_change_nothing(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Config, "make_data", poisoned)
     config = search.config({RATE: 0.3}, 0)
-    assert Job.prepare(config, config.make_data(), None).shapes.outputs > 2, "whoever reads them trains otherwise"
+    recipe = config.resolve(config.make_data())
+    assert recipe.format.outputs > 2, "whoever reads them trains otherwise"
     assert outcome(tune(search, tmp_path / "poisoned")) == clean
 
 

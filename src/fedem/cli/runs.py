@@ -99,7 +99,7 @@ def personalize(
     owners = table.owners()
     clients = np.full(len(table), data.stem) if owners is None else owners
     inputs = _inputs(result, table, quiet)
-    encoding = result.shapes.encoding
+    encoding = result.recipe.format.encoding
     targets = plain_targets(table) if encoding is None else encoding.targets(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
@@ -183,8 +183,8 @@ def _written(
     result: Result, predictions: NDArray[np.generic], client: str, owners: NDArray[np.str_] | None, ending: str
 ) -> bytes:
     """Return the content of a file of predictions, beside the clients' column if there is one."""
-    classes = result.parts.model.loss.metric == "accuracy"
-    named = result.shapes.labels
+    classes = result.recipe.model.loss.metric == "accuracy"
+    named = result.recipe.format.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
     pairs = list(zip(labels.tolist(), predictions.T, strict=True))
     if ending == ".npz":
@@ -214,14 +214,14 @@ def _written(
 
 def _read(result: Result, path: Path, target_column: str | None, client_column: str | None) -> Table:
     """Read a file with the columns that the run was trained on, unless others are named."""
-    encoding = result.shapes.encoding
+    encoding = result.recipe.format.encoding
     target, client = ("y", "client") if encoding is None else (encoding.target.name, encoding.client)
     return read_table(path, target_column or target, client_column or client)
 
 
 def _inputs(result: Result, table: Table, quiet: bool) -> NDArray[np.generic]:
     """Encode as in training; say which categories training had not."""
-    encoding = result.shapes.encoding
+    encoding = result.recipe.format.encoding
     if encoding is None:
         return table.stacked()
     inputs = encoding.inputs(table)
@@ -295,9 +295,9 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
             f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they "
             f"predict, and {source} is of a peer, which keeps the model before that; allowed for a peer's file: 0."
         )
-    parts = Plan(config, kept.plan.shapes).parts
-    mixture = parts.algorithm.predictor(kept.shared, kept.personal)
-    personal = PersonalModel(parts.model, mixture, kept.plan.shapes)
+    plan = Plan(config, kept.plan.format)
+    mixture = plan.algorithm.predictor(kept.shared, kept.personal)
+    personal = PersonalModel(plan.model, mixture, plan.format)
     return export_personal(
         personal, config, out, formats, {"client": kept.client or None, "state": "last", "round": kept.round}
     )

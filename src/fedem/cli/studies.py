@@ -44,7 +44,7 @@ from fedem.report.studies import (
     trials_table,
     tuning_remarks,
 )
-from fedem.runs.config import Config, Layer, parse_assignment
+from fedem.runs.config import Config, Layer, parse_assignment, to_toml
 from fedem.runs.folder import RunFolder, new_folder, write_atomically, write_json
 from fedem.studies.comparison import Comparison, summarize
 from fedem.studies.experiments import Entry, Experiment, LatestData, check, find, read, tabulate, work_off
@@ -394,7 +394,7 @@ def _save_search(tuned: Tuned, place: Path) -> None:
     with writing(place):
         write_json(place / "tune.json", {"command": command, **tuned.record()})
         if tuned.best is not None:
-            chosen = Config(tuned.search.chosen_layer(tuned.best.values)).to_toml()
+            chosen = to_toml(tuned.search.chosen_layer(tuned.best.values))
             told = "# Chosen by the validation part; tune.json tells how."
             write_atomically(place / "chosen.toml", f"{told}\n\n{chosen}".encode())
 

@@ -34,7 +34,6 @@ from fedem.methods.mixer import Star
 from fedem.runs.evaluate import evaluate
 from fedem.runs.folder import write_atomically
 from fedem.runs.personalize import Personalizer, Predictors
-from fedem.runs.recipe import check_batches
 from fedem.runs.rounds import State, init_personal
 
 log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
@@ -86,17 +85,14 @@ class Node:
 
     def check(self) -> Node:
         """Refuse samples that the model has no place for."""
-        parts, config, samples = self.plan.parts, self.plan.config, self._own.train
-        inputs = samples.inputs
-        if tuple(inputs.shape[1:]) != self.plan.shapes.inputs:
+        samples, expected = self._own.train, self.plan.format.inputs
+        shape = samples.inputs.shape[1:]
+        if tuple(shape) != expected:
             raise UserError(
-                f"Client {self.name!r} has inputs of shape {list(inputs.shape[1:])}; allowed: "
-                f"{list(self.plan.shapes.inputs)}, as in the plan."
+                f"Client {self.name!r} has inputs of shape {list(shape)}; allowed: {list(expected)}, as in the plan."
             )
-        if not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-            config.model.check(int(inputs.min()), int(inputs.max()))
-        parts.model.check(inputs, samples.targets)
-        check_batches(parts.model, config.batching, self._own)
+        self.plan.check_samples(samples.inputs, samples.targets)
+        self.plan.check_batches(self._own)
         return self
 
     @property
@@ -107,7 +103,7 @@ class Node:
     def first_personal(self, shared: Tree) -> Tree:
         """Return the personal tree that the client starts from."""
         keys = derive(self._own.keys, PERSONAL, self._seed)
-        return tree_index(init_personal(self.plan.parts.algorithm, self._placed(shared), keys.to(self._device)), 0)
+        return tree_index(init_personal(self.plan.algorithm, self._placed(shared), keys.to(self._device)), 0)
 
     def train(
         self, shared: Tree, personal: Tree, round_index: int, learning_rate: float, scale: float = 1.0
@@ -144,7 +140,7 @@ class Node:
         """Score the client's predictor on every part of its data that there is."""
         found = self._predictors(shared, personal)
         with products(self.plan.config.run.precision, self._device):
-            scores = evaluate(self.plan.parts.algorithm, OneByOne(), found, self._own)
+            scores = evaluate(self.plan.algorithm, OneByOne(), found, self._own)
         return {
             part: Assessed(count, count * float(entry.losses), count * float(entry.values))
             for part, entry in scores.items()
@@ -163,12 +159,12 @@ class Node:
 
     @cached_property
     def _deal(self) -> SolverDeal:
-        return SolverDeal(self.plan.parts.algorithm)
+        return SolverDeal(self.plan.algorithm)
 
     @cached_property
     def _personalizer(self) -> Personalizer:
         # Whatever stands between the clients, each reads the one tree that it has got.
-        return replace(self.plan.parts.personalizer(self.plan.config, OneByOne()), mixer=Star())
+        return replace(self.plan.personalizer(OneByOne()), mixer=Star())
 
     @property
     def _seed(self) -> int:
@@ -176,7 +172,7 @@ class Node:
 
     @property
     def _device(self) -> torch.device:
-        return self.plan.parts.device
+        return self.plan.device
 
     def _placed(self, tree: Tree) -> Tree:
         return tree_to(tree, self._device)
@@ -199,7 +195,7 @@ class _ReadOnce(FromFile):
 
 def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     """Read, encode and split the samples of a file; ``name`` owns all of them where no column says whose they are."""
-    encoding, seed, data = plan.shapes.encoding, plan.config.run.seed, plan.config.values("data")
+    encoding, seed, data = plan.format.encoding, plan.config.run.seed, plan.config.values("data")
     shares = {key: data[key] for key in ("validation", "test") if key in data}
     if encoding is not None:
         source = _ReadOnce(path=str(path), target_column=encoding.target.name, client_column=encoding.client, **shares)
@@ -218,7 +214,7 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     if owners is None and name is None:
         raise UserError(f"{path} has no column {table.client!r}; the name of the client is needed then.")
     owners = table.owned_by(str(name)).owners() if owners is None else owners
-    inputs: Tensor = plan.shapes.conform("(all)", table.stacked())
+    inputs: Tensor = plan.format.conform("(all)", table.stacked())
     return Federation.from_arrays(inputs, plain_targets(table), owners, seed=seed, **shares)
 
 

@@ -1,4 +1,4 @@
-"""What all sides of a deployment agree on: the configuration, and what a model must know of the data."""
+"""What all sides of a deployment agree on, and what whoever starts it and each node may set for themselves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedem.core.settings import Settings, complete
 from fedem.data.dataset import Dataset
 from fedem.runs.config import Config, read_toml
 from fedem.runs.folder import write_atomically, write_json
-from fedem.runs.recipe import Parts, Shapes, shape_facts, take_shapes
-from fedem.runs.trainer import Job
+from fedem.runs.recipe import Recipe
+from fedem.runs.trainer import Trainer
 
 CONFIG, PLAN = "config.toml", "plan.json"
 _SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")
@@ -27,40 +27,35 @@ _START = {"weights": "", "jitter": 0.0}
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A configuration whose loss is settled, and the shapes of the data; nothing of any client."""
-
-    config: Config
-    shapes: Shapes
+class Plan(Recipe):
+    """The recipe of a deployment; it holds nothing of any client."""
 
     @classmethod
     def make(cls, config: Config, dataset: Dataset) -> Plan:
-        """Settle from sample data what the configuration leaves open, and try the model on them."""
+        """Settle on sample data what the configuration leaves open, and try the model on them."""
         for key in _SIMULATED:
             if value := config.sections["run"][key]:
                 raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: 0.")
         # How many clients there will be, the sample does not say.
-        whole = config.replace("run", clients_per_round=1.0)
-        job = Job.prepare(whole, dataset, None, fresh=False)
+        recipe = Trainer.prepare(config.replace("run", clients_per_round=1.0), dataset, fresh=False).recipe
         # Neither where the sample lies nor who owns which of its rows concerns those who get the plan.
-        settled = job.config.replace("run", clients_per_round=config.run.clients_per_round, partition_hash="")
-        if "path" in settled.sections["data"]:
-            settled = settled.replace("data", path="")
-        return cls(settled, job.shapes)
+        clients_per_round = config.run.clients_per_round
+        settled = recipe.config.replace("run", clients_per_round=clients_per_round, partition_hash="")
+        return cls(settled.replace("data", path="") if "path" in settled.sections["data"] else settled, recipe.format)
 
     def save(self, folder: Path) -> None:
         """Write config.toml and plan.json into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / CONFIG, self.config.to_toml().encode())
-        write_json(folder / PLAN, shape_facts(self.shapes))
+        write_json(folder / PLAN, self.format.to_json())
 
     @classmethod
     def load(cls, folder: Path) -> Plan:
         """Read what :meth:`save` wrote."""
         path = folder / PLAN
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-            return cls(Config.build(read_toml(folder / CONFIG), preset=False), take_shapes(facts))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_json({"config": read_toml(folder / CONFIG), "shapes": content})
         except FileNotFoundError:
             raise UserError(
                 f"{folder} holds no plan (no {PLAN}); `fedem deploy init` makes one for a server, "
@@ -69,20 +64,6 @@ class Plan:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"The plan {path} can't be read ({type(error).__name__}: {error}).") from None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
-        return {"config": self.config.sections, "shapes": shape_facts(self.shapes)}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Plan:
-        """Return the plan that :meth:`to_json` wrote."""
-        return cls(Config.build(content["config"], preset=False), take_shapes(dict(content["shapes"])))
-
-    @cached_property
-    def parts(self) -> Parts:
-        """Model, algorithm and mixer."""
-        return Parts.build(self.config, self.shapes, None)
-
     def on_node(self, device: str = "") -> Plan:
         """Return the plan as a client follows it: on its own device, and without weights in files to start from.
 
@@ -90,7 +71,7 @@ class Plan:
         """
         config = self.config.replace("run", device=device) if device else self.config
         start = {key: value for key, value in _START.items() if key in config.sections["model"]}
-        return Plan(config.replace("model", **start), self.shapes)
+        return Plan(config.replace("model", **start), self.format)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -103,8 +84,6 @@ class Plan:
         return self.config.schedule.rate(round_index, self.config.run.rounds)
 
 
-# What whoever starts a deployed run may set, and what each node sets for itself; keys are written-so or written_so.
-
 _KEYWORDS = {"continue": "continued"}
 """keys that Python has no names for"""
 _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -112,7 +91,7 @@ _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 @dataclass(frozen=True)
 class _Flat(Settings):
-    """Settings in one flat table."""
+    """Settings in one flat table, as Flower has them; keys are written-so or written_so."""
 
     title: ClassVar[str]
 

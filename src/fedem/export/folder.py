@@ -35,7 +35,7 @@ from fedem.models import MODELS, Model
 from fedem.models.losses import LOSSES
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.folder import write_atomically, write_json
-from fedem.runs.recipe import ModelSource, Shapes, find_device, shape_facts, take_shapes
+from fedem.runs.recipe import ModelSource, SampleFormat, find_device
 from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
@@ -69,7 +69,7 @@ def export_client(
 
     """
     if client is None:
-        nothing = torch.zeros(0, *result.shapes.inputs, dtype=result.shapes.input_dtype)
+        nothing = torch.zeros(0, *result.recipe.format.inputs, dtype=result.recipe.format.input_dtype)
         personal = result.personalize(nothing, [], which=which)
     else:
         personal = result.client(client, which)
@@ -121,7 +121,7 @@ def export_personal(
                 refused[name] = reason(error)
         if not differences:
             raise UserError("; ".join(f"Format {name!r} is refused: {why}" for name, why in refused.items()) + ".")
-        write_atomically(folder / _README, _readme(own.shapes, own.model, differences).encode())
+        write_atomically(folder / _README, _readme(own.format, own.model, differences).encode())
     return Exported(place, differences, refused)
 
 
@@ -142,7 +142,7 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         if facts["version"] != _VERSION:
             raise UserError(f"{folder} has version {facts['version']!r} of the format; allowed: {_VERSION}.")
-        shapes = take_shapes(facts)
+        shapes = SampleFormat.from_json(facts)
         built = _build(facts, shapes, model)
         tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
         mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
@@ -161,7 +161,7 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     return PersonalModel(built, Mixture(tree_to(mixture.components, place), mixture.log_weights.to(place)), shapes)
 
 
-def _build(facts: Mapping[str, Any], shapes: Shapes, model: ModelSource | None) -> Model:
+def _build(facts: Mapping[str, Any], shapes: SampleFormat, model: ModelSource | None) -> Model:
     """Build the model that model.json describes."""
     spec, loss = dict(facts["model"]), dict(facts["loss"])
     name = spec.pop("name")
@@ -191,7 +191,7 @@ def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: M
         "precision": config.run.precision,
         "label_shares": config.run.label_shares,
         "not_stackable": personal.model.not_stackable,
-        **shape_facts(personal.shapes),
+        **personal.format.to_json(),
     }
     write_json(folder / _FACTS, facts)
 
@@ -203,7 +203,7 @@ def _write_tensors(path: Path, mixture: Mixture) -> None:
     write_atomically(path, save({name: leaf.detach().contiguous() for name, leaf in tensors.items()}))
 
 
-def _readme(shapes: Shapes, model: Model, differences: Mapping[str, float]) -> str:
+def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]) -> str:
     """Say what the files are and what goes in and comes out."""
     kind = str(shapes.input_dtype).removeprefix("torch.")
     size = ", ".join(map(str, ("n", *shapes.inputs)))

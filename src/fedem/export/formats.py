@@ -74,7 +74,7 @@ def check_formats(names: Iterable[str]) -> tuple[str, ...]:
 
 def sample_inputs(personal: PersonalModel) -> Tensor:
     """Draw inputs of the kind that the model was trained on, ``[5, ...]``; the same each time."""
-    shape, dtype = (_SAMPLES, *personal.shapes.inputs), personal.shapes.input_dtype
+    shape, dtype = (_SAMPLES, *personal.format.inputs), personal.format.input_dtype
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=dtype)
@@ -200,7 +200,7 @@ class PersonalModule(nn.Module):
         )
         self.register_buffer("log_weights", log_weights.detach().cpu().clone())
         self._model = personal.model
-        encoding = personal.shapes.encoding
+        encoding = personal.format.encoding
         self._decode = None if encoding is None else encoding.decode
         self.eval().requires_grad_(False)
 

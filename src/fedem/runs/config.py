@@ -351,15 +351,20 @@ class Config:
 
     def to_toml(self) -> str:
         """Write as TOML; reading it back gives the same configuration."""
-        return "\n".join(
-            f"[{section}]\n" + "".join(f"{key} = {toml_literal(value)}\n" for key, value in values.items())
-            for section, values in self.sections.items()
-        )
+        return to_toml(self.sections)
 
 
 def _field(section: str) -> str:
     """Return the name of the field of :class:`Config` that holds a section."""
     return f"_{section}" if section in ("data", "partition", "model") else section
+
+
+def to_toml(sections: Layer) -> str:
+    """Write sections as TOML."""
+    return "\n".join(
+        f"[{section}]\n" + "".join(f"{key} = {toml_literal(value)}\n" for key, value in values.items())
+        for section, values in sections.items()
+    )
 
 
 def read_toml(path: Path) -> Sections:

@@ -1,11 +1,15 @@
-"""What a configuration describes, built: the pieces that training and a loaded result share."""
+"""From a configuration to what is trained: the recipe of a run, settled on its data.
+
+:func:`resolve` is the one place where what depends on the data is settled and checked. A trainer is a recipe and a
+federation, a result is a recipe and states, a deployment's plan is a recipe that is sent around.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,34 +21,39 @@ from fedem.data.dataset import Dataset
 from fedem.data.encoding import Encoding
 from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
-from fedem.engines import Batching, Engine, choose_engine
+from fedem.engines import Engine, choose_engine
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
 from fedem.methods.base import Algorithm
 from fedem.methods.clustered import Clusters
 from fedem.methods.decentralised import Graph
 from fedem.methods.fedem import FedEM
-from fedem.methods.mixer import Alone, Mixer, Star
+from fedem.methods.mixer import Alone, Mixer, Settled, Star
 from fedem.methods.wrappers.compression import Changes, Compressed
 from fedem.methods.wrappers.label_shares import LabelShares, shifted
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models import Model
-from fedem.models.losses import LOSSES, guess_loss
+from fedem.models.losses import LOSSES, Loss, guess_loss
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
+from fedem.runs.measures import check_diagnosable, check_measurable
 from fedem.runs.personalize import Personalizer
-from fedem.runs.rounds import State
+from fedem.runs.rounds import State, mixer_seed
 
 ModelSource = nn.Module | Callable[[], nn.Module]
+_TRIED = 5
+"""samples that a model is tried on"""
 
 
 @dataclass(frozen=True, eq=False)
-class Shapes:
-    """What a model must know of the data."""
+class SampleFormat:
+    """What a model must know of the data: the shape and type of an input, the number of outputs, names, encoding."""
 
     inputs: tuple[int, ...]
+    """shape of one input"""
     input_dtype: torch.dtype
     outputs: int
+    """number of a model's outputs"""
     features: tuple[str, ...] | None = None
     """names of the input columns, when they came from a table"""
     encoding: Encoding | None = None
@@ -62,78 +71,300 @@ class Shapes:
             raise UserError(f"The inputs are {inputs.dtype}; allowed: {self.input_dtype}, as in training.")
         return inputs
 
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """What a configuration describes, built: the pieces that training and a loaded result share."""
-
-    model: Model
-    algorithm: Algorithm
-    mixer: Mixer
-    device: torch.device
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them."""
+        return {
+            "input_shape": list(self.inputs),
+            "input_dtype": str(self.input_dtype).removeprefix("torch."),
+            "num_outputs": self.outputs,
+            "feature_names": None if self.features is None else list(self.features),
+            "encoding": None if self.encoding is None else self.encoding.to_json(),
+            "labels": None if self.labels is None else list(self.labels),
+        }
 
     @classmethod
-    def build(cls, config: Config, shapes: Shapes, source: ModelSource | None) -> Parts:
-        """Build from a configuration whose loss is settled, and the user's own model if there is one."""
-        dtype = {"float32": torch.float32, "float64": torch.float64}[config.run.dtype]
-        loss = config.loss
-        assert loss is not None, "the loss is settled once the targets are known"
+    def from_json(cls, content: Mapping[str, Any]) -> SampleFormat:
+        """Read what :meth:`to_json` wrote, among other things."""
+        names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
+        return cls(
+            tuple(content["input_shape"]),
+            getattr(torch, content["input_dtype"]),
+            content["num_outputs"],
+            None if names is None else tuple(names),
+            None if encoding is None else Encoding.from_json(encoding),
+            None if labels is None else tuple(labels),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """A configuration settled on its data. What it describes is made when it is first asked for.
+
+    So a recipe can be read where a device or a file of weights that it names is missing.
+    """
+
+    config: Config
+    format: SampleFormat
+    source: ModelSource | None = None
+    """the user's own model; None for the one that the configuration names"""
+    is_fitted: bool = False
+    """whether its clients were fitted after training: each then has a model that is not mixed any more"""
+    device_name: str = ""
+    """where to compute in place of run.device: a run may be loaded on another machine"""
+
+    @property
+    def loss(self) -> Loss:
+        """What is minimised."""
+        if self.config.loss is None:
+            raise UserError(f"loss.name is 'auto', which needs the data; allowed without them: {', '.join(LOSSES)}.")
+        return self.config.loss
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where everything is computed."""
+        return find_device(self.device_name or self.config.run.device)
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that each component, or each client, has."""
+        run, source = self.config.run, self.source
         if source is None:
-            spec = config.model
-            source = partial(spec.build, shapes.inputs, shapes.outputs)
-        if config.run.precision == "bfloat16" and dtype == torch.float64:
+            source = partial(self.config.model.build, self.format.inputs, self.format.outputs)
+        dtype = {"float32": torch.float32, "float64": torch.float64}[run.dtype]
+        if run.precision == "bfloat16" and dtype == torch.float64:
             raise UserError(
                 "run.precision is 'bfloat16' but run.dtype is 'float64'; allowed with it: run.dtype float32."
             )
-        if config.run.label_shares:
-            source = shifted(source, shapes.outputs)
-        model = Model(source, loss, dtype, config.run.precision)
-        algorithm, mixer = find_method(config.name("method")).build(model, config.solver, config.values("method"))
-        mixer = _over_graph(config, algorithm, mixer)
-        if config.run.label_shares:
-            _check_label_shares(config, mixer)
-        if config.run.local_layers == "batch_norm":
-            mixer = _with_local_layers(config.name("method"), algorithm, mixer)
-        if config.run.label_shares:
-            algorithm = LabelShares.of(algorithm)
-        if config.compression.is_on:
-            algorithm, mixer = _compressed(config, algorithm, mixer)
-        return cls(model, algorithm, mixer, find_device(config.run.device))
+        if run.label_shares:
+            source = shifted(source, self.format.outputs)
+        return Model(source, self.loss, dtype, run.precision)
 
-    def describe(self, config: Config, state: State) -> Record:
+    @cached_property
+    def _method(self) -> tuple[Algorithm, Mixer]:
+        return _assemble(self.config, self.model)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What a client does."""
+        return self._method[0]
+
+    @property
+    def mixer(self) -> Mixer:
+        """What stands between the clients."""
+        return Settled() if self.is_fitted else self._method[1]
+
+    def fitted(self) -> Recipe:
+        """Return the recipe of clients that were fitted after training; the model and the algorithm are the same."""
+        recipe = replace(self, is_fitted=True)
+        vars(recipe).update(model=self.model, _method=self._method)
+        return recipe
+
+    def engine(self) -> tuple[Engine, str | None]:
+        """Return a new engine, and a note when it is not the one hoped for."""
+        return choose_engine(self.config.run.engine, self.config.run.chunk_size, self.model, self.device)
+
+    def personalizer(self, engine: Engine) -> Personalizer:
+        """Return what makes clients' predictors."""
+        run = self.config.run
+        return Personalizer(
+            self.algorithm,
+            self.mixer,
+            engine,
+            self.config.batching,
+            self.config.schedule.learning_rate,
+            run.fine_tune_epochs,
+            run.unseen_epochs,
+            run.seed,
+            run.fine_tune_rate,
+        )
+
+    def describe(self, state: State) -> Record:
         """Say what was trained: the head of every summary."""
         read = self.mixer.own(state.shared, state.memory, torch.tensor([0]))
         shared = tree_index(read.shared, int(read.reads[0]))
         # A server over a network has no client's tree; a new one is of the same kind.
         personal = self.algorithm.init_personal(shared, client_keys(["(anybody)"])[0].to(self.device))
         return {
-            "method": config.name("method"),
-            "data": config.name("data"),
+            "method": self.config.name("method"),
+            "data": self.config.name("data"),
             "rounds": state.round,
-            "seed": config.run.seed,
+            "seed": self.config.run.seed,
             "num_components": len(self.algorithm.predictor(shared, personal).log_weights),
             "num_parameters": self.model.num_parameters,
             "device": str(self.device),
         }
 
-    def engine(self, config: Config) -> tuple[Engine, str | None]:
-        """Choose the engine; returns a note when it is not the one hoped for."""
-        return choose_engine(config.run.engine, config.run.chunk_size, self.model, self.device)
+    # --- checks
 
-    def personalizer(self, config: Config, engine: Engine) -> Personalizer:
-        """Return what makes clients' predictors."""
-        run = config.run
-        return Personalizer(
-            self.algorithm,
-            self.mixer,
-            engine,
-            config.batching,
-            config.schedule.learning_rate,
-            run.fine_tune_epochs,
-            run.unseen_epochs,
-            run.seed,
-            run.fine_tune_rate,
+    def check_samples(
+        self, inputs: Tensor, targets: Tensor, input_range: Callable[[], tuple[int, int]] | None = None
+    ) -> None:
+        """Refuse samples that the model has no place for; the ``input_range`` is that of ``inputs`` if not given."""
+        if self.source is None and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
+            self.config.model.check(*(input_range() if input_range else (int(inputs.min()), int(inputs.max()))))
+        self.model.check(inputs, targets)
+
+    def check_batches(self, federation: Federation) -> None:
+        """Refuse batches of one sample where layers normalise over the batch."""
+        if not self.model.normalises_batches:
+            return
+        sizes = federation.train.sizes
+        widths = self.config.batching.widths(sizes)
+        lonely = (sizes % widths == 1) | (widths == 1)
+        if bool(lonely.any()):
+            name = federation.names[int(lonely.nonzero()[0])]
+            raise UserError(
+                f"Client {name!r} would train on a batch of one sample, which batch normalisation can't take; "
+                "another batching.batch_size is needed, or a model without it."
+            )
+
+    def check_leaves(self, leaves: Mapping[str, list[int]] | None) -> None:
+        """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
+        mine = self.model.leaf_shapes
+        if leaves is None or mine == leaves:
+            return
+        name = next(name for name in {**leaves, **mine} if leaves.get(name) != mine.get(name))
+        raise UserError(
+            f"The model is not the one that was trained: its {name!r} has shape {mine.get(name, 'none')}; "
+            f"allowed: {leaves.get(name, 'none')}."
         )
+
+    # --- as JSON
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, as JSON has them."""
+        return {"config": self.config.sections, "shapes": self.format.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_json` wrote."""
+        return cls(Config.build(content["config"], preset=False), SampleFormat.from_json(content["shapes"]))
+
+    def metadata(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what a checkpoint of clients called ``names`` says, so that it can be loaded without the data."""
+        return {
+            "clients": list(names),
+            **self.format.to_json(),
+            "leaves": self.model.leaf_shapes,
+            "not_stackable": self.model.not_stackable,
+            "bytes_per_sample": self.model.bytes_per_sample,
+            "settled": self.is_fitted,
+        }
+
+    @classmethod
+    def from_metadata(
+        cls, config: Config, content: Mapping[str, Any], source: ModelSource | None = None, device_name: str = ""
+    ) -> Self:
+        """Read what :meth:`metadata` wrote, among other things, into a checkpoint."""
+        recipe = cls(config, SampleFormat.from_json(content), source, bool(content.get("settled")), device_name)
+        recipe.check_leaves(content.get("leaves"))
+        recipe.model.not_stackable = content["not_stackable"]
+        recipe.model.bytes_per_sample = content["bytes_per_sample"]
+        return recipe
+
+
+def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True) -> Recipe:
+    """Settle what depends on the data, and check everything that can be checked before work starts.
+
+    Args:
+        config: of the run.
+        dataset: of all clients; some may be held out already.
+        source: the user's own model, if there is one.
+        fresh: whether the run starts anew; one that is taken up has a state, and in it what the mixer makes at the
+            start, such as a graph.
+
+    """
+    federation, run = dataset.federation, config.run
+    if run.unseen and federation.unseen is None:
+        federation = federation.hold_out(run.unseen, run.seed)
+    _check_encoding(config, dataset)
+    config = _settle_partition(config, dataset.partition_hash)
+    targets = _all_targets(federation)
+    if (loss := config.loss) is None:
+        loss = guess_loss(targets)
+        config = config.replace("loss", name=next(name for name, kind in LOSSES.items() if kind is type(loss)))
+    inputs = federation.train.span(0, min(_TRIED, len(federation.train))).inputs
+    outputs, labels = loss.num_outputs(targets), dataset.label_names
+    if labels is not None and outputs > 1:
+        outputs = len(labels)  # some may have no sample among these clients
+    features, encoding = dataset.feature_names, dataset.encoding
+    sample_format = SampleFormat(federation.input_shape, inputs.dtype, outputs, features, encoding, labels)
+    recipe = Recipe(config, sample_format, source)
+    algorithm, model, mixer, device = recipe.algorithm, recipe.model, recipe.mixer, recipe.device
+    recipe.check_samples(inputs, targets, lambda: federation.input_range)
+    recipe.check_batches(federation)
+    if config.solver.differentiates_twice and not model.is_twice_differentiable:
+        raise UserError(
+            f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
+            "recurrent; allowed with it: models without such layers, or another solver."
+        )
+    model.probe(inputs.to(device))
+    algorithm.check(inputs)
+    if fresh:
+        mixer.check(federation.keys, mixer_seed(run.seed))
+    if run.measure_alpha_every:
+        check_measurable(algorithm)
+    if run.diagnose_every:
+        check_diagnosable(algorithm, mixer)
+    return recipe
+
+
+def _check_encoding(config: Config, dataset: Dataset) -> None:
+    """Refuse to hold out clients that a table's encoding was fitted on."""
+    asked, fitted = (config.run.unseen, config.run.seed), (dataset.unseen, dataset.seed)
+    if dataset.encoding is not None and config.run.unseen and asked != fitted:
+        raise UserError(
+            f"run.unseen is {asked[0]} and run.seed {asked[1]}, but the table was encoded for {fitted[0]} and "
+            f"{fitted[1]}, so by clients that would be held out; allowed: the same as when the table was read "
+            "(from_frame(..., unseen=, seed=))."
+        )
+
+
+def _settle_partition(config: Config, found: str) -> Config:
+    """Write down the hash of the partition, so that a run with this config.toml is refused on any other."""
+    known = config.run.partition_hash
+    if known and known != found:
+        raise UserError(
+            f"run.partition_hash is {known!r}, but the clients got other samples ({found or 'no partition'}); "
+            "allowed: the same data and partition, or an empty run.partition_hash."
+        )
+    return config.replace("run", partition_hash=found)
+
+
+def _all_targets(federation: Federation) -> Tensor:
+    """Return the targets of all parts, clients held out included."""
+    groups = [federation] + ([federation.unseen] if federation.unseen else [])
+    return torch.cat([group.part(part).targets for group in groups for part in PARTS])
+
+
+def find_device(name: str) -> torch.device:
+    """Turn "auto", "cpu", "cuda" or "cuda:1" into a device that is there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")
+    return device
+
+
+def _assemble(config: Config, model: Model) -> tuple[Algorithm, Mixer]:
+    """Put a method together: its algorithm and mixer, with what goes around them."""
+    algorithm, mixer = find_method(config.method.name).build(model, config.solver, config.method.values)
+    mixer = _over_graph(config, algorithm, mixer)
+    if config.run.label_shares:
+        _check_label_shares(config, mixer)
+    if config.run.local_layers == "batch_norm":
+        mixer = _with_local_layers(config.name("method"), algorithm, mixer)
+    if config.run.label_shares:
+        algorithm = LabelShares.of(algorithm)
+    if config.compression.is_on:
+        algorithm, mixer = _compressed(config, algorithm, mixer)
+    return algorithm, mixer
 
 
 def _check_label_shares(config: Config, mixer: Mixer) -> None:
@@ -220,121 +451,3 @@ def _compressed(config: Config, algorithm: Algorithm, mixer: Mixer) -> tuple[Alg
     wrapped = Compressed.of(algorithm, config.compression)
     downloads = config.compression.downloads
     return wrapped, mixer if downloads == "none" else Changes(downloads, wrapped.leading)
-
-
-def find_device(name: str) -> torch.device:
-    """Turn "auto", "cpu", "cuda" or "cuda:1" into a device that is there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")
-    return device
-
-
-# What a checkpoint or a plan says besides its tensors, so that it can be loaded without the data.
-
-
-def checkpoint_facts(names: Sequence[str], shapes: Shapes, model: Model) -> dict[str, Any]:
-    """Return what a checkpoint must say."""
-    return {
-        "clients": list(names),
-        **shape_facts(shapes),
-        "leaves": model.leaf_shapes,
-        "not_stackable": model.not_stackable,
-        "bytes_per_sample": model.bytes_per_sample,
-    }
-
-
-def check_model(model: Model, leaves: Mapping[str, list[int]] | None) -> None:
-    """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
-    if leaves is None or model.leaf_shapes == leaves:
-        return
-    name = next(name for name in {**leaves, **model.leaf_shapes} if leaves.get(name) != model.leaf_shapes.get(name))
-    raise UserError(
-        f"The model is not the one that was trained: its {name!r} has shape {model.leaf_shapes.get(name, 'none')}; "
-        f"allowed: {leaves.get(name, 'none')}."
-    )
-
-
-def shape_facts(shapes: Shapes) -> dict[str, Any]:
-    """Return shapes as plain values, as JSON has them."""
-    return {
-        "input_shape": list(shapes.inputs),
-        "input_dtype": str(shapes.input_dtype).removeprefix("torch."),
-        "num_outputs": shapes.outputs,
-        "feature_names": None if shapes.features is None else list(shapes.features),
-        "encoding": None if shapes.encoding is None else shapes.encoding.to_json(),
-        "labels": None if shapes.labels is None else list(shapes.labels),
-    }
-
-
-def take_shapes(facts: dict[str, Any]) -> Shapes:
-    """Take out of ``facts`` the shapes that :func:`shape_facts` put there."""
-    names, encoding, labels = facts.pop("feature_names"), facts.pop("encoding", None), facts.pop("labels", None)
-    return Shapes(
-        tuple(facts.pop("input_shape")),
-        getattr(torch, facts.pop("input_dtype")),
-        facts.pop("num_outputs"),
-        None if names is None else tuple(names),
-        None if encoding is None else Encoding.from_json(encoding),
-        None if labels is None else tuple(labels),
-    )
-
-
-# What must be settled between a configuration and its data before a run starts.
-
-
-def check_encoding(config: Config, dataset: Dataset) -> None:
-    """Refuse to hold out clients that a table's encoding was fitted on."""
-    asked, fitted = (config.run.unseen, config.run.seed), (dataset.unseen, dataset.seed)
-    if dataset.encoding is not None and config.run.unseen and asked != fitted:
-        raise UserError(
-            f"run.unseen is {asked[0]} and run.seed {asked[1]}, but the table was encoded for {fitted[0]} and "
-            f"{fitted[1]}, so by clients that would be held out; allowed: the same as when the table was read "
-            "(from_frame(..., unseen=, seed=))."
-        )
-
-
-def settle_partition(config: Config, found: str) -> Config:
-    """Write down what the partition came to, so that a run with this config.toml is refused on any other."""
-    known = config.run.partition_hash
-    if known and known != found:
-        raise UserError(
-            f"run.partition_hash is {known!r}, but the clients got other samples ({found or 'no partition'}); "
-            "allowed: the same data and partition, or an empty run.partition_hash."
-        )
-    return config.replace("run", partition_hash=found)
-
-
-def settle_loss(config: Config, targets: Tensor) -> Config:
-    """Replace loss "auto" by the one that fits the targets, so that config.toml says what was done."""
-    if config.loss is not None:
-        return config
-    kind = type(guess_loss(targets))
-    return config.replace("loss", name=next(name for name, cls in LOSSES.items() if cls is kind))
-
-
-def check_batches(model: Model, batching: Batching, federation: Federation) -> None:
-    """Refuse batches of one sample where layers normalise over the batch."""
-    if not model.normalises_batches:
-        return
-    sizes = federation.train.sizes
-    lonely = (sizes % batching.widths(sizes) == 1) | (batching.widths(sizes) == 1)
-    if bool(lonely.any()):
-        name = federation.names[int(lonely.nonzero()[0])]
-        raise UserError(
-            f"Client {name!r} would train on a batch of one sample, which batch normalisation can't take; "
-            "another batching.batch_size is needed, or a model without it."
-        )
-
-
-def all_targets(federation: Federation) -> Tensor:
-    """Return the targets of all parts, clients held out included."""
-    groups = [federation] + ([federation.unseen] if federation.unseen else [])
-    return torch.cat([group.part(part).targets for group in groups for part in PARTS])

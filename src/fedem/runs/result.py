@@ -6,7 +6,7 @@ Shapes: T clients, M components, n samples, K classes (or target dimensions).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import client_keys
-from fedem.core.tree import Tree, tree_index
+from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.engines.device import products
@@ -26,7 +26,7 @@ from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.personalize import Predictors
-from fedem.runs.recipe import ModelSource, Parts, Shapes, check_model, checkpoint_facts, take_shapes
+from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.rounds import State
 
 TUNED = "tuned-"
@@ -38,7 +38,7 @@ class PersonalModel:
 
     model: Model
     mixture: Mixture
-    shapes: Shapes
+    format: SampleFormat
 
     @property
     def mixture_weights(self) -> Tensor:
@@ -47,16 +47,16 @@ class PersonalModel:
 
     def predict(self, inputs: Any) -> Tensor:
         """Return class probabilities ``[n, K]``, or means ``[n, D]``, for inputs ``[n, ...]``."""
-        checked = self.shapes.conform("(new inputs)", inputs).to(self.mixture.log_weights.device)
+        checked = self.format.conform("(new inputs)", inputs).to(self.mixture.log_weights.device)
         try:
             with torch.no_grad():
                 found = predict(self.model, self.mixture, checked).cpu()
         except (RuntimeError, IndexError) as error:
-            allowed = ", ".join(map(str, ("n", *self.shapes.inputs)))
+            allowed = ", ".join(map(str, ("n", *self.format.inputs)))
             raise UserError(
                 f"The model can't take inputs of shape {list(checked.shape)}; allowed: [{allowed}], as in training."
             ) from error
-        return found if self.shapes.encoding is None else self.shapes.encoding.decode(found)
+        return found if self.format.encoding is None else self.format.encoding.decode(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,28 +64,31 @@ class Result:
     """A trained federation.
 
     Attributes:
-        config: the complete configuration.
+        recipe: what was trained, and how.
         states: "last" and, when there was validation data, "best" by validation. Never mixed up: methods use "last"
             unless told otherwise.
         names: of the clients that took part in training.
         summary: what summary.json holds.
-        history: a record a round, as in metrics.jsonl.
-        clients: a record a client, as in clients.csv.
+        history: one record per round, as in metrics.jsonl.
+        clients: one record per client, as in clients.csv.
+        origin: what a checkpoint says of the training it came from, so that it can be gone on with.
+        tuned: where clients fine-tune before they predict: their own models, by role.
 
     """
 
-    config: Config
-    parts: Parts
-    shapes: Shapes
+    recipe: Recipe
     states: Mapping[str, State]
     names: tuple[str, ...]
     summary: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     clients: Sequence[Mapping[str, Any]]
     origin: Mapping[str, Any]
-    """what a checkpoint says of the training it came from, so that it can be gone on with"""
     tuned: Mapping[str, State] = field(default_factory=dict)
-    """where clients fine-tune before they predict: their own models, settled, by role"""
+
+    @property
+    def config(self) -> Config:
+        """The complete configuration."""
+        return self.recipe.config
 
     def __repr__(self) -> str:
         about = self.summary
@@ -106,8 +109,9 @@ class Result:
         position = self._position(name)
         found = self._served(which, torch.tensor([position]))
         state = self.tuned.get(which, self.state(which))
-        shared = tree_index(found.shared, int(found.reads[0]))
-        return self._personal(shared, tree_index(state.personal, position))
+        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
+        recipe = self.recipe
+        return PersonalModel(recipe.model, recipe.algorithm.predictor(shared, personal), recipe.format)
 
     def _position(self, name: str) -> int:
         check_here(self.names)
@@ -118,17 +122,14 @@ class Result:
 
     def _served(self, which: str, clients: Tensor) -> Served:
         """Return what clients read: their fine-tuned trees, where the run fine-tunes."""
-        state, mixer = self.state(which), self.parts.mixer
-        if self.config.run.fine_tune_epochs and not isinstance(mixer, Settled):
+        state, mixer = self.state(which), self.recipe.mixer
+        if self.config.run.fine_tune_epochs and not self.recipe.is_fitted:
             if which not in self.tuned:
                 raise UserError(
                     "Clients fine-tune their models once the run is complete; go on with it first (--resume)."
                 )
             state, mixer = self.tuned[which], Settled()
         return mixer.own(state.shared, state.memory, clients)
-
-    def _personal(self, shared: Tree, personal: Tree) -> PersonalModel:
-        return PersonalModel(self.parts.model, self.parts.algorithm.predictor(shared, personal), self.shapes)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:
         """Predict for a client that took part in training: class probabilities ``[n, K]``, or means ``[n, D]``."""
@@ -155,24 +156,18 @@ class Result:
                 of all.
 
         """
-        x = self.shapes.conform("(new client)", inputs)
+        recipe, sample_format = self.recipe, self.recipe.format
+        x = sample_format.conform("(new client)", inputs)
         if len(x) == 0:
-            nothing = torch.zeros(0, *self.shapes.inputs, dtype=self.shapes.input_dtype)
+            nothing = torch.zeros(0, *sample_format.inputs, dtype=sample_format.input_dtype)
             samples = Samples.of(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
         else:
-            if self.shapes.encoding is not None:
-                targets = self.shapes.encoding.accept_targets(targets)
+            if sample_format.encoding is not None:
+                targets = sample_format.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
-            self._check(samples)
+            recipe.check_samples(samples.inputs, samples.targets)
         found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations, which, beside)
-        return PersonalModel(self.parts.model, found.of(self.parts.algorithm, 0), self.shapes)
-
-    def _check(self, samples: Samples) -> None:
-        """Refuse samples that the model has no place for."""
-        inputs = samples.inputs
-        if self.config.name("model") != GIVEN and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-            self.config.model.check(int(inputs.min()), int(inputs.max()))
-        self.parts.model.check(inputs, samples.targets)
+        return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format)
 
     def fit_unseen(
         self,
@@ -184,9 +179,8 @@ class Result:
     ) -> Predictors:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
         position = None if beside is None else self._position(beside)
-        engine, _ = self.parts.engine(self.config)
-        personalizer = self.parts.personalizer(self.config, engine)
-        with torch.no_grad(), products(self.config.run.precision, self.parts.device):
+        personalizer = self.recipe.personalizer(self.recipe.engine()[0])
+        with torch.no_grad(), products(self.config.run.precision, self.recipe.device):
             return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
 
     def with_unseen(
@@ -198,27 +192,15 @@ class Result:
         beside: str | None = None,
     ) -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
-        self.shapes.conform(federation.names[0], federation.train.inputs[:1])
-        self._check(federation.train)
-        found = self.fit_unseen(federation.train, federation.keys, max_iterations, which, beside)
-        parts = replace(self.parts, mixer=Settled())
+        samples, recipe = federation.train, self.recipe.fitted()
+        recipe.format.conform(federation.names[0], samples.inputs[:1])
+        recipe.check_samples(samples.inputs, samples.targets)
+        found = self.fit_unseen(samples, federation.keys, max_iterations, which, beside)
         state = found.settled(self.state(which).round)
-        engine, _ = parts.engine(self.config)
-        scores = evaluate(parts.algorithm, engine, found, federation)
-        summary = parts.describe(self.config, state) | {"num_clients": federation.num_clients}
-        summary |= name_scores(scores)
-        rows = client_rows("unseen", federation.names, scores, found.log_weights(parts.algorithm))
-        return replace(
-            self,
-            parts=parts,
-            states={"last": state},
-            tuned={},
-            names=federation.names,
-            clients=rows,
-            history=(),
-            summary=summary,
-            origin={"settled": True},
-        )
+        scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation)
+        summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)
+        rows = client_rows("unseen", federation.names, scores, found.log_weights(recipe.algorithm))
+        return Result(recipe, {"last": state}, federation.names, summary, (), rows, {})
 
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
@@ -226,8 +208,7 @@ class Result:
         folder.create(self.config)
         with folder.open_metrics(0) as file:
             file.writelines(folder.line(record) for record in self.history)
-        facts = checkpoint_facts(self.names, self.shapes, self.parts.model) | dict(self.origin)
-        folder.save({**self.states, **name_tuned(self.tuned)}, facts)
+        folder.save({**self.states, **name_tuned(self.tuned)}, self.recipe.metadata(self.names) | dict(self.origin))
         folder.finish(self.summary, self.clients)
         return folder.path
 
@@ -244,23 +225,18 @@ class Result:
         config = folder.config()
         if config.name("model") == GIVEN and model is None:
             raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
-        states, facts = folder.load()
-        shapes = take_shapes(facts)
-        parts = Parts.build(config.replace("run", device=device), shapes, model)
-        check_model(parts.model, facts.pop("leaves", None))
-        parts.model.not_stackable = facts.pop("not_stackable")
-        parts.model.bytes_per_sample = facts.pop("bytes_per_sample")
-        if facts.get("settled"):
-            parts = replace(parts, mixer=Settled())
-        everything = {role: state.to(parts.device) for role, state in states.items()}
-        placed = {role: state for role, state in everything.items() if not role.startswith(TUNED)}
-        tuned = {role.removeprefix(TUNED): state for role, state in everything.items() if role.startswith(TUNED)}
-        clients = tuple(facts.pop("clients"))
+        states, metadata = folder.load()
+        recipe = Recipe.from_metadata(config, metadata, model, device)
+        names = tuple(metadata["clients"])
+        origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
+        placed = {role: state.to(recipe.device) for role, state in states.items()}
+        trained = {role: state for role, state in placed.items() if not role.startswith(TUNED)}
+        tuned = {role.removeprefix(TUNED): state for role, state in placed.items() if role.startswith(TUNED)}
         summary = folder.summary()
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
-        head = summary or parts.describe(config, placed["last"]) | {"num_clients": len(clients)}
-        return cls(config, parts, shapes, placed, clients, head, folder.metrics(), rows, facts, tuned)
+        head = summary or recipe.describe(trained["last"]) | {"num_clients": len(names)}
+        return cls(recipe, trained, names, head, folder.metrics(), rows, origin, tuned)
 
 
 def name_tuned(tuned: Mapping[str, State]) -> dict[str, State]:

@@ -1,11 +1,16 @@
-"""A whole run: data -> rounds -> scores -> a folder on disk and a :class:`~fedem.runs.result.Result`."""
+"""A whole run: a recipe and a federation -> rounds -> scores -> a folder and a :class:`~fedem.runs.result.Result`.
+
+A run is prepared first, which checks everything that can be checked, and then carried out round by round.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +27,11 @@ from fedem.models import MODELS
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.measures import (
-    Recovery,
-    check_diagnosable,
-    check_measurable,
-    diagnose,
-    estimate_dissimilarity,
-    measure_alpha,
-    recover,
-)
+from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, measure_alpha, recover
 from fedem.runs.personalize import Personalizer, Predictors
-from fedem.runs.recipe import (
-    ModelSource,
-    Parts,
-    Shapes,
-    all_targets,
-    check_batches,
-    check_encoding,
-    check_model,
-    checkpoint_facts,
-    settle_loss,
-    settle_partition,
-)
+from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result, name_tuned
-from fedem.runs.rounds import RoundLog, State, Training, cohort_size, mixer_seed
+from fedem.runs.rounds import RoundLog, State, Training, cohort_size
 
 Listener = Callable[[Record], None]
 """Called with each round's record."""
@@ -110,99 +96,85 @@ def run(
 ) -> Result:
     """Carry out the run that ``config`` describes on ``dataset``; processes started together share the work."""
     with joined() as team:
-        job = Job.prepare(config, dataset, model, fresh=not resume, team=team)
-        return carry_out(job, out=out, resume=resume, listener=listener)
+        trainer = Trainer.prepare(config, dataset, model, fresh=not resume, team=team)
+        return carry_out(trainer, out=out, resume=resume, listener=listener)
 
 
 def carry_out(
-    job: Job, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
+    trainer: Trainer, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
 ) -> Result:
-    """Carry out a job that is prepared already; of a team the leader alone writes, and tells the listener."""
-    if job.training.team.size > 1:
-        job.training.team.agree("settings or data", job.config.to_toml() + job.federation.fingerprint)
-    with products(job.config.run.precision, job.parts.device):
-        return _in_folder(job.placed(), RunFolder(Path(out)) if out is not None else None, resume, listener)
+    """Carry out a run that is prepared already; of a team the leader alone writes, and calls the listener."""
+    team, config = trainer.team, trainer.config
+    if team.size > 1:
+        team.agree("settings or data", config.to_toml() + trainer.federation.fingerprint)
+    with products(config.run.precision, trainer.recipe.device):
+        trainer = trainer.placed()
+        if resume and out is None:
+            raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
+        if out is None or not team.leads:
+            return _carry_out(trainer, None, None, listener if team.leads else None)
+        folder = RunFolder(Path(out))
+        if not resume:
+            folder.create(config)
+        elif not folder.exists():
+            raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
+        with folder.locked():
+            begun = resume and folder.reopen(config)
+            return _carry_out(trainer, folder, _restore(trainer, folder) if begun else None, listener)
 
 
-def _in_folder(job: Job, folder: RunFolder | None, resume: bool, listener: Listener | None) -> Result:
-    if resume and folder is None:
-        raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
-    if not job.training.team.leads:
-        return _carry_out(job, None, None, None)
-    if folder is None:
-        return _carry_out(job, None, None, listener)
-    if not resume:
-        folder.create(job.config)
-    elif not folder.exists():
-        raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
-    with folder.locked():
-        resumed = resume and folder.reopen(job.config)
-        return _carry_out(job, folder, _restore(job, folder) if resumed else None, listener)
-
-
-def _carry_out(job: Job, folder: RunFolder | None, restored: Progress | None, listener: Listener | None) -> Result:
-    rounds, told = job.config.run.rounds, job.training.team.tell(restored)
-    progress = Progress(job.training.init(), None, None, []) if told is None else _placed(told, job)
-    with _Recorder(folder, progress.state.round, listener) as record:
+def _carry_out(
+    trainer: Trainer, folder: RunFolder | None, restored: Progress | None, listener: Listener | None
+) -> Result:
+    rounds, told = trainer.config.run.rounds, trainer.team.tell(restored)
+    progress = Progress(trainer.training.init(), None, None, []) if told is None else told.to(trainer.recipe.device)
+    with _recording(folder, progress.state.round, listener) as record:
         while progress.state.round < rounds:
-            record(job.advance(progress))
-            due = progress.state.round % job.config.run.checkpoint_every == 0
+            record(trainer.advance(progress))
+            due = progress.state.round % trainer.config.run.checkpoint_every == 0
             if folder and (due or progress.state.round == rounds):
-                folder.save(progress.states, job.checkpoint_facts(progress))
-    result = job.conclude(progress)
+                folder.save(progress.states, trainer.metadata(progress))
+    result = trainer.conclude(progress)
     if folder:
         if result.tuned:
-            folder.save(progress.states | name_tuned(result.tuned), job.checkpoint_facts(progress))
+            folder.save(progress.states | name_tuned(result.tuned), trainer.metadata(progress))
         folder.finish(result.summary, result.clients)
     return result
 
 
-def _restore(job: Job, folder: RunFolder) -> Progress:
+def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     """Take up a run where its last checkpoint left it."""
-    states, facts = folder.load()
-    if "data" not in facts:
+    states, metadata = folder.load()
+    if "data" not in metadata:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
-    if facts["data"] != job.federation.fingerprint:
+    if metadata["data"] != trainer.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
-    check_model(job.parts.model, facts.get("leaves"))
+    trainer.recipe.check_leaves(metadata.get("leaves"))
     history = [line for line in folder.metrics() if line["round"] <= states["last"].round]
-    return Progress(states["last"], states.get("best"), facts["best_validation"], history, facts["seconds"])
+    return Progress(states["last"], states.get("best"), metadata["best_validation"], history, metadata["seconds"])
 
 
-def _placed(progress: Progress, job: Job) -> Progress:
-    """Move what was read from files to where the job is done."""
-    best = None if progress.best is None else progress.best.to(job.parts.device)
-    return replace(progress, state=progress.state.to(job.parts.device), best=best)
+@contextmanager
+def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -> Iterator[Listener]:
+    """Yield what writes a round's record to the folder's metrics and TensorBoard events, and calls the listener."""
+    if folder is None:
+        yield listener or (lambda entry: None)
+        return
+    from torch.utils.tensorboard import SummaryWriter
 
+    where = str(folder.path / "tensorboard")
+    with folder.open_metrics(done) as file, SummaryWriter(where, purge_step=done + 1) as events:
 
-class _Recorder:
-    """Writes each round's record to the folder's metrics and TensorBoard events, and tells the listener."""
-
-    def __init__(self, folder: RunFolder | None, done: int, listener: Listener | None):
-        self._listener, self._file, self._events = listener, None, None
-        if folder:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._file = folder.open_metrics(done)
-            self._events = SummaryWriter(str(folder.path / "tensorboard"), purge_step=done + 1)
-
-    def __enter__(self) -> Listener:
-        return self._record
-
-    def __exit__(self, *_: object) -> None:
-        if self._file and self._events:
-            self._file.close()
-            self._events.close()
-
-    def _record(self, entry: Record) -> None:
-        if self._file and self._events:
-            self._file.write(RunFolder.line(entry))
-            self._file.flush()
+        def record(entry: Record) -> None:
+            file.write(RunFolder.line(entry))
+            file.flush()
             for key, value in entry.items():
                 if key != "round" and value is not None:
-                    self._events.add_scalar(key, value, entry["round"])
-        if self._listener:
-            self._listener(entry)
+                    events.add_scalar(key, value, entry["round"])
+            if listener:
+                listener(entry)
+
+        yield record
 
 
 def reassess(
@@ -222,15 +194,9 @@ def reassess(
             "fine_tune_epochs of at least 1."
         )
     check_here(folder.load()[1]["clients"])
-    job = Job.prepare(config, config.make_data(), None, fresh=False).placed()
-    with products(config.run.precision, job.parts.device):
-        return job.conclude(_placed(_restore(job, folder), job))
-
-
-# A run, prepared and carried on round by round; what is trained is scored here and summed up.
-
-_PROBED = 5
-"""samples that a model is tried on"""
+    trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()
+    with products(config.run.precision, trainer.recipe.device):
+        return trainer.conclude(_restore(trainer, folder).to(trainer.recipe.device))
 
 
 @dataclass
@@ -255,95 +221,91 @@ class Progress:
         """The states worth keeping, by role."""
         return {"last": self.state} | ({"best": self.best} if self.best else {})
 
+    def to(self, device: torch.device) -> Progress:
+        """Move the states to ``device``."""
+        return replace(self, state=self.state.to(device), best=None if self.best is None else self.best.to(device))
 
-@dataclass(frozen=True)
-class Job:
-    """A run, prepared: everything checked, nothing trained."""
 
-    config: Config
-    parts: Parts
-    shapes: Shapes
-    engine: Engine
-    note: str | None
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """A run, prepared: a recipe and the federation to train. Everything is checked, nothing is trained."""
+
+    recipe: Recipe
     federation: Federation
-    truth: Truth | None
-    training: Training
-    personalizer: Personalizer
+    truth: Truth | None = None
+    """what generated the data, where it is known"""
+    team: Team = ALONE
+    """the processes that share the work, each of which has prepared the same run"""
 
     @classmethod
     def prepare(
-        cls, config: Config, dataset: Dataset, source: ModelSource | None, fresh: bool = True, team: Team = ALONE
-    ) -> Job:
-        """Check everything that can be checked before work starts.
-
-        A run that is not ``fresh`` has a state: what the mixer makes at the start, such as a graph, is in it. The
-        processes of a ``team`` prepare the same run, each for itself.
-        """
-        federation = dataset.federation
+        cls,
+        config: Config,
+        dataset: Dataset,
+        source: ModelSource | None = None,
+        fresh: bool = True,
+        team: Team = ALONE,
+    ) -> Trainer:
+        """Check everything that can be checked before work starts (:func:`fedem.runs.recipe.resolve`)."""
         if config.run.unseen:
-            federation = federation.hold_out(config.run.unseen, config.run.seed)
-        check_encoding(config, dataset)
-        config = settle_partition(config, dataset.partition_hash)
-        targets = all_targets(federation)
-        config = settle_loss(config, targets)
-        loss = config.loss
-        assert loss is not None, "just settled"
-        inputs = federation.train.span(0, min(_PROBED, len(federation.train))).inputs
-        classes = dataset.label_names
-        outputs = loss.num_outputs(targets)
-        if classes is not None and outputs > 1:
-            outputs = len(classes)  # some may have no sample among these clients
-        shapes = Shapes(
-            federation.input_shape, inputs.dtype, outputs, dataset.feature_names, dataset.encoding, dataset.label_names
-        )
-        parts = Parts.build(config, shapes, source)
-        if source is None and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-            config.model.check(*federation.input_range)
-        parts.model.check(inputs, targets)
-        check_batches(parts.model, config.batching, federation)
-        if config.solver.differentiates_twice and not parts.model.is_twice_differentiable:
-            raise UserError(
-                f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
-                "recurrent; allowed with it: models without such layers, or another solver."
-            )
-        parts.model.probe(inputs.to(parts.device))
-        parts.algorithm.check(inputs)
-        if fresh:
-            parts.mixer.check(federation.keys, mixer_seed(config.run.seed))
-        if config.run.measure_alpha_every:
-            check_measurable(parts.algorithm)
-        if config.run.diagnose_every:
-            check_diagnosable(parts.algorithm, parts.mixer)
-        engine, note = parts.engine(config)
-        training = Training(
-            parts.algorithm,
-            parts.mixer,
-            engine,
+            dataset = dataset._replace(federation=dataset.federation.hold_out(config.run.unseen, config.run.seed))
+        trainer = cls(config.resolve(dataset, source, fresh), dataset.federation, dataset.truth, team)
+        team.check(trainer.training.cohort_size, trainer.recipe.device)
+        return trainer
+
+    @property
+    def config(self) -> Config:
+        """The configuration, settled on the data."""
+        return self.recipe.config
+
+    @cached_property
+    def _chosen(self) -> tuple[Engine, str | None]:
+        engine, note = self.recipe.engine()
+        return share_out(engine, self.team), note
+
+    @property
+    def engine(self) -> Engine:
+        """Runs the clients, by all processes of the team together."""
+        return self._chosen[0]
+
+    @property
+    def note(self) -> str | None:
+        """Says why the engine is not the one hoped for, where it is not."""
+        return self._chosen[1]
+
+    @cached_property
+    def training(self) -> Training:
+        """What runs the rounds."""
+        recipe, config = self.recipe, self.config
+        return Training(
+            recipe.algorithm,
+            recipe.mixer,
+            self.engine,
             config.batching,
             config.schedule,
-            federation,
+            self.federation,
             config.run.rounds,
-            cohort_size(config.run.clients_per_round, federation.num_clients),
+            cohort_size(config.run.clients_per_round, self.federation.num_clients),
             config.run.seed,
-            parts.device,
-            team,
+            recipe.device,
+            self.team,
         )
-        team.check(training.cohort_size, parts.device)
-        engine = share_out(engine, team)
-        personalizer = parts.personalizer(config, engine)
-        return cls(config, parts, shapes, engine, note, federation, dataset.truth, training, personalizer)
 
-    def placed(self) -> Job:
-        """Return the job with its samples on its GPU, if they fit there; else a chunk's are sent when it needs them."""
-        device = self.parts.device
+    @cached_property
+    def personalizer(self) -> Personalizer:
+        """What makes clients' predictors."""
+        return self.recipe.personalizer(self.engine)
+
+    def placed(self) -> Trainer:
+        """Return the trainer with its samples on its GPU, if they fit; else a chunk's are sent when it needs them."""
+        device = self.recipe.device
         if device.type != "cuda" or self.federation.num_bytes > free_bytes(device) // 2:
             return self
-        federation = self.federation.to(device)
-        return replace(self, federation=federation, training=replace(self.training, federation=federation))
+        return replace(self, federation=self.federation.to(device))
 
-    def checkpoint_facts(self, progress: Progress) -> Record:
-        """What a checkpoint must say besides its tensors."""
-        return checkpoint_facts(self.federation.names, self.shapes, self.parts.model) | self._origin(progress)
+    def metadata(self, progress: Progress) -> Record:
+        """Return what a checkpoint must say besides its tensors."""
+        return self.recipe.metadata(self.federation.names) | self._origin(progress)
 
     def _origin(self, progress: Progress) -> Record:
         return {
@@ -359,7 +321,7 @@ class Job:
 
     def scores(self, found: Predictors) -> dict[str, Scores]:
         """Score the clients' predictors on every part of the data."""
-        return evaluate(self.parts.algorithm, self.engine, found, self.federation)
+        return evaluate(self.recipe.algorithm, self.engine, found, self.federation)
 
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
@@ -385,43 +347,33 @@ class Job:
         found = {role: self.predictors(state) for role, state in progress.states.items()}
         scores = {role: self.scores(entry) for role, entry in found.items()}
         summary = self._summary(progress, found["last"], scores)
-        weights = found["last"].log_weights(self.parts.algorithm)
+        weights = found["last"].log_weights(self.recipe.algorithm)
         summary |= name_weights(weights)
         clients = client_rows("train", self.federation.names, scores["last"], weights)
         unseen = self.federation.unseen
-        if unseen is not None and self.parts.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
+        if unseen is not None and self.recipe.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
             run, samples = self.config.run, unseen.train
             if run.unseen_share < 1:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
                 fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
-            theirs = evaluate(self.parts.algorithm, self.engine, fitted, unseen)
+            theirs = evaluate(self.recipe.algorithm, self.engine, fitted, unseen)
             summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
-            their_weights = fitted.log_weights(self.parts.algorithm)
+            their_weights = fitted.log_weights(self.recipe.algorithm)
             summary |= {f"unseen_{key}": value for key, value in name_weights(their_weights).items()}
             clients += client_rows("unseen", unseen.names, theirs, their_weights)
-        summary |= {"seconds_total": progress.seconds, **peak_bytes(self.parts.device)}
+        summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         tuned = {}
         if self.config.run.fine_tune_epochs:
             tuned = {role: found[role].settled(state.round) for role, state in progress.states.items()}
-        return Result(
-            self.config,
-            self.parts,
-            self.shapes,
-            progress.states,
-            self.federation.names,
-            summary,
-            progress.history,
-            clients,
-            self._origin(progress),
-            tuned,
-        )
+        names, history = self.federation.names, progress.history
+        return Result(self.recipe, progress.states, names, summary, history, clients, self._origin(progress), tuned)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         seconds = [line["seconds"] for line in progress.history]
         history = progress.history
         summary: Record = {
-            **self.parts.describe(self.config, progress.state),
+            **self.recipe.describe(progress.state),
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
             "engine": type(self.training.engine).__name__,
@@ -433,7 +385,7 @@ class Job:
         }
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
-        summary |= self.parts.mixer.facts(progress.state.memory, self.training.cohort_size)
+        summary |= self.recipe.mixer.facts(progress.state.memory, self.training.cohort_size)
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}
@@ -451,7 +403,7 @@ class Job:
                     "weight_distance": recovery.weight_distance,
                     "cluster_accuracy": recovery.cluster_accuracy,
                 }
-        encoding = self.shapes.encoding
+        encoding = self.recipe.format.encoding
         if encoding is not None and encoding.classes is None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
             summary["target_deviation"] = encoding.target_deviation
@@ -461,13 +413,13 @@ class Job:
 
     def _recovery(self, found: Predictors) -> Recovery | None:
         """Compare with the truth, where all clients mix the same components, of the truth's kind."""
-        truth, mixture = self.truth, found.of(self.parts.algorithm, 0)
+        truth, mixture = self.truth, found.of(self.recipe.algorithm, 0)
         if truth is None or len(mixture.log_weights) == 1 or bool((found.reads != found.reads[0]).any()):
             return None
         components = next((leaf for name, leaf in mixture.components.items() if name.endswith("weight")), None)
         if components is None or components.flatten(1).shape[1] != truth.components.shape[1]:
             return None
-        weights = found.log_weights(self.parts.algorithm).exp().cpu()
+        weights = found.log_weights(self.recipe.algorithm).exp().cpu()
         return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
 
 
@@ -491,3 +443,6 @@ def _cost(round_number: int, log: RoundLog) -> Record:
         "bytes_up": log.bytes_up,
         "bytes_down": log.bytes_down,
     }
+
+
+Job = Trainer

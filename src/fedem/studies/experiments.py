@@ -222,7 +222,7 @@ class Entry(NamedTuple):
         # What was settled with the data in hand can't be known without them.
         settled = self.config.replace("run", partition_hash=made.run.partition_hash)
         if settled.loss is None:
-            settled = Config(settled.sections | {"loss": made.sections["loss"]})
+            settled = settled.replace("loss", **made.sections["loss"])
         self.folder.reopen(settled)
 
 

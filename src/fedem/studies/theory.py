@@ -209,7 +209,7 @@ def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None
     """Carry out one run; returns a record for each round that was measured."""
     job = job.placed()
     training, lines = job.training, []
-    with products(job.config.run.precision, job.parts.device):
+    with products(job.config.run.precision, job.recipe.device):
         state = training.init()
         for number in range(1, training.num_rounds + 1):
             before, (state, _) = state, training.step(state)

@@ -256,7 +256,7 @@ class Search:
         metric = ""
         for seed, dataset in data.items():
             job = Job.prepare(self.config(self._first, seed), dataset, None)
-            metric = job.parts.model.loss.metric
+            metric = job.recipe.model.loss.metric
             if not len(job.federation.validation):
                 raise UserError(
                     f"The data of seed {seed} have no validation samples to choose by; allowed: a share or number of "
@@ -475,7 +475,11 @@ def _carry_out(
     try:
         for seed in search.seeds:
             watch = None if listener is None else _shifted(listener, done)
-            summary = _run(search.config(trial.values, seed), data[seed], RunFolder(place / f"seed{seed}"), watch)
+            try:
+                config = search.config(trial.values, seed)
+            except UserError as error:  # values that don't go together
+                raise _FailedError(error) from None
+            summary = _run(config, data[seed], RunFolder(place / f"seed{seed}"), watch)
             if has_diverged(summary):
                 raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
             scores.append(_finite(summary[f"validation_{metric}"]))

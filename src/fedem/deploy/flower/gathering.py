@@ -31,7 +31,7 @@ log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
 
 def check_server(plan: Plan) -> None:
     """Refuse a method whose server does more than to average what everybody sends."""
-    mixer, config, method = plan.parts.mixer, plan.config, plan.config.name("method")
+    mixer, config, method = plan.mixer, plan.config, plan.config.name("method")
     if isinstance(mixer, Star):
         return
     if find_method(method).mixer is not Star:
@@ -90,11 +90,11 @@ class Roster:
 
 def first_state(plan: Plan) -> State:
     """Draw the server's first state, the simulator's for the same seed."""
-    algorithm, mixer, seed = plan.parts.algorithm, plan.parts.mixer, plan.config.run.seed
+    algorithm, mixer, seed = plan.algorithm, plan.mixer, plan.config.run.seed
     shared = tree_sorted(algorithm.init_shared(int(derive(seed, COMPONENTS))))
     nobody = torch.zeros(0, dtype=torch.int64)
     groups, memory = mixer.init(shared, algorithm.model.trainable, nobody, mixer_seed(seed))
-    return State(0, groups, {}, memory).to(plan.parts.device)
+    return State(0, groups, {}, memory).to(plan.device)
 
 
 def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int, rate: float) -> State | None:
@@ -103,7 +103,7 @@ def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int,
     How many samples those have who were not asked, the server does not know: what share of all took part is counted by
     clients, of ``connected`` ones.
     """
-    algorithm, mixer, device = plan.parts.algorithm, plan.parts.mixer, plan.parts.device
+    algorithm, mixer, device = plan.algorithm, plan.mixer, plan.device
     sizes = torch.tensor([answer.num_samples for answer in answers])
     key = int(derive(plan.config.run.seed, MIXER, state.round))
     positions = torch.arange(len(answers))
@@ -124,7 +124,7 @@ def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int,
 
 def averages(plan: Plan, scored: Sequence[Scored], least: int = 1) -> Record:
     """Average clients' scores, weighted by their numbers of training samples, where at ``least`` so many have them."""
-    metric = plan.parts.model.loss.metric
+    metric = plan.model.loss.metric
     weights = torch.tensor([entry.num_samples for entry in scored], dtype=torch.float64)
     record: Record = {}
     for part in PARTS:

@@ -92,7 +92,7 @@ def kind_of(tree: Tree) -> Kind:
 
 def upload_kind(plan: Plan, shared: Tree) -> Kind:
     """Return what an upload looks like, by a round without steps on two samples of zeros."""
-    algorithm, shapes, device = plan.parts.algorithm, plan.shapes, plan.parts.device
+    algorithm, shapes, device = plan.algorithm, plan.format, plan.device
     inputs = torch.zeros(2, *shapes.inputs, dtype=shapes.input_dtype, device=device)
     if isinstance(algorithm.model.loss, SquaredError):
         targets = torch.zeros(2, shapes.outputs, device=device)
@@ -144,7 +144,7 @@ def read_ask(message: Message, plan: Plan) -> Ask:
     if theirs != plan.fingerprint:
         raise UserError(f"The server follows plan {theirs!r}; allowed: {plan.fingerprint!r}, which this client has.")
     # On all machines u looks alike, so an own one tells what to expect.
-    kind = kind_of(plan.parts.algorithm.init_shared(0))
+    kind = kind_of(plan.algorithm.init_shared(0))
     shared = to_tree(arrays, kind)
     try:
         check_leaves(shared, kind)
@@ -155,7 +155,7 @@ def read_ask(message: Message, plan: Plan) -> Ask:
 
 def write_answer(plan: Plan, client: str, num_samples: int, upload: Tree) -> RecordDict:
     """Write what a client's round has come to."""
-    arrays = to_record(plan.parts.algorithm.pack(upload))
+    arrays = to_record(plan.algorithm.pack(upload))
     return _signed(plan, client, MetricRecord({"num_samples": num_samples}), arrays)
 
 
@@ -181,7 +181,7 @@ def check_reply(reply: Message, plan: Plan, kind: Kind) -> Answer:
             raise UserError("the upload is missing")
         raw = to_tree(reply.content.array_records["arrays"], kind)
         try:
-            upload = plan.parts.algorithm.unpack(raw)
+            upload = plan.algorithm.unpack(raw)
         except Exception as error:  # likewise: nothing is known of the leaves yet
             raise UserError(f"the upload can't be unpacked ({error})") from None
         check_leaves(upload, kind)

@@ -105,7 +105,7 @@ def write_app(folder: Path, plan: Plan) -> Path:
     if not name[0].isalpha():
         name = f"app-{name}"
     title = METHODS[plan.config.name("method")].title
-    encoding = plan.shapes.encoding
+    encoding = plan.format.encoding
     columns = "an npz file with arrays x and y, and client where it holds several clients."
     if encoding is not None:
         columns = (

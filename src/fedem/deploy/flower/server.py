@@ -37,7 +37,6 @@ from fedem.deploy.flower.messages import (
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.recipe import checkpoint_facts
 from fedem.runs.rounds import State, cohort_size
 
 log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
@@ -203,8 +202,7 @@ class MethodStrategy(Strategy):
 
     def save(self) -> None:
         """Write a checkpoint: the server's tree and, of clients, at which nodes they are by hashes of their names."""
-        facts = checkpoint_facts((), self.plan.shapes, self.plan.parts.model)
-        facts |= {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
+        facts = self.plan.metadata(()) | {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
         facts["nodes"] = self._roster.to_json()
         self.folder.save({"last": self.state}, facts)
 
@@ -232,11 +230,11 @@ class MethodStrategy(Strategy):
 
     def conclude(self) -> Record:
         """Sum the run up."""
-        parts, history = self.plan.parts, self.folder.metrics()
-        scored = [line for line in history if f"train_{parts.model.loss.metric}" in line]
+        history = self.folder.metrics()
+        scored = [line for line in history if f"train_{self.plan.model.loss.metric}" in line]
         last = scored[-1] if scored else {}
         return {
-            **parts.describe(self.config, self.state),
+            **self.plan.describe(self.state),
             "num_clients": max((line["clients"] for line in history), default=0),
             "engine": "Flower",
             **{key: value for key, value in last.items() if key.startswith(("train_", "validation_", "test_"))},
@@ -272,7 +270,7 @@ def _restored(plan: Plan, folder: RunFolder) -> Begun:
     states, facts = folder.load()
     if facts.get("plan") != plan.fingerprint:
         raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
-    return Begun(states["last"].to(plan.parts.device), facts["seconds"], facts["run"], facts.get("nodes", {}))
+    return Begun(states["last"].to(plan.device), facts["seconds"], facts["run"], facts.get("nodes", {}))
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:

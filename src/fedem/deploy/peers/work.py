@@ -144,7 +144,7 @@ class Peer:
         for member in members:
             member.run = common_run
         desk.note_met(common_run)
-        run, mixer = self.plan.config.run, self.plan.parts.mixer
+        run, mixer = self.plan.config.run, self.plan.mixer
         self.graph = graph_of(self.plan)
         self.local = mixer.leaves if isinstance(mixer, LocalLayers) else frozenset[str]()
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
@@ -193,7 +193,7 @@ class Peer:
     def _step(self, round_index: int) -> Record:
         """Train, exchange and mix; returns what the round cost."""
         started = time.perf_counter()
-        run, algorithm = self.plan.config.run, self.plan.parts.algorithm
+        run, algorithm = self.plan.config.run, self.plan.algorithm
         clients = choose(self.neighbourhood.keys, self.cohort_size, COHORT, run.seed, round_index)
         key, rate = int(derive(run.seed, MIXER, round_index)), self.plan.rate(round_index)
         matrix = among(self.neighbourhood.matrix(round_index, key), clients)
@@ -231,7 +231,7 @@ class Peer:
     def _stretched(self, member: Member, upload: Tree, position: int, rate: float, key: int) -> Tree:
         """Scale what the client's training came to."""
         average, here = float(self.sizes.double().mean()), torch.zeros(1, dtype=torch.int64)
-        trained = self.plan.parts.model.trainable
+        trained = self.plan.model.trainable
         this = Round(here, self.sizes[[position]], len(self.sizes), rate, key, average, trained)
         ((_, stretched),) = scaled(tree_repeat(member.shared, 1), this, [(here, tree_repeat(upload, 1))])
         return tree_index(stretched, 0)
@@ -259,7 +259,7 @@ class Peer:
 
         Sums pass between processes, and no list of clients' scores.
         """
-        metric = self.plan.parts.model.loss.metric
+        metric = self.plan.model.loss.metric
         sums = torch.zeros(len(PARTS), 3, dtype=torch.float64)
         own: dict[str, Record] = {}
         for member in self.members:
@@ -286,7 +286,7 @@ def _in_words(averages: Record) -> str:
 
 def graph_of(plan: Plan) -> Graph:
     """Return what peers average over; refuse plans that need a server."""
-    mixer = plan.parts.mixer
+    mixer = plan.mixer
     graph = mixer.base if isinstance(mixer, LocalLayers) else mixer
     if not isinstance(graph, Graph):
         raise UserError(
@@ -337,7 +337,7 @@ class Member:
         draw = derive(seed, COMPONENTS)
         if graph_of(plan).starts_apart:
             draw = derive(client_keys([node.name])[0], COMPONENTS, seed)
-        shared = tree_sorted(plan.parts.algorithm.init_shared(int(draw)))
+        shared = tree_sorted(plan.algorithm.init_shared(int(draw)))
         return cls(node, path, 0, shared, node.first_personal(shared))
 
     def keep(self) -> None:

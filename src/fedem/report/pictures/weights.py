@@ -214,7 +214,7 @@ def cosines_of(run: Run) -> Numbers | None:
     result = Result.load(run.folder.path, device="cpu")
     # A server that was deployed knows no client: a newcomer without samples gets the same components.
     personal = result.client(result.names[0]) if result.names else result.personalize([], [])
-    return cosines(personal.mixture.components, result.parts.model.trainable)
+    return cosines(personal.mixture.components, result.recipe.model.trainable)
 
 
 def cosines(components: Tree, trained: frozenset[str]) -> Numbers:
