@@ -16,6 +16,7 @@ from rich.text import Text
 
 from fedem.cli.options import OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
 from fedem.core.errors import UserError, unknown
+from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC
 from fedem.data.store import About, Public, prepare, prepared, read_about
@@ -24,7 +25,6 @@ from fedem.report.console import console, errors, waiting, writing
 from fedem.report.described import ENDINGS, draw_clients, labels_table, remarks, sizes_table
 from fedem.report.described import describe as describe_data
 from fedem.runs.config import Config, Sections, parse_assignment
-from fedem.runs.folder import write_atomically
 
 data_group = typer.Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
 

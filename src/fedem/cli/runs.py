@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fedem.cli.options import ClientColumn, DataFile, Device, Quiet, RunArgument, TargetColumn, Which, listed
 from fedem.core.errors import UserError, unknown
+from fedem.core.files import write_atomically, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
 from fedem.data.tables import Table, read_table
@@ -25,7 +26,7 @@ from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
 from fedem.report.pictures.canvas import alone, paint
 from fedem.report.runs import gather
-from fedem.runs.folder import RunFolder, check_here, write_atomically, write_json
+from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
 from fedem.runs.trainer import reassess
 

@@ -26,6 +26,7 @@ from fedem.cli.options import (
     read_seeds,
 )
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method
 from fedem.report.console import console, errors, progress, waiting, writing
 from fedem.report.studies import (
@@ -45,7 +46,7 @@ from fedem.report.studies import (
     tuning_remarks,
 )
 from fedem.runs.config import Config, Layer, parse_assignment, to_toml
-from fedem.runs.folder import RunFolder, new_folder, write_atomically, write_json
+from fedem.runs.folder import RunFolder, new_folder
 from fedem.studies.comparison import Comparison, summarize
 from fedem.studies.experiments import Entry, Experiment, LatestData, check, find, read, tabulate, work_off
 from fedem.studies.experiments import listed as names_in

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically
 from fedem.core.random import PERSONAL, SHUFFLE, derive
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_index, tree_repeat, tree_to
 from fedem.data.encoding import plain_targets, some
@@ -32,7 +33,6 @@ from fedem.engines import Cohort, OneByOne, SolverDeal
 from fedem.engines.device import products
 from fedem.methods.mixer import Star
 from fedem.runs.evaluate import evaluate
-from fedem.runs.folder import write_atomically
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import State, init_personal
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import Settings, complete
 from fedem.data.dataset import Dataset
 from fedem.runs.config import Config, read_toml
-from fedem.runs.folder import write_atomically, write_json
 from fedem.runs.recipe import Recipe
 from fedem.runs.trainer import Trainer
 

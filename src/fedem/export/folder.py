@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, reason, sample_inputs, try_file
 from fedem.methods.base import Mixture
@@ -34,7 +35,6 @@ from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import MODELS, Model
 from fedem.models.losses import LOSSES
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.folder import write_atomically, write_json
 from fedem.runs.recipe import ModelSource, SampleFormat, find_device
 from fedem.runs.result import PersonalModel, Result
 

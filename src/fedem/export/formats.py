@@ -23,10 +23,10 @@ from torch.nn.functional import max_pool2d
 
 from fedem.core.em import mix
 from fedem.core.errors import UserError, unknown
+from fedem.core.files import write_atomically
 from fedem.core.tree import Tree, tree_index
 from fedem.models.base import Model
 from fedem.models.small import PooledConv2d
-from fedem.runs.folder import write_atomically
 from fedem.runs.result import PersonalModel
 
 TENSORS = "safetensors"

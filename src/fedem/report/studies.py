@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.report.console import metric_of
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
-from fedem.runs.folder import write_atomically
 from fedem.runs.measures import Diagnosis
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, Row, Spread

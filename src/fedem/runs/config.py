@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedem.core.errors import UserError, unknown
+from fedem.core.files import toml_literal
 from fedem.core.settings import Settings, complete, names_of
 from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
@@ -460,11 +460,3 @@ def _preset(data: Any, method: str) -> Sections:
             content = tomllib.loads(resource.read_text(encoding="utf-8"))
             layers += [content.get("all", {}), content.get(method, {})]
     return overlay(*layers)
-
-
-def toml_literal(value: Any) -> str:
-    """Write a value of a setting as TOML has it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    # A JSON string is a TOML basic string, but for the characters that TOML wants escaped and JSON does not.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)

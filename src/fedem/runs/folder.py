@@ -2,12 +2,16 @@
 
 ========================  ==========================================================
 config.toml               the complete configuration; runs again as it is
-metrics.jsonl             a line a round
+metrics.jsonl             one line per round
 summary.json              the outcome, once the run is complete
 clients.csv               each client's scores and mixture weights
-checkpoints/              the state (see :mod:`fedem.runs.folder`)
+checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
 tensorboard/              the metrics as TensorBoard events
 ========================  ==========================================================
+
+A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
+moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
+the new one.
 """
 
 from __future__ import annotations
@@ -15,11 +19,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,10 +29,13 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
+from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.runs.config import Config, read_toml
 from fedem.runs.rounds import State
 
+MANIFEST = "checkpoint.json"
+_TREES = ("shared", "personal", "memory")
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
 _FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
 
@@ -59,7 +64,7 @@ class RunFolder:
             raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UserError(f"The run's folder {self.path} can't be written: {there} is no folder we may write to.")
+            raise UserError(f"The run's folder {self.path} can't be written: {there} is not a folder we may write to.")
 
     def create(self, config: Config) -> None:
         """Start a new run in the folder."""
@@ -73,7 +78,7 @@ class RunFolder:
     def reopen(self, config: Config) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
         changed = set(self.config().differences(config)) - _FREE
-        # Nobody sets the hash: it is found, and tells who owns which samples.
+        # Nobody sets the hash: it is found, and says who owns which samples.
         settings = changed - {"run.partition_hash"}
         if settings:
             raise UserError(
@@ -87,17 +92,10 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training into the folder; a process that is killed lets go of it."""
-        try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            yield
-            return
-        with (self.path / "config.toml").open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"Another process is training into {self.path}.") from None
+        """Keep other processes from training into the folder."""
+        with locked(self.path / ".lock") as mine:
+            if not mine:
+                raise UserError(f"Another process is training into {self.path}.")
             yield
 
     def open_metrics(self, done: int) -> IO[str]:
@@ -112,9 +110,9 @@ class RunFolder:
         """Return a record as a line of metrics.jsonl."""
         return json.dumps(plain(record), allow_nan=False) + "\n"
 
-    def save(self, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
+    def save(self, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
         """Write a checkpoint."""
-        save_checkpoint(self.checkpoints, states, facts)
+        save_checkpoint(self.checkpoints, states, metadata)
 
     def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         """Write the outcome."""
@@ -203,66 +201,15 @@ def new_folder(base: Path, name: str) -> Path:
     return Path(os.path.relpath(path)) if not base.is_absolute() else path
 
 
-# State <-> files: tensors as safetensors, the rest as JSON, never pickle.
-#
-# A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place
-# and moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint
-# or the new one.
-
-MANIFEST = "checkpoint.json"
-_TREES = ("shared", "personal", "memory")
-
-
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file so that it is there whole or not at all, even after a crash of the machine.
-
-    A ``private`` one is never readable by others, not for a moment.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    if private:
-        temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
-    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    # The move itself must reach the disk before anything that relies on it is done.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run had begun to write."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink()
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically."""
-    write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
-
-
-def plain(content: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not know, by null."""
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, Mapping):
-        return {key: plain(value) for key, value in content.items()}
-    return [plain(value) for value in content] if isinstance(content, list | tuple) else content
-
-
-def save_checkpoint(folder: Path, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
-    """Write ``states`` (by role, such as "last" and "best") and ``facts`` (JSON), then drop what is no longer named.
+def save_checkpoint(folder: Path, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
+    """Write ``states`` (by role, such as "last" and "best") and ``metadata`` (JSON), then drop what nothing names.
 
     A state is written once; roles that have the same one share its file.
     """
     from safetensors.torch import save
 
     folder.mkdir(exist_ok=True)
-    manifest: dict[str, Any] = {"facts": dict(facts), "states": {}}
+    manifest: dict[str, Any] = {"facts": dict(metadata), "states": {}}
     # A file that no manifest names was left by a killed run and is written again.
     kept = _named_files(folder)
     for role, state in states.items():
@@ -292,7 +239,7 @@ def _named_files(folder: Path) -> set[str]:
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
-    """Read the states by role, and the facts."""
+    """Read the states by role, and the metadata."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically, write_json
 from fedem.methods import title_of
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
-from fedem.runs.folder import RunFolder, write_atomically, write_json
+from fedem.runs.folder import RunFolder
 from fedem.studies.sweep import Cell
 
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from fedem.core.errors import UserError, needed, unknown
+from fedem.core.files import plain, write_json
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
-from fedem.runs.folder import RunFolder, plain, write_json
+from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Job, Listener, carry_out
 from fedem.studies.comparison import Spread
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedem.core.errors import UserError, needed
+from fedem.core.files import write_atomically
 from fedem.deploy.flower.gathering import check_server
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.methods import METHODS
-from fedem.runs.folder import write_atomically
 
 if TYPE_CHECKING:
     from cryptography import x509
