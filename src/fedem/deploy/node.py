@@ -30,7 +30,6 @@ from fedem.data.files import FromFile
 from fedem.data.tables import Table, read_table
 from fedem.deploy.plan import Plan
 from fedem.engines import Cohort, OneByOne, SolverDeal
-from fedem.engines.device import products
 from fedem.methods.mixer import Star
 from fedem.runs.evaluate import evaluate
 from fedem.runs.personalize import Personalizer, Predictors
@@ -117,7 +116,7 @@ class Node:
         here = torch.zeros(1, dtype=torch.int64)
         cohort = Cohort(self._one(shared), here, self._one(personal), self._own.train)
         scales = None if scale == 1.0 else torch.tensor([scale], dtype=torch.float64)
-        with products(self.plan.config.run.precision, self._device):
+        with self.plan.products():
             (finished,) = self._deal.train(
                 OneByOne(), cohort, self.plan.config.batching, names, keys, learning_rate, scales=scales
             )
@@ -127,7 +126,7 @@ class Node:
         """Return the personal tree of a client that never trained, fitted beside ``shared``."""
         # What fine-tuning makes belongs to a predictor, not to what is kept.
         plain = replace(self._personalizer, fine_tune_epochs=0)
-        with torch.no_grad(), products(self.plan.config.run.precision, self._device):
+        with torch.no_grad(), self.plan.products():
             found = plain.personalize(State(0, self._one(shared), {}), self._own.train, self._own.keys)
         return tree_index(found.personal, 0)
 
@@ -139,7 +138,7 @@ class Node:
     def assess(self, shared: Tree, personal: Tree) -> dict[str, Assessed]:
         """Score the client's predictor on every part of its data that there is."""
         found = self._predictors(shared, personal)
-        with products(self.plan.config.run.precision, self._device):
+        with self.plan.products():
             scores = evaluate(self.plan.algorithm, OneByOne(), found, self._own)
         return {
             part: Assessed(count, count * float(entry.losses), count * float(entry.values))
@@ -149,7 +148,7 @@ class Node:
 
     def _predictors(self, shared: Tree, personal: Tree) -> Predictors:
         state = State(0, self._one(shared), self._one(personal))
-        with torch.no_grad(), products(self.plan.config.run.precision, self._device):
+        with torch.no_grad(), self.plan.products():
             return self._personalizer.predictors(state, self._own)
 
     @cached_property

@@ -7,6 +7,7 @@ federation, a result is a recipe and states, a deployment's plan is a recipe tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -22,6 +23,7 @@ from fedem.data.encoding import Encoding
 from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
+from fedem.engines.device import products
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import find_method
 from fedem.methods.base import Algorithm
@@ -162,6 +164,10 @@ class Recipe:
     def engine(self) -> tuple[Engine, str | None]:
         """Return a new engine, and a note when it is not the one hoped for."""
         return choose_engine(self.config.run.engine, self.config.run.chunk_size, self.model, self.device)
+
+    def products(self) -> AbstractContextManager[None]:
+        """Return a context in which numbers are multiplied as exactly as run.precision says."""
+        return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
         """Return what makes clients' predictors."""

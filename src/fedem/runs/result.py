@@ -18,7 +18,6 @@ from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
-from fedem.engines.device import products
 from fedem.methods.base import Mixture
 from fedem.methods.mixer import Served, Settled
 from fedem.models.base import Model
@@ -180,7 +179,7 @@ class Result:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
         position = None if beside is None else self._position(beside)
         personalizer = self.recipe.personalizer(self.recipe.engine()[0])
-        with torch.no_grad(), products(self.config.run.precision, self.recipe.device):
+        with torch.no_grad(), self.recipe.products():
             return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
 
     def with_unseen(

@@ -21,7 +21,7 @@ from fedem.data.dataset import Dataset, Truth
 from fedem.data.federation import Federation
 from fedem.data.samples import thinned
 from fedem.engines import Engine
-from fedem.engines.device import free_bytes, peak_bytes, products
+from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Team, joined, share_out
 from fedem.models import MODELS
 from fedem.runs.config import GIVEN, Config, route
@@ -107,7 +107,7 @@ def carry_out(
     team, config = trainer.team, trainer.config
     if team.size > 1:
         team.agree("settings or data", config.to_toml() + trainer.federation.fingerprint)
-    with products(config.run.precision, trainer.recipe.device):
+    with trainer.recipe.products():
         trainer = trainer.placed()
         if resume and out is None:
             raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
@@ -195,7 +195,7 @@ def reassess(
         )
     check_here(folder.load()[1]["clients"])
     trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()
-    with products(config.run.precision, trainer.recipe.device):
+    with trainer.recipe.products():
         return trainer.conclude(_restore(trainer, folder).to(trainer.recipe.device))
 
 
@@ -239,12 +239,7 @@ class Trainer:
 
     @classmethod
     def prepare(
-        cls,
-        config: Config,
-        dataset: Dataset,
-        source: ModelSource | None = None,
-        fresh: bool = True,
-        team: Team = ALONE,
+        cls, config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True, team: Team = ALONE
     ) -> Trainer:
         """Check everything that can be checked before work starts (:func:`fedem.runs.recipe.resolve`)."""
         if config.run.unseen:
@@ -259,19 +254,14 @@ class Trainer:
         return self.recipe.config
 
     @cached_property
-    def _chosen(self) -> tuple[Engine, str | None]:
-        engine, note = self.recipe.engine()
-        return share_out(engine, self.team), note
-
-    @property
     def engine(self) -> Engine:
         """Runs the clients, by all processes of the team together."""
-        return self._chosen[0]
+        return share_out(self.recipe.engine()[0], self.team)
 
     @property
     def note(self) -> str | None:
         """Says why the engine is not the one hoped for, where it is not."""
-        return self._chosen[1]
+        return self.recipe.engine()[1]
 
     @cached_property
     def training(self) -> Training:
@@ -370,8 +360,8 @@ class Trainer:
         return Result(self.recipe, progress.states, names, summary, history, clients, self._origin(progress), tuned)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
-        seconds = [line["seconds"] for line in progress.history]
         history = progress.history
+        seconds = [line["seconds"] for line in history]
         summary: Record = {
             **self.recipe.describe(progress.state),
             "num_clients": self.federation.num_clients,

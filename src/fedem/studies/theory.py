@@ -17,7 +17,6 @@ import numpy as np
 
 from fedem.core.errors import UserError
 from fedem.data.dataset import Dataset
-from fedem.engines.device import products
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Mixer
 from fedem.runs.config import Config, Layer
@@ -209,7 +208,7 @@ def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None
     """Carry out one run; returns a record for each round that was measured."""
     job = job.placed()
     training, lines = job.training, []
-    with products(job.config.run.precision, job.recipe.device):
+    with job.recipe.products():
         state = training.init()
         for number in range(1, training.num_rounds + 1):
             before, (state, _) = state, training.step(state)
