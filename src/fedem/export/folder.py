@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -31,11 +30,9 @@ from fedem.core.files import write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, reason, sample_inputs, try_file
 from fedem.methods.base import Mixture
-from fedem.methods.wrappers.label_shares import shifted
-from fedem.models import MODELS, Model
-from fedem.models.losses import LOSSES
+from fedem.models import Model
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.recipe import ModelSource, SampleFormat, find_device
+from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
@@ -142,8 +139,7 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
         if facts["version"] != _VERSION:
             raise UserError(f"{folder} has version {facts['version']!r} of the format; allowed: {_VERSION}.")
-        shapes = SampleFormat.from_json(facts)
-        built = _build(facts, shapes, model)
+        recipe = _recipe(facts, model, device)
         tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
         mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
     except FileNotFoundError as error:
@@ -154,25 +150,22 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / _FACTS} is no description of a model ({type(error).__name__}: {error}).") from None
     count = len(mixture.log_weights)
-    wanted = {name: (count, *leaf.shape) for name, leaf in built.init(0).items()}
+    wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
     if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
         raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {facts['model']['name']!r}.")
-    place = find_device(device)
-    return PersonalModel(built, Mixture(tree_to(mixture.components, place), mixture.log_weights.to(place)), shapes)
+    components, log_weights = tree_to(mixture.components, recipe.device), mixture.log_weights.to(recipe.device)
+    return PersonalModel(recipe.model, Mixture(components, log_weights), recipe.format)
 
 
-def _build(facts: Mapping[str, Any], shapes: SampleFormat, model: ModelSource | None) -> Model:
-    """Build the model that model.json describes."""
-    spec, loss = dict(facts["model"]), dict(facts["loss"])
-    name = spec.pop("name")
-    if model is None and name == GIVEN:
+def _recipe(facts: Mapping[str, Any], model: ModelSource | None, device: str) -> Recipe:
+    """Return the recipe of the model that model.json describes."""
+    if model is None and facts["model"]["name"] == GIVEN:
         raise UserError("This model was passed from Python when it was trained; pass model=... again to load it.")
-    source = partial(MODELS[name](**spec).build, shapes.inputs, shapes.outputs) if model is None else model
-    if facts.get("label_shares"):
-        source = shifted(source, shapes.outputs)
-    built = Model(source, LOSSES[loss.pop("name")](**loss), getattr(torch, facts["dtype"]), facts["precision"])
-    built.not_stackable = facts["not_stackable"]
-    return built
+    run = {key: facts[key] for key in ("dtype", "precision")} | {"label_shares": facts.get("label_shares", False)}
+    config = Config.build({"model": facts["model"], "loss": facts["loss"], "run": run}, preset=False)
+    recipe = Recipe(config, SampleFormat.from_json(facts), model, device_name=device)
+    recipe.model.not_stackable = facts["not_stackable"]
+    return recipe
 
 
 def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
