@@ -39,7 +39,7 @@ from fedem.engines.device import products
 from fedem.runs.config import Config, Sections
 from fedem.runs.recipe import find_device
 from fedem.runs.rounds import State, Training
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 NUM_COMPONENTS, NUM_CLASSES, BATCH_SIZE = 3, 62, 128
 LEARNING_RATE = 0.03
@@ -80,7 +80,7 @@ def make_training(federation: Federation, device: torch.device, precision: str, 
         "model": {"name": "cnn", "pixel_mean": 0.0, "pixel_deviation": 1.0, **DROPOUT},
         "batching": {"batch_size": BATCH_SIZE, "local_epochs": 1},
     }
-    return Job.prepare(Config.build(asked, settings), Dataset(federation), None).placed().training
+    return Trainer.prepare(Config.build(asked, settings), Dataset(federation)).placed().training
 
 
 def network(dropout: float, dense_dropout: float) -> nn.Sequential:

@@ -28,7 +28,7 @@ from fedem.methods import METHODS
 from fedem.models import Model
 from fedem.runs.config import Config
 from fedem.runs.rounds import Training
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 REFERENCE = "fedavg"
 _FORWARD = 1 / 3
@@ -56,7 +56,7 @@ class CountingModel(Model):
 def prepare(method: str, dataset: Dataset) -> Training:
     """Prepare a method with the settings shipped for it."""
     given = {"run": {"device": "cpu"}, "data": {"name": "synthetic"}, "method": {"name": method}}
-    return Job.prepare(Config.build(given), dataset, None).training
+    return Trainer.prepare(Config.build(given), dataset).training
 
 
 def count_gradients(training: Training, rounds: Sequence[int]) -> float:

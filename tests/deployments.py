@@ -10,7 +10,7 @@ import shops
 from fedem.data.dataset import Dataset
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 NAMES = ("shop A", "Shop a", "shop B")
 """of clients; two would share a file where capitals count for nothing"""
@@ -29,10 +29,10 @@ def configure(sample: Path, **sections: dict[str, Any]) -> tuple[Config, Dataset
     return config, config.make_data()
 
 
-def make_plan(sample: Path, **sections: dict[str, Any]) -> tuple[Plan, Job]:
+def make_plan(sample: Path, **sections: dict[str, Any]) -> tuple[Plan, Trainer]:
     """Return a plan, and the same run as the simulator has it."""
     config, dataset = configure(sample, **sections)
-    return Plan.make(config, dataset), Job.prepare(config, dataset, None)
+    return Plan.make(config, dataset), Trainer.prepare(config, dataset)
 
 
 def run_config(folder: Path, **values: Any) -> dict[str, Any]:

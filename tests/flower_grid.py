@@ -22,7 +22,7 @@ from fedem.deploy.flower.server import serve
 from fedem.deploy.node import Kept, place
 from fedem.deploy.plan import RunConfig
 from fedem.runs.rounds import State
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 _NOT_CALLED = "a part of Flower's interface that no test was known to use"
 Spoil = Callable[[int, Message, Message], Message | None]
@@ -88,10 +88,10 @@ class Deployed:
 
     def __init__(self, folder: Path, values: dict[str, Any] | None = None, **sections: dict[str, Any]):
         self.folder, self.sample = folder, deployments.write_sample(folder)
-        self.plan, self.job = deployments.make_plan(self.sample, **sections)
+        self.plan, self.trainer = deployments.make_plan(self.sample, **sections)
         self.plan.save(folder / "plan")
         self.run_config = deployments.run_config(folder, **(values or {}))
-        self.nodes = node_configs(folder, self.sample, self.job.federation.names)
+        self.nodes = node_configs(folder, self.sample, self.trainer.federation.names)
         self.grid = LocalGrid(client_app(folder / "plan"), self.nodes, self.run_config)
 
     def serve(self, **values: Any) -> State:
@@ -109,10 +109,10 @@ class Deployed:
         return [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def simulated(job: Job, rounds: int = 3) -> State:
-    state = job.training.init()
+def simulated(trainer: Trainer, rounds: int = 3) -> State:
+    state = trainer.training.init()
     for _ in range(rounds):
-        state, _ = job.training.step(state)
+        state, _ = trainer.training.step(state)
     return state
 
 

@@ -29,7 +29,7 @@ from fedem.deploy.peers.work import Peer, Task
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
 from fedem.runs.rounds import State
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 SIZES = {"ann": 20, "bob": 30, "cem": 45, "dan": 25}
 
@@ -69,10 +69,10 @@ class Deployment:
 
     def simulated(self) -> State:
         """Where the simulator ends; clients in the order of their names."""
-        job = Job.prepare(self.config, self.config.make_data(), None)
-        state = job.training.init()
+        trainer = Trainer.prepare(self.config, self.config.make_data())
+        state = trainer.training.init()
         for _ in range(self.config.run.rounds):
-            state, _ = job.training.step(state)
+            state, _ = trainer.training.step(state)
         return state
 
     def kept(self, name: str) -> Kept:

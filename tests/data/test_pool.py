@@ -20,7 +20,7 @@ from fedem.data.federation import PARTS, Federation
 from fedem.data.partitions import Collection, Dirichlet, Natural, Uniform, content_ids, from_arrays
 from fedem.data.samples import Pool, Samples, offsets_of, split_rows
 from fedem.engines import OneByOne, Stacked
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 SIZES = (7, 1, 12, 30, 5)
 NAMES = ("ann", "bob", "cem", "dan", "eve")
@@ -197,13 +197,13 @@ def test_a_run_is_bound_to_its_partition() -> None:
 
     asked = {"data": {"name": "given"}, "run": {"rounds": 1}}
     dataset = _Here().make(0, Dirichlet(num_clients=3, min_samples=2))
-    job = Job.prepare(Config.build(asked), dataset, None)
-    assert job.config.run.partition_hash == dataset.partition_hash != ""
-    assert Job.prepare(job.config, dataset, None).config.sections == job.config.sections
+    trainer = Trainer.prepare(Config.build(asked), dataset)
+    assert trainer.config.run.partition_hash == dataset.partition_hash != ""
+    assert Trainer.prepare(trainer.config, dataset).config.sections == trainer.config.sections
     other = _Here().make(1, Dirichlet(num_clients=3, min_samples=2))
     assert other.partition_hash != dataset.partition_hash
     with pytest.raises(UserError, match="the clients got other samples"):
-        Job.prepare(job.config, other, None)
+        Trainer.prepare(trainer.config, other)
 
 
 def test_only_the_cohorts_samples_are_read(tmp_path: Path) -> None:

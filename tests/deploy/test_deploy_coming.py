@@ -39,7 +39,7 @@ def test_a_name_stays_with_the_node_that_had_it_first(tmp_path: Path, caplog: py
     there.grid.spoil = join
     state = there.serve()
     assert there.grid.sent.count((14, "train")) == 2
-    equal(state.shared, simulated(there.job).shared)
+    equal(state.shared, simulated(there.trainer).shared)
     told = f"Client {other['client']!r} is at node 12; node 14, which uses its name, is left out."
     assert caplog.text.count(told) == 1
     assert "3 clients keep their models; 4 nodes were asked." in caplog.text
@@ -58,7 +58,7 @@ def test_a_server_that_goes_on_knows_the_names(tmp_path: Path) -> None:
         there.serve()
     there.grid.spoil = lambda node, asked, answer: answer
     there.nodes[14] = impostor(there, tmp_path)
-    equal(there.serve(**{"continue": True}).shared, simulated(there.job).shared)
+    equal(there.serve(**{"continue": True}).shared, simulated(there.trainer).shared)
 
 
 def test_a_name_moves_when_its_node_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -71,7 +71,7 @@ def test_a_name_moves_when_its_node_is_gone(tmp_path: Path, caplog: pytest.LogCa
         return answer
 
     there.grid.spoil = start_again
-    equal(there.serve().shared, simulated(there.job).shared)
+    equal(there.serve().shared, simulated(there.trainer).shared)
     assert f"Client {there.nodes[15]['client']!r} is at node 15 now; node 12 is not connected" in caplog.text
 
 
@@ -109,7 +109,7 @@ def test_a_round_that_nobody_scores_is_done_all_the_same(tmp_path: Path, caplog:
     assert "Round 2 is not scored: 2 nodes are connected, needed 3." in caplog.text
     assert Result.load(there.run_folder).state().round == 2
     there.grid.spoil, there.nodes[12] = (lambda node, asked, answer: answer), gone
-    equal(there.serve(**{"continue": True}).shared, simulated(there.job).shared)
+    equal(there.serve(**{"continue": True}).shared, simulated(there.trainer).shared)
     assert there.grid.sent.count((12, "train")) == 3
     assert ["test_accuracy" in line for line in there.lines] == [True, False, True]
 
@@ -124,9 +124,9 @@ def test_who_was_away_at_the_end_gets_its_model_when_the_run_is_continued(
     assert "2 clients keep their models; 2 nodes were asked." in caplog.text
     assert there.kept(away["client"]).shared is None
     there.grid.spoil, there.nodes[12], lines = (lambda node, asked, answer: answer), away, there.lines
-    state, known = there.serve(**{"continue": True}), simulated(there.job)
+    state, known = there.serve(**{"continue": True}), simulated(there.trainer)
     assert "3 clients keep their models; 3 nodes were asked." in caplog.text
     assert there.lines == lines
     equal(there.kept(away["client"]).shared or {}, tree_index(state.shared, 0))
-    for position, name in enumerate(there.job.federation.names):
+    for position, name in enumerate(there.trainer.federation.names):
         equal(there.kept(name).personal, tree_index(known.personal, position))

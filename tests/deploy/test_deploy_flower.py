@@ -27,11 +27,11 @@ METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
     there = Deployed(tmp_path, method={"name": method}, run={"dtype": "float64"})
-    state, known = there.serve(), simulated(there.job)
+    state, known = there.serve(), simulated(there.trainer)
     assert state.round == 3
     equal(state.shared, known.shared)
-    tuned = there.job.predictors(known)
-    for position, name in enumerate(there.job.federation.names):
+    tuned = there.trainer.predictors(known)
+    for position, name in enumerate(there.trainer.federation.names):
         kept = there.kept(name)
         assert kept.shared is not None
         equal(kept.personal, tree_index(tuned.personal, position))
@@ -41,7 +41,7 @@ def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
 def test_the_servers_folder_is_a_run_without_clients(tmp_path: Path) -> None:
     there = Deployed(tmp_path, run={"evaluate_every": 2}, method={"name": "fedem"})
     there.serve()
-    scores = there.job.scores(there.job.predictors(simulated(there.job)))
+    scores = there.trainer.scores(there.trainer.predictors(simulated(there.trainer)))
     assert [line["round"] for line in there.lines] == [1, 2, 3]
     assert ["test_accuracy" in line for line in there.lines] == [False, True, True]
     for part, entry in scores.items():
@@ -54,7 +54,7 @@ def test_the_servers_folder_is_a_run_without_clients(tmp_path: Path) -> None:
     written = b"".join(path.read_bytes() for path in there.run_folder.rglob("*") if path.is_file())
     assert not any(name.encode() in written for name in deployments.NAMES)
     # An outsider is fitted to the components alone.
-    inputs, targets = there.job.federation.train.client(0)
+    inputs, targets = there.trainer.federation.train.client(0)
     assert result.personalize(inputs, ["few"] * len(targets)).mixture_weights.sum() == pytest.approx(1)
 
 
@@ -92,10 +92,10 @@ def test_a_run_goes_on_after_its_last_complete_round(tmp_path: Path, reached: st
     with pytest.raises(UserError, match="holds a run already"):
         there.serve()
     assert Result.load(there.run_folder).summary["rounds"] == 1, "a killed run can be looked at"
-    state, known = there.serve(**{"continue": True}), simulated(there.job)
+    state, known = there.serve(**{"continue": True}), simulated(there.trainer)
     assert [line["round"] for line in there.lines] == [1, 2, 3]
     equal(state.shared, known.shared)
-    for position, name in enumerate(there.job.federation.names):
+    for position, name in enumerate(there.trainer.federation.names):
         equal(there.kept(name).personal, tree_index(known.personal, position))
 
 
@@ -143,8 +143,8 @@ def test_a_late_client_trains_from_its_first_weights(tmp_path: Path) -> None:
     there.serve()
     (start,) = starts
     assert start.round == 3
-    position = there.job.federation.position(late["client"])
-    equal(start.before or {}, tree_index(there.job.training.init().personal, position))
+    position = there.trainer.federation.position(late["client"])
+    equal(start.before or {}, tree_index(there.trainer.training.init().personal, position))
     assert [line["clients"] for line in there.lines] == [2, 2, 3]
 
 
@@ -170,11 +170,11 @@ def test_a_simulations_nodes_are_told_by_partition(tmp_path: Path) -> None:
         there.nodes[node] = {"partition-id": at, "num-partitions": 3}
     context = Context(1, 1, {}, RecordDict(), there.grid.run_config)
     server_app(tmp_path / "plan")(there.grid, context)
-    equal(Result.load(there.run_folder).state().shared, simulated(there.job).shared)
+    equal(Result.load(there.run_folder).state().shared, simulated(there.trainer).shared)
 
 
 @pytest.mark.parametrize("updates", ["int8", "bfloat16", "none"])
 def test_small_uploads_travel_as_they_are(tmp_path: Path, updates: str) -> None:
     compression = {"updates": updates, "threshold": 0.2}
     there = Deployed(tmp_path, compression=compression, run={"dtype": "float64"})
-    equal(there.serve().shared, simulated(there.job).shared)
+    equal(there.serve().shared, simulated(there.trainer).shared)

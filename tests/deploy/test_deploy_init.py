@@ -50,14 +50,14 @@ def test_the_app_that_is_written_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     from fedem.runs.result import Result
 
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample, run={"dtype": "float64"})
+    plan, trainer = deployments.make_plan(sample, run={"dtype": "float64"})
     monkeypatch.syspath_prepend(write_app(tmp_path / "app", plan))
     monkeypatch.delitem(sys.modules, "app", raising=False)
     app = import_module("app")
     settings = deployments.run_config(tmp_path)
-    grid = LocalGrid(app.client, node_configs(tmp_path, sample, job.federation.names), settings)
+    grid = LocalGrid(app.client, node_configs(tmp_path, sample, trainer.federation.names), settings)
     app.server(grid, Context(1, 1, {}, RecordDict(), settings))
-    equal(Result.load(tmp_path / "server" / "trial").state().shared, simulated(job).shared)
+    equal(Result.load(tmp_path / "server" / "trial").state().shared, simulated(trainer).shared)
     monkeypatch.delitem(sys.modules, "app")
 
 

@@ -50,21 +50,21 @@ def test_rounds_of_nodes_are_the_simulators(tmp_path: Path, method: str) -> None
         "solver": {"name": "sgd", "momentum": 0.5},
     }
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample, **settings)
+    plan, trainer = deployments.make_plan(sample, **settings)
     algorithm = plan.algorithm
-    nodes = [Node.open(plan, sample, name) for name in job.federation.names]
-    assert [node.num_samples for node in nodes] == job.federation.train.sizes.tolist()
-    state = job.training.init()
+    nodes = [Node.open(plan, sample, name) for name in trainer.federation.names]
+    assert [node.num_samples for node in nodes] == trainer.federation.train.sizes.tolist()
+    state = trainer.training.init()
     shared = tree_index(state.shared, 0)
     personals = [node.first_personal(shared) for node in nodes]
-    weights = job.federation.train.sizes.double() / len(job.federation.train)
+    weights = trainer.federation.train.sizes.double() / len(trainer.federation.train)
     for index in range(3):
         answers = [node.train(shared, own, index, plan.rate(index)) for node, own in zip(nodes, personals, strict=True)]
         personals = [personal for _, personal in answers]
         summands = [algorithm.summand(upload) for upload, _ in answers]
         mean = {name: sum(w * leaf[name] for w, leaf in zip(weights, summands, strict=True)) for name in summands[0]}
         shared = algorithm.update(shared, mean, share=1.0)
-        state, _ = job.training.step(state)
+        state, _ = trainer.training.step(state)
         _equal(shared, tree_index(state.shared, 0), 1e-10)
         for position, own in enumerate(personals):
             _equal(own, tree_index(state.personal, position), 1e-10)
@@ -72,9 +72,9 @@ def test_rounds_of_nodes_are_the_simulators(tmp_path: Path, method: str) -> None
 
 def test_a_scaled_rate_is_a_smaller_rate(tmp_path: Path) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample)
-    node = Node(plan, "shop B", job.federation)
-    shared = tree_index(job.training.init().shared, 0)
+    plan, trainer = deployments.make_plan(sample)
+    node = Node(plan, "shop B", trainer.federation)
+    shared = tree_index(trainer.training.init().shared, 0)
     start = node.first_personal(shared)
     _equal(node.train(shared, start, 0, 0.4, scale=0.25)[0], node.train(shared, start, 0, 0.1)[0], 1e-6)
 
@@ -86,12 +86,12 @@ def test_a_file_of_one_client_gives_the_simulators_samples(tmp_path: Path, targe
     # For one shop all weekdays read like numbers; they stay text.
     rows = [row | {"weekday": "7"} if row["shop"] == "shop B" else row for row in rows]
     whole = shops.write_shops(tmp_path / "all.csv", rows, columns)
-    plan, job = deployments.make_plan(whole, data={"target_column": target})
+    plan, trainer = deployments.make_plan(whole, data={"target_column": target})
     for name in deployments.NAMES:
         own = [row for row in rows if row["shop"] == name]
         path = shops.write_shops(tmp_path / "own.csv", own[::-1], columns[1:])
         alone = Node.open(plan, path, name)
-        _same_samples(alone.federation, job.federation.take(torch.tensor([job.federation.position(name)])))
+        _same_samples(alone.federation, trainer.federation.take(torch.tensor([trainer.federation.position(name)])))
         _same_samples(alone.federation, Node.open(plan, whole, name)._own)
 
 
@@ -115,10 +115,10 @@ def test_arrays_without_an_encoding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tuned", [0, 1])
 def test_sums_are_the_simulators_scores(tmp_path: Path, tuned: int) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample, run={"fine_tune_epochs": tuned})
-    state, _ = job.training.step(job.training.init())
-    scores = job.scores(job.predictors(state))
-    for position, name in enumerate(job.federation.names):
+    plan, trainer = deployments.make_plan(sample, run={"fine_tune_epochs": tuned})
+    state, _ = trainer.training.step(trainer.training.init())
+    scores = trainer.scores(trainer.predictors(state))
+    for position, name in enumerate(trainer.federation.names):
         own = tree_index(state.personal, position)
         found = Node.open(plan, sample, name).assess(tree_index(state.shared, 0), own)
         for part, entry in found.items():
@@ -129,8 +129,8 @@ def test_sums_are_the_simulators_scores(tmp_path: Path, tuned: int) -> None:
 
 def test_fitted_weights_beat_all_others(tmp_path: Path) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample, run={"dtype": "float64"}, method={"unseen_prior": 0.0})
-    state, _ = job.training.step(job.training.init())
+    plan, trainer = deployments.make_plan(sample, run={"dtype": "float64"}, method={"unseen_prior": 0.0})
+    state, _ = trainer.training.step(trainer.training.init())
     shared = tree_index(state.shared, 0)
     node = Node.open(plan, sample, "shop B")
     fitted = node.assess(shared, node.fit(shared))["train"].loss
@@ -224,8 +224,8 @@ def test_what_a_client_keeps_is_its_owners_alone(tmp_path: Path, monkeypatch: py
 
 
 def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:
-    plan, job = deployments.make_plan(deployments.write_sample(tmp_path))
-    shared = tree_index(job.training.init().shared, 0)
+    plan, trainer = deployments.make_plan(deployments.write_sample(tmp_path))
+    shared = tree_index(trainer.training.init().shared, 0)
     weights = {"log_weights": torch.tensor([0.0, -torch.inf, -3.5])}
     path = place(tmp_path, "trial", "shop A")
     for entry in (Kept(plan, 2, weights), Kept(plan, 3, {}, shared, weights), Kept(plan, 3, weights, before=weights)):

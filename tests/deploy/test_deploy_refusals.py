@@ -74,7 +74,7 @@ def _spoilt(answer: Message, asked: Message, fault: str) -> Message:
 
 def _mean_without(there: Deployed, bad: str) -> Tree:
     """The mean of all others' uploads in the first round."""
-    shared, federation = tree_index(first_state(there.plan).shared, 0), there.job.federation
+    shared, federation = tree_index(first_state(there.plan).shared, 0), there.trainer.federation
     nodes = [Node(there.plan, name, federation) for name in federation.names if name != bad]
     uploads = [node.train(shared, node.first_personal(shared), 0, there.plan.rate(0))[0] for node in nodes]
     sizes = torch.tensor([float(node.num_samples) for node in nodes])
@@ -107,7 +107,7 @@ def test_a_second_client_of_one_name_is_left_out(tmp_path: Path, caplog: pytest.
     there.nodes[14] = there.nodes[12] | {"state": str(tmp_path / "elsewhere")}
     state = there.serve()
     assert f"Client {there.nodes[12]['client']!r} is at node 14; node 12" in caplog.text, "which answered later"
-    equal(state.shared, simulated(there.job, 1).shared)
+    equal(state.shared, simulated(there.trainer, 1).shared)
 
 
 def test_too_few_answers_leave_the_model_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -289,7 +289,7 @@ def test_records_give_trees_back() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_kind_of_an_upload_is_found_without_data(tmp_path: Path, method: str) -> None:
-    plan, job = deployments.make_plan(deployments.write_sample(tmp_path), method={"name": method})
+    plan, trainer = deployments.make_plan(deployments.write_sample(tmp_path), method={"name": method})
     shared = tree_index(first_state(plan).shared, 0)
-    node = Node(plan, job.federation.names[0], job.federation)
+    node = Node(plan, trainer.federation.names[0], trainer.federation)
     assert upload_kind(plan, shared) == kind_of(node.train(shared, node.first_personal(shared), 0, 0.1)[0])

@@ -46,7 +46,7 @@ def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Progr
 
 def test_the_simulation_engine_computes_what_ours_does(tmp_path: Path, superlink: Program) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(sample)
+    plan, trainer = deployments.make_plan(sample)
     app = write_app(tmp_path / "app", plan)
     superlink.wait_for("running", patient(60))
     paths = f"data='{sample}' state='{tmp_path / 'state'}' folder='{tmp_path / 'server'}' min-clients=3"
@@ -58,9 +58,9 @@ def test_the_simulation_engine_computes_what_ours_does(tmp_path: Path, superlink
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    state = job.training.init()
-    for _ in range(job.config.run.rounds):
-        state, _ = job.training.step(state)
+    state = trainer.training.init()
+    for _ in range(trainer.config.run.rounds):
+        state, _ = trainer.training.step(state)
     found = Result.load(tmp_path / "server" / "app").state()
     assert found.round == state.round
     for name, leaf in state.shared.items():

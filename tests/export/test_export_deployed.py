@@ -57,14 +57,14 @@ def test_a_client_that_fine_tunes_exports_what_it_predicts_with(run: Run, tmp_pa
 
     there = Deployed(tmp_path, method={"name": "fedavg+"}, run={"dtype": "float64"})
     there.serve()
-    state, parts = simulated(there.job), there.job.recipe
-    tuned = there.job.predictors(state)
-    for position, name in enumerate(there.job.federation.names):
+    state, parts = simulated(there.trainer), there.trainer.recipe
+    tuned = there.trainer.predictors(state)
+    for position, name in enumerate(there.trainer.federation.names):
         code, _, err = run("export", place(tmp_path / "state", "trial", name), "--out", tmp_path / f"m{position}")
         assert code == 0, err
         about = json.loads((tmp_path / f"m{position}" / "model.json").read_text())
         assert (about["client"], about["state"], about["round"]) == (name, "last", 3)
-        inputs, _ = there.job.federation.train.client(position)
+        inputs, _ = there.trainer.federation.train.client(position)
         found = load_exported(tmp_path / f"m{position}").predict(inputs)
         expected = predict(parts.model, tuned.of(parts.algorithm, position), inputs)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -78,7 +78,7 @@ def test_a_servers_folder_has_no_client_s_model(run: Run, tmp_path: Path) -> Non
 
     there = Deployed(tmp_path, run={"rounds": 1})
     there.serve()
-    folder, name = there.run_folder, there.job.federation.names[0]
+    folder, name = there.run_folder, there.trainer.federation.names[0]
     assert (folder / "clients.csv").read_text() == "client,role\n"
     predict_all = ["predict", folder, "--data", there.sample, "--out", tmp_path / "p.csv"]
     commands = [

@@ -107,9 +107,9 @@ def test_nobody_else_sees_the_shares() -> None:
 def test_uploads_hold_no_shift(tmp_path: Path) -> None:
     sample = deployments.write_sample(tmp_path)
     for method in ("fedem", "bfedem", "fedavg"):
-        plan, job = deployments.make_plan(sample, method={"name": method}, run={"label_shares": True})
-        node = Node.open(plan, sample, job.federation.names[0])
-        shared = tree_index(job.training.init().shared, 0)
+        plan, trainer = deployments.make_plan(sample, method={"name": method}, run={"label_shares": True})
+        node = Node.open(plan, sample, trainer.federation.names[0])
+        shared = tree_index(trainer.training.init().shared, 0)
         upload, personal = node.train(shared, node.first_personal(shared), 0, plan.rate(0))
         (name,) = [name for name in upload if name.endswith(SHIFT)]
         assert (upload[name] == 0).all()
@@ -119,15 +119,15 @@ def test_uploads_hold_no_shift(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fedem", "fedavg"])
 def test_nodes_do_what_the_simulator_does(tmp_path: Path, method: str) -> None:
     sample = deployments.write_sample(tmp_path)
-    plan, job = deployments.make_plan(
+    plan, trainer = deployments.make_plan(
         sample, method={"name": method}, run={"label_shares": True, "dtype": "float64"}, solver={"name": "sgd"}
     )
-    nodes = [Node.open(plan, sample, name) for name in job.federation.names]
-    state = job.training.init()
+    nodes = [Node.open(plan, sample, name) for name in trainer.federation.names]
+    state = trainer.training.init()
     shared = tree_index(state.shared, 0)
     answers = [node.train(shared, node.first_personal(shared), 0, plan.rate(0)) for node in nodes]
-    weights = job.federation.train.sizes.double() / len(job.federation.train)
-    state, _ = job.training.step(state)
+    weights = trainer.federation.train.sizes.double() / len(trainer.federation.train)
+    state, _ = trainer.training.step(state)
     for name, leaf in tree_index(state.shared, 0).items():
         mean = sum(weight * upload[name] for weight, (upload, _) in zip(weights, answers, strict=True))
         torch.testing.assert_close(leaf, mean, rtol=1e-10, atol=1e-10)

@@ -12,7 +12,7 @@ from comparisons import TWO, table_of
 
 import fedem
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 from fedem.studies.sweep import plan, prepare
 
 
@@ -81,7 +81,7 @@ def test_complete_cells_are_not_run_again(run, tmp_path: Path, monkeypatch: pyte
         raise AssertionError("trained again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "advance", advance)
+        patch.setattr(Trainer, "advance", advance)
         code, _, err = run(*TWO, "--out", "c", "--resume")
     assert code == 0
     assert "4 of 4 runs are complete already." in err
@@ -98,16 +98,16 @@ def test_a_killed_comparison_goes_on_to_the_same_table(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     assert run(*TWO, "--out", "whole", "-q")[0] == 0
-    advance, calls = Job.advance, []
+    advance, calls = Trainer.advance, []
 
-    def killed(self: Job, progress):
+    def killed(self: Trainer, progress):
         calls.append(progress.state.round)
         if len(calls) > stop:
             raise KeyboardInterrupt
         return advance(self, progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "advance", killed)
+        patch.setattr(Trainer, "advance", killed)
         code, _, err = run(*TWO, "--out", "cut", "-q")
     assert code == 130
     assert "--resume" in err
@@ -115,7 +115,7 @@ def test_a_killed_comparison_goes_on_to_the_same_table(
     calls.clear()
     done, stop = stop, 100
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "advance", killed)
+        patch.setattr(Trainer, "advance", killed)
         assert run(*TWO, "--out", "cut", "-q", "--resume")[0] == 0
     assert len(calls) == 8 - done  # what was done before is not done again
     assert table_of(tmp_path / "cut") == table_of(tmp_path / "whole")

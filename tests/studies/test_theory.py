@@ -19,7 +19,7 @@ from fedem.report.studies import draw_study, plot_diagnostics, study_remarks, st
 from fedem.runs.config import Config
 from fedem.runs.measures import Diagnosis
 from fedem.runs.rounds import mixer_seed
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 from fedem.studies.theory import ASSUMED, QUANTITIES, SMALL, Study, fit_trend, is_due, study
 
 TINY = {"data": {"num_clients": 4, "dimension": 3, "max_samples": 30, "min_samples": 20}}
@@ -50,7 +50,7 @@ def test_means_are_over_all_rounds_and_seeds() -> None:
         values = []
         for seed in seeds:
             fixed = config.replace("schedule", name="constant", learning_rate=point.learning_rate)
-            training = Job.prepare(fixed.replace("run", rounds=point.rounds, seed=seed), data, None).training
+            training = Trainer.prepare(fixed.replace("run", rounds=point.rounds, seed=seed), data).training
             states = [training.init()]
             for _ in range(point.rounds):
                 states.append(training.step(states[-1])[0])

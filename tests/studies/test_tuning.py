@@ -18,7 +18,7 @@ from fedem.core.errors import UserError
 from fedem.report.studies import trials_table, tuning_remarks
 from fedem.runs.config import Config, read_toml
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 from fedem.studies import tuning as trials
 from fedem.studies.tuning import RATE, Search, Tuned, tune
 
@@ -50,9 +50,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
     real = trials.carry_out
 
-    def carry_out(job: Job, *, out: Path, **options: Any) -> fedem.Result:
+    def carry_out(trainer: Trainer, *, out: Path, **options: Any) -> fedem.Result:
         folders.append(out)
-        return real(job, out=out, **options)
+        return real(trainer, out=out, **options)
 
     monkeypatch.setattr(trials, "carry_out", carry_out)
     return folders
@@ -121,12 +121,12 @@ def test_a_search_that_was_stopped_goes_on_as_if_it_never_was(
     trained.clear()
     counting = trials.carry_out
 
-    def stopped(job: Job, *, listener: Any, **options: Any) -> fedem.Result:
+    def stopped(trainer: Trainer, *, listener: Any, **options: Any) -> fedem.Result:
         def stop(record: dict[str, Any]) -> None:
             if len(trained) == 3 and record["round"] == 2:
                 raise KeyboardInterrupt
 
-        return counting(job, listener=stop, **options)
+        return counting(trainer, listener=stop, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(trials, "carry_out", stopped)

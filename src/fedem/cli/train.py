@@ -29,7 +29,7 @@ from fedem.report.console import console, errors, progress, show_run, waiting
 from fedem.report.studies import plot_diagnostics
 from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
 from fedem.runs.folder import RunFolder, new_folder
-from fedem.runs.trainer import Job, carry_out
+from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies.sweep import configure, resolve_methods, without_own, without_shipped
 
 
@@ -130,9 +130,9 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
     if dataset.encoding is not None and not quiet:
         errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
     with waiting("Preparing", quiet):
-        jobs = [Job.prepare(run.config, dataset, None, fresh=not run.begun, team=team) for run in runs]
-    for run, job in zip(runs, jobs, strict=True):
-        _train(job, run, quiet)
+        trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
+    for run, trainer in zip(runs, trainers, strict=True):
+        _train(trainer, run, quiet)
     folder = RunFolder(runs[0].folder)
     if not quiet:
         show_run(folder)
@@ -147,13 +147,13 @@ def _baseline(common: list[Layer], name: str, resumed: Path | None) -> Config:
     return configure(common, name)
 
 
-def _train(job: Job, run: _Run, quiet: bool) -> None:
-    title, leads = METHODS[job.config.name("method")].title, job.training.team.leads
-    if job.note and leads:
-        errors.print(f"note: {job.note}", highlight=False)
-    with progress(title, job.config.run.rounds, quiet) as listener:
-        carry_out(job, out=run.folder, resume=run.begun, listener=listener)
-    if job.config.run.diagnose_every and leads:
+def _train(trainer: Trainer, run: _Run, quiet: bool) -> None:
+    title, leads = METHODS[trainer.config.name("method")].title, trainer.team.leads
+    if trainer.note and leads:
+        errors.print(f"note: {trainer.note}", highlight=False)
+    with progress(title, trainer.config.run.rounds, quiet) as listener:
+        carry_out(trainer, out=run.folder, resume=run.begun, listener=listener)
+    if trainer.config.run.diagnose_every and leads:
         plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
 
 

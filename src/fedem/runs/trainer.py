@@ -433,6 +433,3 @@ def _cost(round_number: int, log: RoundLog) -> Record:
         "bytes_up": log.bytes_up,
         "bytes_down": log.bytes_down,
     }
-
-
-Job = Trainer

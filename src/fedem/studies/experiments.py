@@ -17,7 +17,7 @@ from fedem.data.store import Public
 from fedem.runs.config import Config, Layer, parse_assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Job, Listener, carry_out
+from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies.comparison import Spread
 
 __all__ = [
@@ -412,9 +412,9 @@ def check(entries: Sequence[Entry], data: LatestData) -> None:
     for entry in reversed(pending):
         try:
             begun = entry.folder.exists()
-            job = Job.prepare(entry.config, data.of(entry.config), None, fresh=not begun)
+            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
             if begun:
-                _check_begun(entry, job)
+                _check_begun(entry, trainer)
         except UserError as error:
             raise UserError(f"{entry.title}: {error}") from None
 
@@ -434,12 +434,12 @@ def _check_present(pending: Sequence[Entry], entries: Sequence[Entry]) -> None:
         raise UserError(" ".join(f"{message}." for message in missing) + hint)
 
 
-def _check_begun(entry: Entry, job: Job) -> None:
+def _check_begun(entry: Entry, trainer: Trainer) -> None:
     """Refuse a run that was begun with other settings or data; one that another process is training is left to it."""
     with _claimed(entry) as mine:
         if mine:
             with entry.folder.locked():
-                entry.folder.reopen(job.config)
+                entry.folder.reopen(trainer.config)
 
 
 def work_off(
@@ -467,8 +467,8 @@ def work_off(
                 dataset, begun = data.of(entry.config), entry.folder.exists()
                 with watch(entry) as listener:
                     # What is made at a run's start, such as a graph, was tried when all were checked.
-                    job = Job.prepare(entry.config, dataset, None, fresh=False)
-                    carry_out(job, out=entry.folder.path, resume=begun, listener=listener)
+                    trainer = Trainer.prepare(entry.config, dataset, fresh=False)
+                    carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
             except UserError as error:  # the others can go on without it
                 failed[entry.title] = str(error)
     return failed

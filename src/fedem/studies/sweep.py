@@ -16,7 +16,7 @@ from fedem.data.partitions import Partition
 from fedem.methods import METHODS, resolve_method
 from fedem.runs.config import UNNAMED, Config, Layer, Sections, parse_assignment
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Job, Listener, carry_out
+from fedem.runs.trainer import Listener, Trainer, carry_out
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
@@ -48,9 +48,9 @@ class Pending(NamedTuple):
 
     def carry_out(self, listener: Listener | None = None) -> None:
         """Train the cell, from where it was stopped if it was."""
-        job = Job.prepare(self.cell.config, self.dataset, None, fresh=False)
+        trainer = Trainer.prepare(self.cell.config, self.dataset, fresh=False)
         folder = self.cell.folder
-        carry_out(job, out=folder.path, resume=folder.exists(), listener=listener)
+        carry_out(trainer, out=folder.path, resume=folder.exists(), listener=listener)
 
 
 def configure(shared: Sequence[Layer], method: str, own: Sequence[Layer] = ()) -> Config:
@@ -169,25 +169,25 @@ def prepare(cells: Iterable[Cell]) -> list[Pending]:
         recipe = (cell.config.data, cell.config.partition, cell.seed, cell.config.run.unseen)
         if recipe not in made:
             made[recipe] = cell.config.make_data()
-        # Jobs are made again when their turn comes: on a GPU, each has a copy of the data.
+        # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
         try:
-            job = Job.prepare(cell.config, made[recipe], None, fresh=not cell.folder.exists())
+            trainer = Trainer.prepare(cell.config, made[recipe], fresh=not cell.folder.exists())
         except UserError as error:
             raise UserError(f"{cell.method}, seed {cell.seed}: {error}") from None
         if cell.folder.exists():
-            _check_cell(cell.folder, job)
+            _check_cell(cell.folder, trainer)
         else:
             cell.folder.prepare()
         if cell.folder.summary() is None:
-            pending.append(Pending(cell, made[recipe], job.note))
+            pending.append(Pending(cell, made[recipe], trainer.note))
     return pending
 
 
-def _check_cell(folder: RunFolder, job: Job) -> None:
+def _check_cell(folder: RunFolder, trainer: Trainer) -> None:
     """Refuse a run that was begun with other settings or other data, or that another process is training."""
     with folder.locked():
-        if not folder.reopen(job.config):
+        if not folder.reopen(trainer.config):
             return
         _, facts = folder.load()
-    if facts.get("data") != job.federation.fingerprint:
+    if facts.get("data") != trainer.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")

@@ -22,7 +22,7 @@ from fedem.methods.mixer import Mixer
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
 from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
-from fedem.runs.trainer import Job
+from fedem.runs.trainer import Trainer
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
 _SERVER_RATES = {"gradient_norm2": -0.5, "improvement": -0.75}
@@ -152,13 +152,13 @@ def study(
     _check_assumptions(config)
     data = config.make_data()
     scheduled = config.replace("schedule", name="inverse_sqrt", learning_rate=a0)
-    jobs = {(length, seed): _prepare(scheduled, data, length, seed) for length in rounds for seed in seeds}
-    first = next(iter(jobs.values()))
+    trainers = {(length, seed): _prepare(scheduled, data, length, seed) for length in rounds for seed in seeds}
+    first = next(iter(trainers.values()))
     check_diagnosable(first.training.algorithm, first.training.mixer)
     done, measured = 0, {}
-    for place, job in jobs.items():
-        measured[place] = _measured(job, every, done, listener)
-        done += job.config.run.rounds
+    for place, trainer in trainers.items():
+        measured[place] = _measured(trainer, every, done, listener)
+        done += trainer.config.run.rounds
     points = tuple(
         Point(length, a0 / math.sqrt(length), _means([measured[length, seed] for seed in seeds], length))
         for length in rounds
@@ -196,19 +196,19 @@ def is_due(number: int, num_rounds: int, every: int) -> bool:
     return number % gap == 0 or number == num_rounds
 
 
-def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Job:
+def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Trainer:
     """Prepare one run; whatever is wrong with it may be wrong for its seed alone, such as the graph that it draws."""
     try:
-        return Job.prepare(config.replace("run", rounds=length, seed=seed), data, None)
+        return Trainer.prepare(config.replace("run", rounds=length, seed=seed), data)
     except UserError as error:
         raise UserError(f"K = {length}, seed {seed}: {error}") from error
 
 
-def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
+def _measured(trainer: Trainer, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
     """Carry out one run; returns a record for each round that was measured."""
-    job = job.placed()
-    training, lines = job.training, []
-    with job.recipe.products():
+    trainer = trainer.placed()
+    training, lines = trainer.training, []
+    with trainer.recipe.products():
         state = training.init()
         for number in range(1, training.num_rounds + 1):
             before, (state, _) = state, training.step(state)
@@ -217,7 +217,7 @@ def _measured(job: Job, every: int, done: int, listener: Callable[[Record], None
             if listener is not None:
                 listener({"round": done + number})
         # Where everything is saturated gradients vanish, and any bound on them holds.
-        if has_diverged(name_scores(job.scores(job.predictors(state)))):
+        if has_diverged(name_scores(trainer.scores(trainer.predictors(state)))):
             raise UserError(
                 f"Training diverged within {training.num_rounds} rounds at learning rate "
                 f"{training.schedule.rate(0, training.num_rounds):g}; a smaller a0 is needed."

@@ -22,7 +22,7 @@ from fedem.data.samples import Samples
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Job, Listener, carry_out
+from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies.comparison import Spread
 
 if TYPE_CHECKING:
@@ -256,16 +256,16 @@ class Search:
         data = {seed: without_test(self.config(self._first, seed).make_data()) for seed in self.seeds}
         metric = ""
         for seed, dataset in data.items():
-            job = Job.prepare(self.config(self._first, seed), dataset, None)
-            metric = job.recipe.model.loss.metric
-            if not len(job.federation.validation):
+            trainer = Trainer.prepare(self.config(self._first, seed), dataset)
+            metric = trainer.recipe.model.loss.metric
+            if not len(trainer.federation.validation):
                 raise UserError(
                     f"The data of seed {seed} have no validation samples to choose by; allowed: a share or number of "
                     "them above 0 (data.validation, data.num_validation)."
                 )
         for values in self._each_value():
             # What is made at a run's start, such as a graph, was tried above.
-            Job.prepare(self.config(values, self.seeds[0]), data[self.seeds[0]], None, fresh=False)
+            Trainer.prepare(self.config(values, self.seeds[0]), data[self.seeds[0]], fresh=False)
         return data, metric
 
     def record(self) -> Record:
@@ -502,11 +502,11 @@ def _run(config: Config, dataset: Dataset, folder: RunFolder, listener: Listener
     if (summary := folder.summary()) is not None:
         return summary
     try:
-        job = Job.prepare(config, dataset, None, fresh=not folder.exists())
+        trainer = Trainer.prepare(config, dataset, fresh=not folder.exists())
     except UserError as error:
         raise _FailedError(error) from None
     try:
-        return carry_out(job, out=folder.path, resume=folder.exists(), listener=listener).summary
+        return carry_out(trainer, out=folder.path, resume=folder.exists(), listener=listener).summary
     except UserError as error:
         # Whatever else goes wrong, such as a folder that can't be written, is not the values' fault.
         if not str(error).startswith(_DIVERGED):
