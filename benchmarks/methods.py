@@ -91,8 +91,11 @@ def run_all(source: Synthetic, effort: Effort, names: Sequence[str], console: Co
     disturbance, figures = Disturbance(), {}
     for name in names:
         training = prepare(name, dataset)
+        state = training.init()
         # Where the number of steps is drawn for each round, all timed rounds are counted.
-        varying = training.mixer.num_steps(0) is not None
+        varying = (
+            training.mixer.plan(state.shared, state.memory, training.round(0, training.sample(0))).num_steps is not None
+        )
         gradients = count_gradients(training, rounds if varying else [0]) / unit
         beside = time_rounds(reference, effort)
         timing = time_rounds(training, effort)

@@ -13,7 +13,7 @@ from fedem.methods.afl import Agnostic
 from fedem.methods.clustered import Clusters
 from fedem.methods.decentralised import Graph
 from fedem.methods.fedfomo import Candidates
-from fedem.methods.mixer import Alone, Mixer, Round, Star
+from fedem.methods.mixer import Alone, Mixer, Round, Served, Star, Start
 from fedem.methods.mocha import Relations
 from fedem.methods.pfedhn import Hypernetwork
 from fedem.methods.pulls import Laplacian, Loopless
@@ -63,7 +63,12 @@ def first_state(mixer: Mixer, count: int) -> tuple[Tree, Tree]:
     model = {"w": random_tensor(2, 3, seed=1), "b": random_tensor(3, seed=2)}
     if isinstance(mixer, Relations):
         model = add_prefix("task", model) | {"stiffness": torch.zeros((), dtype=torch.float64)}
-    return mixer.init(model, frozenset("wb"), make_keys(count), 5)
+    return mixer.init(Start(model, frozenset("wb"), make_keys(count), 5))
+
+
+def downloads(mixer: Mixer, shared: Tree, memory: Tree, clients: list[int], key: int = 0) -> Served:
+    """What clients download in a round with this key."""
+    return mixer.plan(shared, memory, make_round([1] * len(clients), clients, key=key)).downloads
 
 
 def make_trained(mixer: Mixer, count: int, seed: int = 0) -> Tree:

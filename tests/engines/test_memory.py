@@ -96,7 +96,7 @@ def test_memory_decides_how_many_are_stacked() -> None:
     names = tuple(map(str, range(12)))
     counts = []
     for limit in (1, 9_000, 0):
-        training = make_training(federation=make_federation(sizes=sizes, names=names), engine=Stacked(memory=limit))
+        training = make_training(federation=make_federation(sizes=sizes, names=names), engine=Stacked(max_bytes=limit))
         advance(training, 1)
         counts.append(training.engine.most_together)
     assert counts[0] == 1

@@ -17,7 +17,7 @@ from fedem.core.tree import Tree
 from fedem.data.federation import Federation
 from fedem.engines import Batching
 from fedem.methods.clustered import Clusters, bipartition
-from fedem.methods.mixer import Mixed, Round
+from fedem.methods.mixer import Mixed, Round, Start
 from fedem.models import Model
 from fedem.models.losses import Logistic
 from fedem.runs.rounds import Training
@@ -123,7 +123,7 @@ def _mix(
 
 def _fresh(mixer: Clusters, count: int) -> tuple[Tree, Tree]:
     keys = torch.arange(count)
-    return mixer.init({"w": torch.zeros(2, dtype=torch.float64)}, frozenset("w"), keys, 0)
+    return mixer.init(Start({"w": torch.zeros(2, dtype=torch.float64)}, frozenset("w"), keys, 0))
 
 
 def test_both_halves_start_from_what_their_members_uploaded() -> None:

@@ -14,12 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from newcomers import NEWCOMERS
 from torch import Tensor, nn
+from torch.func import vmap
 
 import fedem
 from fedem.core.random import SHUFFLE, derive
 from fedem.core.tree import Tree, take_prefix, tree_bytes, tree_index, tree_map
-from fedem.engines import Cohort, OneByOne, Stacked
-from fedem.methods.wrappers.compression import Changes, Compressed, Compression, read_update, write_update
+from fedem.engines import Cohort, OneByOne, Stacked, Work
+from fedem.methods.wrappers.compression import (
+    Codec,
+    Compression,
+    join_residual,
+    read_update,
+    split_residual,
+    write_update,
+)
 from fedem.models import Model
 from fedem.models.losses import Logistic
 from fedem.runs.folder import load_checkpoint, same_states, save_checkpoint
@@ -40,10 +48,11 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def compressed(training: Training, compression: Compression) -> Training:
-    algorithm = Compressed.of(training.algorithm, compression)
-    if compression.downloads == "none":
-        return replace(training, algorithm=algorithm)
-    return replace(training, algorithm=algorithm, mixer=Changes(compression.downloads, algorithm.leading))
+    return replace(training, codec=make_codec(training, compression))
+
+
+def make_codec(training: Training, compression: Compression) -> Codec:
+    return Codec(compression, training.algorithm.model, int(training.algorithm.is_mixture))
 
 
 def normalising() -> Model:
@@ -53,15 +62,19 @@ def normalising() -> Model:
 
 
 def uploads_of(training: Training, state: State) -> tuple[Tree, Tree]:
-    """Everybody's upload and personal tree of the round that comes next, ``[T, ...]``."""
+    """Everybody's message and personal tree of the round that comes next, ``[T, ...]``."""
     clients, keys = torch.arange(training.federation.num_clients), training.federation.keys
-    served = training.mixer.serve(state.shared, state.memory, clients, 0)
-    cohort = Cohort(*served, state.personal, training.federation.train)
-    (found,) = Stacked().train(
-        training.algorithm, cohort, training.batching, derive(keys, SHUFFLE, training.seed, state.round), 0.2
-    )
+    served = training.mixer.read(state.shared, state.memory, clients)
+    personal, residual = split_residual(state.personal)
+    cohort = Cohort(*served, personal, training.federation.train)
+    work = Work(training.batching, derive(keys, SHUFFLE, training.seed, state.round), 0.2)
+    (found,) = Stacked().train(training.algorithm, cohort, work)
     order = found.positions.argsort()
-    return tree_index(found.uploads, order), tree_index(found.personal, order)
+    uploads, personal = tree_index(found.uploads, order), tree_index(found.personal, order)
+    assert training.codec is not None
+    encode = vmap(training.codec.encode, in_dims=(0, None, 0, 0))
+    messages, residual = encode(uploads, tree_index(state.shared, 0), personal, residual)
+    return messages, join_residual(personal, residual)
 
 
 # What is written.
@@ -112,8 +125,8 @@ def test_updates_written_as_they_are_change_nothing(method: str) -> None:
     """Also with buffers and counters, which are part of u."""
     for model in (None, normalising()):
         plain = make_training(method, make_federation(sizes=(7, 4, 12)), model=model)
-        wrapped = replace(plain, algorithm=Compressed.of(plain.algorithm, Compression()))
-        assert distance(advance(wrapped), advance(plain)) < 1e-12
+        written = compressed(plain, Compression())
+        assert distance(advance(written), advance(plain)) < 1e-12
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -151,16 +164,16 @@ def test_a_checkpoint_holds_what_was_kept_back(kind: str, tmp_path: Path) -> Non
 
 @every_format
 def test_whoever_follows_the_news_holds_what_the_server_holds(form: str) -> None:
-    training = compressed(make_training(model=normalising(), federation=make_federation(sizes=(7, 4))), KINDS["int8"])
-    training = replace(training, mixer=Changes(form, 1))
+    plain = make_training(model=normalising(), federation=make_federation(sizes=(7, 4)))
+    training = compressed(plain, Compression("int8", form))
+    assert training.codec is not None
     state = training.init()
     mine = tree_index(state.shared, 0)
     for _ in range(4):
         state, _ = training.step(state)
-        news = training.mixer.news(state.memory)
-        assert news is not None
-        assert isinstance(training.algorithm, Compressed)
-        mine = training.algorithm.follow(mine, tree_index(news, 0))
+        news = training.codec.news(state.memory)
+        assert news
+        mine = training.codec.follow(mine, tree_index(news, 0))
         assert all(torch.equal(leaf, state.shared[name][0]) for name, leaf in mine.items())
 
 
@@ -169,7 +182,8 @@ def test_whoever_follows_the_news_holds_what_the_server_holds(form: str) -> None
 
 def test_a_client_sends_the_components_above_the_threshold_and_no_others() -> None:
     training = compressed(make_training(), KINDS["few components"])
-    assert isinstance(training.algorithm, Compressed)
+    codec = training.codec
+    assert codec is not None
     state = advance(training, 2)
     uploads, personal = uploads_of(training, state)
     sent = uploads["sent/components"]
@@ -178,13 +192,13 @@ def test_a_client_sends_the_components_above_the_threshold_and_no_others() -> No
     assert not bool(sent.all())
     for name, leaf in take_prefix("residual", personal).items():
         assert torch.equal(leaf[~sent], state.personal[f"residual/{name}"][~sent])
-    packed = [training.algorithm.pack(tree_index(uploads, position)) for position in range(5)]
-    assert training.algorithm.upload_bytes(uploads) == sum(map(tree_bytes, packed))
+    packed = [codec.pack(tree_index(uploads, position)) for position in range(5)]
+    assert codec.num_bytes(uploads) == sum(map(tree_bytes, packed))
     for position, message in enumerate(packed):
-        again = training.algorithm.unpack(message)
+        again = codec.unpack(message)
         assert again.keys() == uploads.keys()
         assert all(torch.equal(leaf, uploads[name][position]) for name, leaf in again.items())
-    assert training.step(state)[1].bytes_up == training.algorithm.upload_bytes(uploads)
+    assert training.step(state)[1].bytes_up == codec.num_bytes(uploads)
 
 
 def test_a_component_that_nobody_sends_stays_as_it_is() -> None:
@@ -212,11 +226,12 @@ def test_a_threshold_below_all_weights_sends_all() -> None:
 
 def test_followers_are_counted_by_the_news_and_the_others_by_the_whole() -> None:
     training = compressed(make_training(cohort_size=3, model=normalising()), KINDS["both ways"])
+    assert training.codec is not None
     state = training.init()
     whole, before = tree_bytes(state.shared), set[int]()
     for _ in range(4):
-        news = training.mixer.news(state.memory)
-        assert news is not None
+        news = training.codec.news(state.memory)
+        assert news
         state, log = training.step(state)
         following = len(before & set(log.cohort.tolist()))
         assert log.bytes_down == following * tree_bytes(news) + (3 - following) * whole
@@ -244,8 +259,7 @@ def test_messages_of_the_papers_synthetic_models_are_so_much_smaller(form: str, 
 @pytest.mark.parametrize("fine_tune_epochs", [0, 1])
 def test_predictors_are_those_of_the_method_itself(method: str, fine_tune_epochs: int) -> None:
     training = compressed(make_training(method), KINDS["both ways"])
-    assert isinstance(training.algorithm, Compressed)
-    plain = replace(training, algorithm=training.algorithm.base)
+    plain = replace(training, codec=None)
     state = advance(training)
     bare = {name: leaf for name, leaf in state.personal.items() if not name.startswith("residual/")}
     makers = [make_personalizer(which, fine_tune_epochs=fine_tune_epochs) for which in (training, plain)]

@@ -99,8 +99,8 @@ def test_methods_that_send_something_else_are_refused(method: str, reason: str) 
         ({"compression": {"updats": "int8"}}, "Did you mean 'updates'"),
         ({"compression": "int8"}, "a mapping of its settings"),
         ({"compression": {"downloads": "int8"}, "graph": "ring"}, "graph.name ring"),
-        ({"compression": {"updates": "int8"}, "measure_alpha_every": 1}, "Compressed"),
-        ({"compression": {"updates": "int8"}, "diagnose_every": 1}, "Compressed"),
+        ({"compression": {"updates": "int8"}, "measure_alpha_every": 1}, "compressed messages"),
+        ({"compression": {"updates": "int8"}, "diagnose_every": 1}, "compressed messages"),
     ],
 )
 def test_what_can_not_be_is_refused_before_work(options: dict[str, Any], reason: str) -> None:

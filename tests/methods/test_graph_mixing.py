@@ -15,7 +15,7 @@ from fedem.core.tree import Tree, tree_map
 from fedem.engines import Batching, OneByOne
 from fedem.graphs import Complete, Ring, Topology, among
 from fedem.methods.decentralised import Graph, recall, remember, scaled
-from fedem.methods.mixer import Alone, Mixed, OneGroup, Round, Uploads, weighted_means
+from fedem.methods.mixer import Alone, Mixed, OneGroup, Round, Start, Uploads, weighted_means
 from fedem.runs.rounds import State, Training
 from fedem.solvers import LBFGS, SGD, Newton, Solver
 from fedem.solvers.schedules import Constant
@@ -121,17 +121,17 @@ def test_loop_equals_stacked_where_steps_are_scaled() -> None:
 
 def test_larger_clients_take_larger_steps_and_the_average_step_is_one() -> None:
     sizes = torch.tensor([7, 1, 12, 30, 5])
-    scales = Graph(Ring(scale="steps")).scales(sizes)
+    scales = Graph(Ring(scale="steps")).step_scales(sizes, 11.0)
     assert scales is not None
     torch.testing.assert_close(scales, 5 * sizes / 55.0, check_dtype=False)
-    assert all(Graph(Ring(scale=scale)).scales(sizes) is None for scale in ("none", "updates"))
+    assert all(Graph(Ring(scale=scale)).step_scales(sizes, 11.0) is None for scale in ("none", "updates"))
 
 
 def _gossip(graph: Graph, rounds: int, count: int) -> list[float]:
     """Squared distances to consensus when nobody trains."""
     keys = make_keys(count)
     groups = {"w": random_tensor(count, 4)}
-    _, memory = graph.init({"w": torch.zeros(4, dtype=torch.float64)}, frozenset("w"), keys, 3)
+    _, memory = graph.init(Start({"w": torch.zeros(4, dtype=torch.float64)}, frozenset("w"), keys, 3))
     found = []
     for index in range(rounds + 1):
         found.append(float((groups["w"] - groups["w"].mean(0)).square().sum()))
@@ -147,8 +147,8 @@ def _gossip(graph: Graph, rounds: int, count: int) -> list[float]:
 def test_pure_gossip_contracts_at_least_at_the_predicted_factor_and_in_the_end_at_it(topology: Topology) -> None:
     graph = Graph(topology)
     distances = _gossip(graph, 30, 6)
-    _, memory = graph.init({"w": torch.zeros(4)}, frozenset("w"), make_keys(6), 3)
-    p = graph.facts(memory, 6)["consensus_p"]
+    _, memory = graph.init(Start({"w": torch.zeros(4)}, frozenset("w"), make_keys(6), 3))
+    p = graph.summary(memory, 6)["consensus_p"]
     ratios = [after / before for before, after in pairwise(distances) if before > 1e-25]
     assert all(ratio <= 1 - p + 1e-9 for ratio in ratios)
     if p < 1 - 1e-9:
@@ -157,8 +157,8 @@ def test_pure_gossip_contracts_at_least_at_the_predicted_factor_and_in_the_end_a
 
 def test_matchings_in_turn_bring_everybody_together_over_their_period() -> None:
     graph = Graph(Ring(activity="matchings"))
-    _, memory = graph.init({"w": torch.zeros(4)}, frozenset("w"), make_keys(6), 3)
-    facts = graph.facts(memory, 6)
+    _, memory = graph.init(Start({"w": torch.zeros(4)}, frozenset("w"), make_keys(6), 3))
+    facts = graph.summary(memory, 6)
     tau = int(facts["consensus_tau"])
     assert tau == 2
     distances = _gossip(graph, 20 * tau, 6)

@@ -221,17 +221,17 @@ def test_an_exported_model_has_the_shift(model: Any, tmp_path: Path) -> None:
 
 def test_what_can_not_be_shifted_is_refused() -> None:
     classes, numbers = _federation(_pairs()), make_federation("squared_error")
-    with pytest.raises(UserError, match=r"run\.label_shares is true, but targets of SquaredError are no labels"):
+    with pytest.raises(UserError, match=r"run\.label_shares is true, but targets of SquaredError are not labels"):
         fedem.train(numbers, "fedavg", rounds=1, label_shares=True)
     for method in ("ditto", "scaffold", "ifca", "pfedme"):
         with pytest.raises(UserError, match=r"run\.label_shares is true, but clients of \w+ have models or messages"):
             fedem.train(classes, method, rounds=1, label_shares=True)
     for method in ("pfedhn", "l2sgd", "fedu"):
-        with pytest.raises(UserError, match=f"models of method {method} are no averages"):
+        with pytest.raises(UserError, match=f"models of method {method} are not averages"):
             fedem.train(classes, method, rounds=1, label_shares=True)
     with pytest.raises(UserError, match=r"label_shares is true and \[compression\] is on; allowed: one"):
         fedem.train(classes, "fedem", rounds=1, label_shares=True, compression={"updates": "int8"})
-    with pytest.raises(UserError, match=r"puts out 4 numbers a sample; allowed with run\.label_shares: 3"):
+    with pytest.raises(UserError, match=r"puts out 4 numbers for each sample; allowed with run\.label_shares: 3"):
         fedem.train(classes, "fedem", rounds=1, label_shares=True, model=nn.Linear(DIMENSION, 4))
     with pytest.raises(UserError, match="LabelShares can't be diagnosed"):
         fedem.train(classes, "fedem", rounds=1, label_shares=True, diagnose_every=1)

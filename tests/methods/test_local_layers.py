@@ -75,7 +75,7 @@ def test_the_others_are_averaged_and_these_kept() -> None:
 def test_everybody_reads_the_shared_leaves_and_their_own() -> None:
     training = _training("fedem")
     state = advance(training, 2)
-    served = training.mixer.own(state.shared, state.memory, torch.tensor([2, 0]))
+    served = training.mixer.read(state.shared, state.memory, torch.tensor([2, 0]))
     for row, client in enumerate((2, 0)):
         tree = tree_index(served.shared, int(served.reads[row]))
         assert torch.equal(tree["0.weight"], state.shared["0.weight"][0])
@@ -161,7 +161,7 @@ def test_newcomers_begin_with_the_average_by_samples(method: str) -> None:
         for row in start.shared[name]:
             torch.testing.assert_close(row, mean)
     assert start.shared["1.num_batches_tracked"].tolist() == [int(state.memory["local/1.num_batches_tracked"].max())]
-    served = training.mixer.own(state.shared, state.memory, torch.arange(3)).shared
+    served = training.mixer.read(state.shared, state.memory, torch.arange(3)).shared
     assert {name: leaf[0].shape for name, leaf in start.shared.items()} == tree_map(lambda leaf: leaf[0].shape, served)
 
 

@@ -10,7 +10,7 @@ import torch
 from helpers import LOSSES, advance, make_federation, make_training, scores_of
 from least_squares import WHOLE, assert_same
 
-from fedem.core.random import COMPONENTS, MIXER, derive
+from fedem.core.random import COMPONENTS, derive
 from fedem.core.tree import take_prefix, tree_map, tree_repeat
 from fedem.data.federation import Federation
 from fedem.engines import Batching
@@ -147,7 +147,7 @@ def test_l2sgd_without_a_penalty_is_local_with_as_many_steps(cohort_size: int) -
     state = local.init()
     lengths = []
     for index in range(4):
-        steps = l2sgd.mixer.num_steps(int(derive(l2sgd.seed, MIXER, index)))
+        steps = l2sgd.mixer.plan({}, {}, l2sgd.round(index, torch.arange(5))).num_steps
         assert steps is not None
         lengths.append(steps)
         state, _ = replace(local, batching=Batching(4, local_steps=steps)).step(state)

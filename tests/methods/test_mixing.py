@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mixers import (
     MIXERS,
     all_at_once,
+    downloads,
     every_mixer,
     first_state,
     in_pieces,
@@ -27,7 +28,18 @@ from fedem.core.tree import Tree
 from fedem.methods import METHODS
 from fedem.methods.decentralised import Graph
 from fedem.methods.fedfomo import Candidates
-from fedem.methods.mixer import Alone, Mixer, Settled, Star, by_samples, gather, mean_of_groups, row_of, weighted_means
+from fedem.methods.mixer import (
+    Alone,
+    Mixer,
+    Settled,
+    Star,
+    Start,
+    by_samples,
+    gather,
+    mean_of_groups,
+    row_of,
+    weighted_means,
+)
 from fedem.methods.mocha import Relations
 from fedem.methods.pfedhn import Hypernetwork
 from fedem.methods.pulls import Laplacian, Loopless
@@ -42,8 +54,7 @@ def test_every_mixer_of_the_table_is_tested_here() -> None:
 @every_mixer
 def test_everybody_is_served_a_tree_that_is_there(mixer: Mixer) -> None:
     shared, memory = first_state(mixer, 5)
-    clients = torch.tensor([4, 0, 2])
-    served = mixer.serve(shared, memory, clients, 11)
+    served = downloads(mixer, shared, memory, [4, 0, 2], 11)
     assert served.reads.shape == (3,)
     assert int(served.reads.min()) >= 0
     assert all(int(served.reads.max()) < len(leaf) for leaf in served.shared.values())
@@ -54,8 +65,8 @@ def test_a_client_is_served_the_same_whoever_else_is_there(mixer: Mixer) -> None
     shared, memory = first_state(mixer, 5)
     if isinstance(mixer, Alone | Loopless | Laplacian | Candidates):
         shared = {name: random_tensor(*leaf.shape, seed=8) for name, leaf in shared.items()}
-    together = mixer.serve(shared, memory, torch.tensor([4, 0, 2]), 11)
-    alone = mixer.serve(shared, memory, torch.tensor([2]), 11)
+    together = downloads(mixer, shared, memory, [4, 0, 2], 11)
+    alone = downloads(mixer, shared, memory, [2], 11)
     for name, leaf in together.shared.items():
         torch.testing.assert_close(leaf[together.reads[2]], alone.shared[name][alone.reads[0]], rtol=0, atol=1e-15)
 
@@ -95,8 +106,8 @@ def test_messages_are_counted_but_for_clients_that_are_alone(mixer: Mixer) -> No
 def test_newcomers_are_welcome_unless_clients_are_alone(mixer: Mixer) -> None:
     shared, memory = first_state(mixer, 4)
     welcome = mixer.welcome(shared, memory)
-    assert (welcome is None) == isinstance(mixer, Alone)
-    if welcome is not None:
+    assert bool(welcome.refusal) == isinstance(mixer, Alone)
+    if not welcome.refusal:
         tuned = isinstance(mixer, Candidates | Loopless | Laplacian | Relations)
         assert welcome.fine_tune == tuned
         assert (welcome.learn is not None) == (welcome.kept is not None) == isinstance(mixer, Hypernetwork)
@@ -105,14 +116,14 @@ def test_newcomers_are_welcome_unless_clients_are_alone(mixer: Mixer) -> None:
 
 def test_clients_that_are_settled_read_what_their_memory_says_and_do_nothing_else() -> None:
     shared, memory = {"w": random_tensor(3, 2)}, {"reads": torch.tensor([2, 0, 0, 1])}
-    served = Settled().serve(shared, memory, torch.tensor([3, 0]), 0)
+    served = Settled().read(shared, memory, torch.tensor([3, 0]))
     assert served.reads.tolist() == [1, 2]
     assert torch.equal(served.shared["w"], shared["w"])
-    assert Settled().welcome(shared, memory) is None
+    assert Settled().welcome(shared, memory).refusal
     with pytest.raises(AssertionError, match="not trained again"):
         Settled().mix(shared, memory, make_round([1]), [])
     with pytest.raises(AssertionError, match="personalisation alone"):
-        Settled().init(shared, frozenset(shared), make_keys(1), 0)
+        Settled().init(Start(shared, frozenset(shared), make_keys(1), 0))
 
 
 # The matrix.
@@ -130,8 +141,8 @@ def test_a_star_averages_by_samples(sizes: list[int]) -> None:
 
 
 def test_a_star_serves_everybody_its_one_tree() -> None:
-    shared, memory = Star().init({"w": random_tensor(2)}, frozenset("w"), make_keys(9), 0)
-    served = Star().serve(shared, memory, torch.tensor([8, 3]), 0)
+    shared, memory = Star().init(Start({"w": random_tensor(2)}, frozenset("w"), make_keys(9), 0))
+    served = Star().read(shared, memory, torch.tensor([8, 3]))
     assert served.reads.tolist() == [0, 0]
     assert served.shared["w"].shape == (1, 2)
 
@@ -141,7 +152,7 @@ def test_alone_replaces_the_own_tree_and_nothing_else() -> None:
     mixed, _ = Alone().mix({}, {}, this, all_at_once(uploads))
     assert mixed.groups.tolist() == [3, 1]
     assert all(torch.equal(leaf, uploads[name]) for name, leaf in mixed.means.items())
-    assert Alone().serve({}, {}, this.clients, 0).reads.tolist() == [3, 1]
+    assert Alone().read({}, {}, this.clients).reads.tolist() == [3, 1]
 
 
 def test_alone_keeps_a_diverged_client_to_itself() -> None:

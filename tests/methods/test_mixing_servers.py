@@ -8,13 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from mixers import all_at_once, first_state, make_keys, make_round, make_trained, random_tensor
+from mixers import all_at_once, downloads, first_state, make_keys, make_round, make_trained, random_tensor
 from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, take_prefix
 from fedem.methods.fedfomo import Candidates
-from fedem.methods.mixer import Mixer, Star
+from fedem.methods.mixer import Mixer, Star, Start
 from fedem.methods.mocha import Relations
 from fedem.methods.pfedhn import Hypernetwork
 
@@ -36,7 +36,7 @@ def test_a_hypernetwork_serves_the_models_it_makes() -> None:
     mixer = Hypernetwork(3, 4)
     shared, memory = first_state(mixer, 5)
     clients = torch.tensor([4, 0])
-    served = mixer.serve(shared, memory, clients, 0)
+    served = mixer.read(shared, memory, clients)
     made = _hypernetwork(shared, take_prefix("network", memory), memory["embeddings"][clients])
     for name, leaf in made.items():
         torch.testing.assert_close(served.shared[name][served.reads], leaf, rtol=0, atol=1e-14)
@@ -75,8 +75,8 @@ def test_a_hypernetworks_step_lowers_what_it_descends_by_finite_differences() ->
     shared, memory = first_state(mixer, 3)
     uploads = make_trained(mixer, 3)
     mixed, after = mixer.mix(shared, memory, make_round([1, 2, 5]), all_at_once(uploads))
-    served = mixer.serve(shared, memory, torch.arange(3), 0).shared
-    again = mixer.serve(mixed.means, after, torch.arange(3), 0).shared
+    served = mixer.read(shared, memory, torch.arange(3)).shared
+    again = mixer.read(mixed.means, after, torch.arange(3)).shared
     shares = torch.tensor([1, 2, 5], dtype=torch.float64) / 8
     fall = sum(
         float((shares * ((served[name] - uploads[name]) * (again[name] - served[name])).flatten(1).sum(1)).sum())
@@ -90,8 +90,8 @@ def test_a_hypernetworks_step_lowers_what_it_descends_by_finite_differences() ->
 def test_a_hypernetwork_makes_what_is_trained_and_averages_the_rest() -> None:
     mixer = Hypernetwork(2, 3)
     model = {"w": random_tensor(3), "scale": random_tensor(2, seed=1), "steps": torch.tensor(4)}
-    shared, memory = mixer.init(model, frozenset("w"), make_keys(3), 0)
-    served = mixer.serve(shared, memory, torch.arange(3), 0).shared
+    shared, memory = mixer.init(Start(model, frozenset("w"), make_keys(3), 0))
+    served = mixer.read(shared, memory, torch.arange(3)).shared
     assert torch.equal(served["scale"], model["scale"].expand(3, 2))
     assert not torch.equal(served["w"], model["w"].expand(3, 3))
     uploads = {"w": random_tensor(3, 3, seed=2), "scale": random_tensor(3, 2, seed=3), "steps": torch.tensor([5, 9, 7])}
@@ -122,8 +122,8 @@ def test_a_hypernetworks_base_alone_is_a_server_that_averages() -> None:
 
 def test_an_embedding_depends_on_the_clients_name_alone() -> None:
     mixer, model = Hypernetwork(3, 4), {"w": random_tensor(2)}
-    _, memory = mixer.init(model, frozenset(model), make_keys(5), 1)
-    _, fewer = mixer.init(model, frozenset(model), make_keys(5)[[3, 1]], 1)
+    _, memory = mixer.init(Start(model, frozenset(model), make_keys(5), 1))
+    _, fewer = mixer.init(Start(model, frozenset(model), make_keys(5)[[3, 1]], 1))
     assert torch.equal(memory["embeddings"][[3, 1]], fewer["embeddings"])
     assert len({tuple(row) for row in memory["embeddings"].tolist()}) == 5
 
@@ -134,22 +134,22 @@ def test_an_embedding_depends_on_the_clients_name_alone() -> None:
 def test_a_client_is_sent_its_own_model_first_and_never_as_a_candidate() -> None:
     mixer = Candidates(3)
     shared = {"w": torch.arange(6.0)[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0)
+    _, memory = mixer.init(Start({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0))
     clients = torch.tensor([5, 2, 0])
     for key in range(20):
-        sent = mixer.serve(shared, memory, clients, key).shared["w"].squeeze(-1).long()
+        sent = downloads(mixer, shared, memory, [5, 2, 0], key).shared["w"].squeeze(-1).long()
         assert sent.shape == (3, 4)
         assert torch.equal(sent[:, 0], clients)
         assert all(len(set(row)) == 4 for row in sent.tolist())
 
 
 def test_candidates_are_those_who_helped_most_unless_chance_decides() -> None:
-    _, memory = Candidates().init({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0)
+    _, memory = Candidates().init(Start({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0))
     memory["gains"][2] = torch.tensor([0.5, 0.0, 9.0, 2.0, 0.1, 0.7], dtype=torch.float64)
-    shared, client = {"w": torch.arange(6.0)[:, None]}, torch.tensor([2])
+    shared = {"w": torch.arange(6.0)[:, None]}
 
     def sent(exploration: float, key: int) -> set[int]:
-        row = Candidates(2, exploration).serve(shared, memory, client, key).shared["w"].flatten().long()
+        row = downloads(Candidates(2, exploration), shared, memory, [2], key).shared["w"].flatten().long()
         return set(row[1:].tolist())
 
     assert all(sent(0.0, key) == {3, 5} for key in range(20))
@@ -164,9 +164,9 @@ def test_candidates_are_those_who_helped_most_unless_chance_decides() -> None:
 def test_gains_are_booked_for_the_clients_that_were_sent() -> None:
     mixer = Candidates(2)
     shared = {"w": torch.arange(6.0)[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0)
+    _, memory = mixer.init(Start({"w": torch.zeros(1)}, frozenset("w"), make_keys(6), 0))
     this = make_round([1, 1], [4, 1], total=6)
-    sent = mixer.serve(shared, memory, this.clients, this.key).shared["w"].squeeze(-1).long()[:, 1:]
+    sent = mixer.plan(shared, memory, this).downloads.shared["w"].squeeze(-1).long()[:, 1:]
     weights = torch.tensor([[0.25, 0.75], [0.0, 1.0]], dtype=torch.float64)
     mixed, after = mixer.mix(shared, memory, this, all_at_once({"model/w": random_tensor(2, 1), "weights": weights}))
     expected = torch.zeros(6, 6, dtype=torch.float64)
@@ -183,10 +183,10 @@ def test_gains_are_booked_for_the_clients_that_were_sent() -> None:
 def test_newcomers_are_sent_the_mean_and_those_who_helped_most() -> None:
     mixer = Candidates(2)
     shared = {"w": torch.tensor([0.0, 1.0, 5.0, 10.0])[:, None]}
-    _, memory = mixer.init({"w": torch.zeros(1)}, frozenset("w"), make_keys(4), 0)
+    _, memory = mixer.init(Start({"w": torch.zeros(1)}, frozenset("w"), make_keys(4), 0))
     memory["gains"][:, 3], memory["gains"][0, 1] = 1.0, 2.0
     welcome = mixer.welcome(shared, memory)
-    assert welcome is not None
+    assert not welcome.refusal
     assert welcome.shared["w"].flatten().tolist() == [4.0, 10.0, 1.0]
 
 

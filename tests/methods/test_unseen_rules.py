@@ -165,7 +165,7 @@ def test_a_new_client_of_pfedhn_learns_an_embedding_from_the_mean_of_all() -> No
 
     def made(vector: torch.Tensor) -> dict[str, torch.Tensor]:
         one = {**memory, "embeddings": vector[None]}
-        return tree_index(mixer.serve(state.shared, one, torch.tensor([0]), 0).shared, 0)
+        return tree_index(mixer.read(state.shared, one, torch.tensor([0])).shared, 0)
 
     embedding = memory["embeddings"].mean(0).requires_grad_()
     found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 1)

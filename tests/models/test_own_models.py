@@ -178,7 +178,7 @@ def test_fedfomo_does_not_train_on_held_out_samples() -> None:
     training = make_training("fedfomo", federation, loss="squared_error", held_out=0.3)
     state = training.init()
     after, _ = training.step(state)
-    served = training.mixer.serve(state.shared, state.memory, torch.arange(2), 0).shared
+    served = training.mixer.read(state.shared, state.memory, torch.arange(2)).shared
     for position in range(2):
         data = federation.train.client(position)
         one = tree_map(lambda leaf, position=position: leaf[position], served)

@@ -56,7 +56,7 @@ def one_step(algorithm: Surrogate, seed: int = 0, rate: float = 0.3) -> tuple[Lo
 def test_fedem_takes_the_step_of_every_surrogate(solver: SGD) -> None:
     own, derived = one_step(FedEM(make_model(), solver))
     assert_same(own.shared, derived.shared)
-    assert_same(own.memory, derived.memory)
+    assert_same(own.solver_state, derived.solver_state)
 
 
 def test_the_objective_of_fedem_is_the_likelihood_that_is_reported() -> None:

@@ -20,6 +20,7 @@ from fedem.data.tables import Table, read_table
 from fedem.deploy.node import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
+from fedem.methods.wrappers.compression import split_residual
 from fedem.report.console import console, errors, metric_of, print_summary, show_run, waiting, writing
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
@@ -297,7 +298,7 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
             f"predict, and {source} is of a peer, which keeps the model before that; allowed for a peer's file: 0."
         )
     plan = Plan(config, kept.plan.format)
-    mixture = plan.algorithm.predictor(kept.shared, kept.personal)
+    mixture = plan.algorithm.predictor(kept.shared, split_residual(kept.personal)[0])
     personal = PersonalModel(plan.model, mixture, plan.format)
     return export_personal(
         personal, config, out, formats, {"client": kept.client or None, "state": "last", "round": kept.round}

@@ -29,8 +29,9 @@ from fedem.data.federation import Federation
 from fedem.data.files import FromFile
 from fedem.data.tables import Table, read_table
 from fedem.deploy.plan import Plan
-from fedem.engines import Cohort, OneByOne, SolverDeal
+from fedem.engines import Cohort, OneByOne, SolverDeal, Work
 from fedem.methods.mixer import Star
+from fedem.methods.wrappers.compression import join_residual, split_residual
 from fedem.runs.evaluate import evaluate
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import State, init_personal
@@ -102,7 +103,9 @@ class Node:
     def first_personal(self, shared: Tree) -> Tree:
         """Return the personal tree that the client starts from."""
         keys = derive(self._own.keys, PERSONAL, self._seed)
-        return tree_index(init_personal(self.plan.algorithm, self._placed(shared), keys.to(self._device)), 0)
+        placed, codec = self._placed(shared), self.plan.codec
+        personal = tree_index(init_personal(self.plan.algorithm, placed, keys.to(self._device)), 0)
+        return join_residual(personal, codec.first_residual(placed)) if codec else personal
 
     def train(
         self, shared: Tree, personal: Tree, round_index: int, learning_rate: float, scale: float = 1.0
@@ -114,13 +117,19 @@ class Node:
         names = self._own.keys
         keys = derive(names, SHUFFLE, self._seed, round_index)
         here = torch.zeros(1, dtype=torch.int64)
+        personal, residual = split_residual(self._placed(personal))
         cohort = Cohort(self._one(shared), here, self._one(personal), self._own.train)
         scales = None if scale == 1.0 else torch.tensor([scale], dtype=torch.float64)
         with self.plan.products():
-            (finished,) = self._deal.train(
-                OneByOne(), cohort, self.plan.config.batching, names, keys, learning_rate, scales=scales
-            )
-        return tree_index(finished.uploads, 0), tree_index(finished.personal, 0)
+            work = Work(self.plan.config.batching, keys, learning_rate, scales)
+            (finished,) = self._deal.train(OneByOne(), cohort, work, names)
+        upload, personal = tree_index(finished.uploads, 0), tree_index(finished.personal, 0)
+        if (codec := self.plan.codec) is None:
+            return upload, personal
+        received = self._placed(shared)
+        # A client that was fitted after training has left nothing unsaid.
+        message, residual = codec.encode(upload, received, personal, residual or codec.first_residual(received))
+        return message, join_residual(personal, residual)
 
     def fit(self, shared: Tree) -> Tree:
         """Return the personal tree of a client that never trained, fitted beside ``shared``."""

@@ -1,6 +1,9 @@
-"""The seam between a method for one client and the many clients of a federation.
+"""The seam between a method for one client and the many clients of a federation; and which samples are in which batch.
 
-Shapes: G groups, C clients of the cohort, c clients finished together.
+Samples are shuffled afresh each epoch, by the client's own key.
+
+Shapes: G groups, C clients of the cohort, c clients finished together, A active ones (the first A), B the width of a
+batch.
 """
 
 from __future__ import annotations
@@ -62,98 +65,13 @@ class Finished(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Engine(Settings, ABC):
-    """Runs a method for many clients. All engines agree up to rounding."""
-
-    @property
-    def most_together(self) -> int:
-        """How many clients were trained at once at most, so far."""
-        return 1
-
-    @abstractmethod
-    def train(
-        self,
-        algorithm: Algorithm,
-        cohort: Cohort,
-        batching: Batching,
-        keys: Tensor,
-        learning_rate: float,
-        scales: Tensor | None = None,
-    ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round.
-
-        Args:
-            algorithm: the method.
-            cohort: C clients.
-            batching: how they walk through their samples.
-            keys: ``[C]`` the clients' keys for this round.
-            learning_rate: of the round.
-            scales: ``[C]`` what it is multiplied by for each client; None for one.
-
-        """
-
-    @abstractmethod
-    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
-        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
-
-
-class SolverDeal:
-    """Deals clients out to their solvers, and trains those with the same one together.
-
-    It keeps the method with each solver that clients have had, since an engine records what comes back.
-    """
-
-    def __init__(self, algorithm: Algorithm):
-        self._algorithm = algorithm
-        self._variants: dict[Solver, Algorithm] = {algorithm.solver: algorithm}
-
-    def train(
-        self,
-        engine: Engine,
-        cohort: Cohort,
-        batching: Batching,
-        names: Tensor,
-        keys: Tensor,
-        learning_rate: float,
-        num_steps: int | None = None,
-        scales: Tensor | None = None,
-    ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round.
-
-        Args:
-            engine: runs those with the same solver.
-            cohort: C clients.
-            batching: how they walk, unless their solver or ``num_steps`` says otherwise.
-            names: ``[C]`` keys of the clients' names, which decide on their solvers.
-            keys: ``[C]`` the clients' keys for this round.
-            learning_rate: of the round.
-            num_steps: exactly so many steps, when given.
-            scales: ``[C]`` what the learning rate is multiplied by for each client; None for one.
-
-        """
-        for solver, members in self._algorithm.solver.among(names):
-            algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
-            walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else batching
-            if num_steps is not None:
-                walk = replace(walk, local_steps=num_steps)
-            theirs = None if scales is None else scales[members]
-            for chunk in engine.train(algorithm, cohort.take(members), walk, keys[members], learning_rate, theirs):
-                yield chunk._replace(positions=members[chunk.positions])
-
-
-# Which samples stand in which batch: shuffled afresh each epoch, by the client's own key.
-#
-# Shapes: C clients, A active ones (the first A), B the width of a batch.
-
-
-@dataclass(frozen=True)
 class Batching(Settings):
     """How a client walks through its samples in a round.
 
     Attributes:
-        batch_size: samples a step; 0 takes all of a client's samples at once.
+        batch_size: samples per step; 0 takes all of a client's samples at once.
         local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
-        local_steps: when above 0, exactly so many steps instead, passing over the samples as often as that takes.
+        local_steps: when above 0, exactly this many steps instead, passing over the samples as often as that takes.
 
     """
 
@@ -170,6 +88,73 @@ class Batching(Settings):
         if self.local_steps:
             return torch.full_like(sizes, self.local_steps)
         return self.local_epochs * _ceil_divide(sizes, self.widths(sizes))
+
+
+class Work(NamedTuple):
+    """What the C clients of a cohort do in a round."""
+
+    batching: Batching
+    """how they walk through their samples"""
+    keys: Tensor
+    """``[C]`` the clients' keys for this round"""
+    learning_rate: float
+    scales: Tensor | None = None
+    """``[C]`` what it is multiplied by for each client; None for one"""
+
+    def take(self, members: Tensor) -> Work:
+        """Return the work of some of the clients, positions ``[c]``."""
+        scales = None if self.scales is None else self.scales[members]
+        return self._replace(keys=self.keys[members], scales=scales)
+
+
+@dataclass(frozen=True)
+class Engine(Settings, ABC):
+    """Runs a method for many clients. All engines agree up to rounding."""
+
+    @property
+    def most_together(self) -> int:
+        """How many clients were trained at once at most, so far."""
+        return 1
+
+    @abstractmethod
+    def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
+        """Train every client of the cohort for one round."""
+
+    @abstractmethod
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
+        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
+
+
+class SolverDeal:
+    """Trains clients with an engine, those with the same solver together (:class:`~fedem.solvers.Various`).
+
+    It keeps the method with each solver that clients have had, since an engine records what comes back.
+    """
+
+    def __init__(self, algorithm: Algorithm):
+        self._algorithm = algorithm
+        self._variants: dict[Solver, Algorithm] = {algorithm.solver: algorithm}
+
+    def train(
+        self, engine: Engine, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
+    ) -> Iterator[Finished]:
+        """Train every client of the cohort for one round.
+
+        Args:
+            engine: runs those with the same solver.
+            cohort: C clients.
+            work: of the round; their solver or ``num_steps`` may say otherwise how they walk through their samples.
+            names: ``[C]`` keys of the clients' names, which decide on their solvers.
+            num_steps: how many steps exactly, when given.
+
+        """
+        for solver, members in self._algorithm.solver.among(names):
+            algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
+            walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else work.batching
+            if num_steps is not None:
+                walk = replace(walk, local_steps=num_steps)
+            for chunk in engine.train(algorithm, cohort.take(members), work.take(members)._replace(batching=walk)):
+                yield chunk._replace(positions=members[chunk.positions])
 
 
 class Positions(NamedTuple):

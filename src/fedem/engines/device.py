@@ -1,4 +1,4 @@
-"""How much memory there is, and what running out of it looks like."""
+"""What a device has to offer: how much memory, what running out of it looks like, how exactly a GPU multiplies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+PRECISIONS = ("tf32", "float32", "bfloat16")
 _MOST_ON_CPU = 2 << 30  # more clients at once gain nothing there: what they work on leaves the caches
 
 
@@ -53,11 +54,6 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-# How exactly a GPU multiplies.
-
-PRECISIONS = ("tf32", "float32", "bfloat16")
 
 
 @contextmanager

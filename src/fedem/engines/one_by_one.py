@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.tree import Tree, tree_index, tree_map
-from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Tally
+from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Tally, Work
 from fedem.methods.base import Algorithm, Batch
 
 
@@ -49,7 +49,8 @@ def run_client(
             columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
             batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))
             local = algorithm.step(local, batch, rate)
-    return algorithm.finish(local)
+    finished = algorithm.finish(local)
+    return finished.upload, finished.personal
 
 
 @final
@@ -57,27 +58,17 @@ def run_client(
 class OneByOne(Engine):
     """One client after the other."""
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        cohort: Cohort,
-        batching: Batching,
-        keys: Tensor,
-        learning_rate: float,
-        scales: Tensor | None = None,
-    ) -> Iterator[Finished]:
-        """Yield each client as it finishes."""
+    def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
         for position in range(len(cohort.reads)):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal = tree_index(cohort.personal, position)
             data = cohort.samples.client(position).to(cohort.device)
-            rate = learning_rate if scales is None else learning_rate * float(scales[position])
-            outcome = run_client(algorithm, shared, personal, *data, batching, keys[position], rate)
+            rate = work.learning_rate if work.scales is None else work.learning_rate * float(work.scales[position])
+            outcome = run_client(algorithm, shared, personal, *data, work.batching, work.keys[position], rate)
             upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in outcome)
             yield Finished(torch.tensor([position]), upload, kept)
 
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
-        """Call ``function`` once a client."""
         rows = []
         for position in range(len(cohort.reads)):
             inputs, targets = cohort.samples.client(position).to(cohort.device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
-from fedem.engines.base import Batching, Cohort, Engine, Finished, Tally
+from fedem.engines.base import Cohort, Engine, Finished, Tally, Work
 from fedem.methods.base import Algorithm
 
 if TYPE_CHECKING:
@@ -251,9 +251,6 @@ def _in_touch() -> Iterator[None]:
         raise UserError("Another process of this run ended or can't be reached, so the run can't go on.") from error
 
 
-# Engines of several processes: each runs its share of the clients, and all get everybody's results.
-
-
 def share_out(engine: Engine, team: Team) -> Engine:
     """Return an engine that works as ``engine`` does, by all processes together."""
     return engine if team.size == 1 else Shared(engine, team)
@@ -262,7 +259,10 @@ def share_out(engine: Engine, team: Team) -> Engine:
 @final
 @dataclass(frozen=True)
 class Shared(Engine):
-    """Another engine in each process. Fewer clients than processes are run by all of them, and nothing is exchanged."""
+    """Another engine in each process, which runs its share of the clients; all get everybody's results.
+
+    Fewer clients than processes are run by all of them, and nothing is exchanged.
+    """
 
     base: Engine
     team: Team
@@ -272,35 +272,25 @@ class Shared(Engine):
         """As this process has it."""
         return self.base.most_together
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        cohort: Cohort,
-        batching: Batching,
-        keys: Tensor,
-        learning_rate: float,
-        scales: Tensor | None = None,
-    ) -> Iterator[Finished]:
+    def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
         """Train every client; all finish together."""
         sizes = cohort.samples.sizes
         if len(sizes) < self.team.size:
-            yield from self.base.train(algorithm, cohort, batching, keys, learning_rate, scales)
+            yield from self.base.train(algorithm, cohort, work)
             return
-        own = self.team.share(sizes)
-        theirs = None if scales is None else scales[own]
-        chunks = list(self.base.train(algorithm, cohort.take(own), batching, keys[own], learning_rate, theirs))
+        members = self.team.share(sizes)
+        chunks = list(self.base.train(algorithm, cohort.take(members), work.take(members)))
         uploads, personal = (
-            placed([(own[chunk.positions], getattr(chunk, name)) for chunk in chunks], len(sizes))
+            placed([(members[chunk.positions], getattr(chunk, name)) for chunk in chunks], len(sizes))
             for name in ("uploads", "personal")
         )
         yield Finished(torch.arange(len(sizes)), *self.team.total(uploads, personal))
 
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
-        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU."""
         sizes = cohort.samples.sizes
         # In every process somebody must have samples.
         if int((sizes > 0).sum()) < self.team.size:
             return self.base.tally(algorithm, function, cohort)
-        own = self.team.share(sizes)
-        sums = self.base.tally(algorithm, function, cohort.take(own))
-        return self.team.total(placed([(own, sums)], len(sizes)))[0]
+        members = self.team.share(sizes)
+        sums = self.base.tally(algorithm, function, cohort.take(members))
+        return self.team.total(placed([(members, sums)], len(sizes)))[0]

@@ -4,7 +4,8 @@ Clients are sorted by their number of steps, so that those still active are alwa
 copied when one finishes. Samples stay flat; only a batch is ever padded, and those whose last batch is short take it
 apart from the others.
 
-Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, M components, n samples.
+Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, M components, n samples of a client, N
+of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
 from fedem.data.samples import Pool, Samples
-from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, blocks
+from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, Work, blocks
 from fedem.engines.device import budget, is_out_of_memory, release
 from fedem.methods.base import Algorithm, Batch, Local
 
@@ -31,6 +32,7 @@ _T = TypeVar("_T")
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
+_MOST_SHAPES = 256  # recorded at most: sampled cohorts may never come back
 _MOST_RECORDED = 64  # leaves of a model: recording a deep one takes longer than it ever saves
 
 
@@ -40,39 +42,30 @@ class Stacked(Engine):
     """Many clients at once.
 
     Attributes:
-        chunk_size: clients stacked together; 0 chooses as many as ``memory`` holds. It never changes a result beyond
+        chunk_size: clients stacked together; 0 chooses as many as ``max_bytes`` hold. It never changes a result beyond
             rounding. Where memory runs out all the same, it is halved, and training goes on.
-        memory: bytes that a chunk may take, roughly; 0 for a share of what is free.
+        max_bytes: bytes that a chunk may take, roughly; 0 for a share of what is free.
         record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all.
 
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})
-    memory: int = field(default=0, metadata={"min": 0})
+    max_bytes: int = field(default=0, metadata={"min": 0})
     record_after: int = field(default=16, metadata={"min": 0})
     _replays: dict[Any, Replay] = field(default_factory=dict, init=False, repr=False, compare=False)
     _found: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def most_together(self) -> int:
-        """How many clients were stacked at most, so far."""
         return self._found.get("most_together", 0)
 
-    def train(
-        self,
-        algorithm: Algorithm,
-        cohort: Cohort,
-        batching: Batching,
-        keys: Tensor,
-        learning_rate: float,
-        scales: Tensor | None = None,
-    ) -> Iterator[Finished]:
+    def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
         """Yield the clients chunk by chunk."""
-        scale = torch.ones(()) if scales is None else scales
-        rate = (learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
+        scale = torch.ones(()) if work.scales is None else work.scales
+        rate = (work.learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
         rows = self._rows(algorithm, cohort, _SCORE_ROWS)
         scores, rows = self._shrinking(cohort.device, rows, lambda count: flat_scores(algorithm, cohort, count))
-        for members in self._chunks(algorithm, cohort, batching):
+        for members in self._chunks(algorithm, cohort, work.batching):
             waiting = [members]
             while waiting:
                 these = waiting.pop()
@@ -80,7 +73,7 @@ class Stacked(Engine):
                 if len(these) > limit:
                     waiting += reversed(these.split(limit))
                     continue
-                finished = self._try(algorithm, cohort, batching, keys, these, scores, rows, rate)
+                finished = self._try(algorithm, cohort, work, these, scores, rows, rate)
                 if finished is None:
                     waiting.append(these)
                     continue
@@ -91,8 +84,7 @@ class Stacked(Engine):
         self,
         algorithm: Algorithm,
         cohort: Cohort,
-        batching: Batching,
-        keys: Tensor,
+        work: Work,
         members: Tensor,
         scores: Tree | None,
         rows: int,
@@ -100,7 +92,7 @@ class Stacked(Engine):
     ) -> Finished | None:
         """Train ``members`` together; where memory runs out, halve how many may be from now on and return None."""
         try:
-            plan = BatchPlan(batching, cohort.samples.sizes[members], keys[members], cohort.device)
+            plan = BatchPlan(work.batching, cohort.samples.sizes[members], work.keys[members], cohort.device)
             theirs = rate[members.to(rate.device)] if rate.ndim else rate
             return self._train_chunk(algorithm, Chunk.of(cohort, members), plan, scores, rows, theirs)
         except RuntimeError as error:
@@ -145,7 +137,7 @@ class Stacked(Engine):
             """Step number ``index`` of the clients from ``first`` up to ``last``."""
             where = plan.batch(index, first, last)
             some = slice(first, last)
-            inputs, targets = chunk.part(some).read(where)
+            inputs, targets = chunk.some(some).read(where)
             weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
             masks = (where.mask,) if where.padded else ()
             columns = _columns(samples, starts[some], where)
@@ -165,17 +157,17 @@ class Stacked(Engine):
             if num_staying < num_active:
                 done.append(_slice(local, slice(num_staying, None)))
                 local = _slice(local, slice(num_staying))
-        finished = Local(*(tree_cat(trees) for trees in zip(*reversed(done), strict=True)))
-        uploads, personal = vmap(algorithm.finish)(finished)
-        return Finished(chunk.members, uploads, personal)
+        last = Local(*(tree_cat(trees) for trees in zip(*reversed(done), strict=True)))
+        trained = vmap(algorithm.finish)(last)
+        return Finished(chunk.members, trained.upload, trained.personal)
 
-    def _memory(self, cohort: Cohort) -> int:
+    def _max_bytes(self, cohort: Cohort) -> int:
         """Return the bytes that clients may take together, found once for a device."""
-        return self.memory or self._found.setdefault(str(cohort.device), budget(cohort.device))
+        return self.max_bytes or self._found.setdefault(str(cohort.device), budget(cohort.device))
 
     def _rows(self, algorithm: Algorithm, cohort: Cohort, wanted: int) -> int:
         """Return how many samples may go through all of a client's models at once, ``wanted`` at most."""
-        return max(1, min(wanted, self._memory(cohort) // bytes_per_sample(algorithm, cohort)))
+        return max(1, min(wanted, self._max_bytes(cohort) // bytes_per_sample(algorithm, cohort)))
 
     def _chunks(self, algorithm: Algorithm, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
         """Cut the cohort, longest-running clients first."""
@@ -186,8 +178,8 @@ class Stacked(Engine):
             return
         if batching.batch_size == 0:
             # A batch is as wide as a client is large, so clients of very different sizes would be mostly padding.
-            for part in similar(sizes[order].tolist()):
-                yield from self._fitting(algorithm, cohort, batching, order[part])
+            for run in similar(sizes[order].tolist()):
+                yield from self._fitting(algorithm, cohort, batching, order[run])
             return
         yield from self._fitting(algorithm, cohort, batching, order)
 
@@ -201,7 +193,7 @@ class Stacked(Engine):
         own_bytes = cohort.samples.num_bytes // max(1, len(cohort.samples))
         while len(order):
             per_client = model_bytes + row_bytes * int(widths[0]) + own_bytes * int(sizes[0])
-            count = max(1, self._memory(cohort) // max(per_client, 1))
+            count = max(1, self._max_bytes(cohort) // max(per_client, 1))
             yield order[:count]
             order, widths, sizes = order[count:], widths[count:], sizes[count:]
 
@@ -217,7 +209,7 @@ class Stacked(Engine):
         most = min(rows, self.chunk_size or _TALLY_CLIENTS)
         if cohort.samples.pool.device != cohort.device:
             largest = cohort.samples.num_bytes * int(sizes.max()) // len(cohort.samples)
-            most = max(1, min(most, self._memory(cohort) // max(1, largest)))
+            most = max(1, min(most, self._max_bytes(cohort) // max(1, largest)))
         pieces = []
         for members in order.split(most):
             width = max(1, rows // len(members))
@@ -225,8 +217,8 @@ class Stacked(Engine):
         return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
 
 
-def _slice(local: Local, part: slice) -> Local:
-    return Local(*(tree_index(tree, part) for tree in local))
+def _slice(local: Local, which: slice) -> Local:
+    return Local(*(tree_index(tree, which) for tree in local))
 
 
 def _columns(samples: Tree, starts: Tensor, where: Positions) -> Tree:
@@ -246,11 +238,6 @@ def _tally_chunk(function: Tally, chunk: Chunk, width: int) -> Tree:
             total = totals.setdefault(name, torch.zeros(len(chunk.members), dtype=torch.float64, device=sums.device))
             total[:num_active] += sums
     return {name: total.cpu() for name, total in totals.items()}
-
-
-# Clients that are stacked together, and what they read.
-#
-# Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, n samples.
 
 
 @dataclass(frozen=True)
@@ -289,7 +276,7 @@ class Chunk:
             cohort.samples.sizes[members],
         )
 
-    def part(self, which: slice) -> Chunk:
+    def some(self, which: slice) -> Chunk:
         """Some of the clients, a run of them."""
         return replace(
             self,
@@ -307,7 +294,7 @@ class Chunk:
 
     def active(self, num_active: int) -> tuple[Tree, Tree]:
         """Return shared and personal of the first clients."""
-        first = self.part(slice(num_active))
+        first = self.some(slice(num_active))
         return first.shared, first.personal
 
 
@@ -332,7 +319,7 @@ def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
     if len(next(iter(cohort.shared.values()))) > 1:
         return None
     shared = tree_index(cohort.shared, 0)
-    if type(algorithm).score is Algorithm.score:
+    if not algorithm.has_scores:
         return {}
     samples, total = cohort.samples, len(cohort.samples)
     pieces = [
@@ -340,11 +327,6 @@ def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
         for start in range(0, total, rows)
     ]
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
-
-
-# How stacked clients begin a round: scores, surveys, and the surrogates built from them.
-#
-# Shapes: c clients of a chunk, n samples of the largest, N of all.
 
 
 def begin_clients(
@@ -357,10 +339,10 @@ def begin_clients(
         client's first sample ``[c]``
     """
     locals_, columns, starts, total = [], [], [], 0
-    for part in similar(chunk.sizes.tolist()):
-        some = chunk.part(part)
+    for run in similar(chunk.sizes.tolist()):
+        some = chunk.some(run)
         scores, mask = _padded_scores(algorithm, some, flat, rows)
-        if type(algorithm).survey is not Algorithm.survey:
+        if algorithm.has_survey:
             scores = scores | _survey(algorithm, some)
         local, samples = begin(some.shared, some.personal, scores, mask)
         locals_.append(local)
@@ -389,7 +371,7 @@ def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: 
         return tree_map(
             lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
         ), where.mask
-    if type(algorithm).score is Algorithm.score:
+    if not algorithm.has_scores:
         return {}, where.mask
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
     pieces: list[Tree] = []
@@ -401,20 +383,13 @@ def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: 
     return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
 
 
-# Stacked functions that are recorded once and replayed: same operations, same bits, without vmap's overhead.
-#
-# A call through nested vmap and grad costs about a millisecond of Python, whatever the data. Where the same shapes come
-# back round after round, the tensor operations behind a call are recorded (``make_fx``) and from then on run directly.
-# The functions are pure, so a recording is the function, for these shapes.
-
-_MOST_SHAPES = 256
-"""shapes remembered at most: sampled cohorts may never come back"""
-
-
 class Replay:
     """A pure function of trees of tensors, recorded for the shapes that it has been called with ``after`` times.
 
-    Recording costs about as much as sixty calls save, so it waits until a shape has proved to come back.
+    A call through nested vmap and grad costs about a millisecond of Python, whatever the data. Where the same shapes
+    come back round after round, the tensor operations behind a call are recorded (``make_fx``) and from then on run
+    directly: same operations, same bits. Recording costs about as much as sixty calls save, so it waits until a shape
+    has proved to come back.
     """
 
     def __init__(self, function: Callable[..., Any], after: int):

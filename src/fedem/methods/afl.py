@@ -1,20 +1,21 @@
 """AFL: one model for the worst mixture of the clients.
 
 Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. A client is FedAvg's, and says its loss as well; the
-server's weights climb towards those whose losses are large (:class:`fedem.methods.afl.Agnostic`).
+server's weights climb towards those whose losses are large.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_repeat
-from fedem.methods.base import Local
-from fedem.methods.mixer import Mixed, OneGroup, Round, Uploads, weighted_means
+from fedem.methods.base import Local, Trained
+from fedem.methods.mixer import Mixed, OneGroup, Round, Start, Uploads, weighted_means
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import SingleModel, mean_loss
 
 
@@ -23,31 +24,29 @@ from fedem.methods.steps import SingleModel, mean_loss
 class AFL(SingleModel):
     """One shared model; a client uploads it with f_t(u), u as received."""
 
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
+
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each sample's loss under u as received, ``[n]``."""
         return {"losses": self.model.losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """f_t(u)."""
         local, samples = super().begin(shared, personal, scores, mask)
         return local._replace(context={"loss": mean_loss(scores["losses"], mask)}), samples
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """The model and the loss."""
-        return add_prefix("model", local.shared) | local.context, local.personal
+    def finish(self, local: Local) -> Trained:
+        """Upload the model and the loss."""
+        return Trained(add_prefix("model", local.shared) | local.context, local.personal, local.shared)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """The mean of the models."""
         return take_prefix("model", mean)
-
-
-# A server whose weights climb towards the clients with the largest losses (AFL).
 
 
 @final
 @dataclass(frozen=True)
 class Agnostic(OneGroup):
-    """One group; the memory is a distribution over the clients, and uploads have a leaf "loss".
+    """The server: one group; the memory is a distribution over the clients, and uploads have a leaf "loss".
 
     Attributes:
         climb_rate: gamma, the step of the weights: weights <- projection of (weights + gamma losses) on the simplex.
@@ -56,10 +55,10 @@ class Agnostic(OneGroup):
 
     climb_rate: float = field(default=0.001, metadata={"min": 0})
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         """Uniform weights."""
-        weights = torch.full((len(keys),), 1 / len(keys), dtype=torch.float64)
-        return tree_repeat(shared, 1), {"weights": weights}
+        count = len(start.keys)
+        return tree_repeat(start.shared, 1), {"weights": torch.full((count,), 1 / count, dtype=torch.float64)}
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Average by the weights, those of the cohort summing to one; then the weights climb by the cohort's losses."""
@@ -89,3 +88,17 @@ def project_to_simplex(point: Tensor) -> Tensor:
     thresholds = (ordered.cumsum(0) - 1) / torch.arange(1, len(point) + 1, dtype=point.dtype, device=point.device)
     positive = int((ordered > thresholds).sum())
     return (point - thresholds[positive - 1]).clamp(min=0)
+
+
+register(
+    Method(
+        "afl",
+        AFL,
+        Agnostic,
+        title="AFL",
+        summary="one model for the worst mixture of the clients",
+        paper="Mohri et al. 2019",
+        sent="a model; a loss up",
+        position=130,
+    ),
+)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
+from fedem.core.tree import Tree, take_prefix, tree_map
 from fedem.methods.base import Batch, Local, Mixture
-from fedem.methods.steps import OwnModel, batch_losses, mixture_of_one, start_memory, train_step, trained_leaves
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import OwnModel, batch_losses, mixture_of_one, trained_leaves
 
 
 @final
@@ -38,41 +40,45 @@ class APFL(OwnModel):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Two models to train; alpha has not moved yet."""
-        own, personal = self.begun(shared, personal)
-        memory = add_prefix("shared", start_memory(self.model, self.solver, shared))
-        memory |= add_prefix("own", start_memory(self.model, self.solver, own))
-        return Local(shared, personal, memory, {"moved": torch.zeros_like(personal["alpha"])}), {}
+        return self.begin_both(shared, personal, {"moved": torch.zeros_like(personal["alpha"])}), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A step on w; one on v by the gradient at the blend; in the first step of a round, one on alpha."""
-        model, solver, weights = self.model, self.solver, batch.weights
-        shared_memory, own_memory = (take_prefix(name, local.memory) for name in ("shared", "own"))
         own, alpha = take_prefix("own", local.personal), local.personal["alpha"]
-        ours, mine = trained_leaves(model, local.shared), trained_leaves(model, own)
-
-        def blend(leaves: Tree) -> Tree:
-            return _blend(alpha, leaves, ours)
-
+        ours, mine = trained_leaves(self.model, local.shared), trained_leaves(self.model, own)
         if self.adaptive:
 
             def loss(share: Tensor) -> Tensor:
                 leaves = own | _blend(share, mine, ours)
-                return (weights * batch_losses(model, leaves, batch)[0]).sum()
+                return (batch.weights * batch_losses(self.model, leaves, batch)[0]).sum()
 
             moved = (alpha - learning_rate * grad(loss)(alpha)).clamp(0, 1)
             alpha = torch.where(local.context["moved"] > 0, alpha, moved)
-        shared, shared_memory = train_step(model, solver, local.shared, shared_memory, batch, weights, learning_rate)
-        own, own_memory = train_step(model, solver, own, own_memory, batch, weights, learning_rate, place=blend)
-        memory = add_prefix("shared", shared_memory) | add_prefix("own", own_memory)
         context = {"moved": torch.ones_like(local.context["moved"])}
-        return Local(shared, self.trained(own, local.personal | {"alpha": alpha}), memory, context)
+        local = local._replace(personal=local.personal | {"alpha": alpha}, context=context)
+        return self.step_both(local, batch, learning_rate, place=lambda leaves: _blend(alpha, leaves, ours))
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """Alpha v + (1 - alpha) u."""
-        own, alpha = self.own(shared, personal), personal["alpha"]
+        own, alpha = self.own_model(shared, personal), personal["alpha"]
         ours, mine = trained_leaves(self.model, shared), trained_leaves(self.model, own)
         return mixture_of_one(own | _blend(alpha, mine, ours))
 
 
 def _blend(alpha: Tensor, own: Tree, shared: Tree) -> Tree:
     return tree_map(lambda v, w: alpha * v + (1 - alpha) * w, own, shared)
+
+
+register(
+    Method(
+        "apfl",
+        APFL,
+        Star,
+        title="APFL",
+        summary="a blend of the shared model and an own one",
+        paper="Deng et al. 2020",
+        personal="a model, its share",
+        unseen="trains its own model and share",
+        position=100,
+    ),
+)

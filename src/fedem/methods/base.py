@@ -13,13 +13,13 @@ Shapes: n samples of the client, B samples of a batch, M components.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
 
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, tree_bytes
+from fedem.core.tree import Tree
 from fedem.models.base import Model
 from fedem.solvers import Solver
 
@@ -47,16 +47,28 @@ class Batch(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a client holds while it trains."""
+    """What a client holds during a round."""
 
     shared: Tree
     """its copy of u"""
     personal: Tree
     """v_t"""
-    memory: Tree
-    """the local solver's"""
+    solver_state: Tree
+    """what the local solver remembers from step to step"""
     context: Tree
     """what ``begin`` fixed for the round, such as u as it was received"""
+
+
+class Trained(NamedTuple):
+    """A client at the end of a round."""
+
+    upload: Tree
+    """what it sends"""
+    personal: Tree
+    """v_t"""
+    shared: Tree
+    """its u, or the leaves of it that were trained, as it received them: what a client that trained for itself alone
+    predicts with"""
 
 
 class Mixture(NamedTuple):
@@ -70,21 +82,56 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Algorithm(Settings, ABC):
-    """A method for one client. Subclasses are final frozen dataclasses whose further fields are hyper-parameters."""
+    """A method for one client. Subclasses are final frozen dataclasses whose further fields are hyper-parameters.
+
+    Class variables declare what a run may do with the method; nothing else decides it.
+    """
+
+    uploads_model: ClassVar[bool] = False
+    """whether a client uploads u as it trained it, no more and no less: such a method goes over a graph and among
+    peers, and layers may stay with their clients"""
+    compressible: ClassVar[bool] = False
+    """whether, besides, the server's step is the mean of the uploads, so that messages may hold rounded updates of u"""
+    takes_label_shares: ClassVar[bool] = False
+    """whether a client's label shares may shift the outputs of its copies of u: it has no other models"""
+    minimises_likelihood: ClassVar[bool] = False
+    """whether it minimises the f of the paper's theorems by steps on responsibility-weighted losses (all one for a
+    single model): such a method can be diagnosed, and its alpha measured"""
+    is_mixture: ClassVar[bool] = False
+    """whether u is M components ``[M, ...]`` and v_t their ``log_weights`` ``[M]``"""
+    steps_personal: ClassVar[bool] = False
+    """whether v_t is trained by steps of the same learning rate as u"""
+    fine_tune_setting: ClassVar[str] = ""
+    """name of the method's setting that is its learning rate of fine-tuning; empty for the schedule's first rate"""
+    has_scores: ClassVar[bool] = False
+    """whether :meth:`score` is overridden; set by itself"""
+    has_survey: ClassVar[bool] = False
+    """whether :meth:`survey` is overridden; set by itself"""
 
     model: Model
     solver: Solver
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.has_scores = cls.score is not Algorithm.score
+        cls.has_survey = cls.survey is not Algorithm.survey
+
+    @final
     def with_solver(self, solver: Solver) -> Self:
-        """Return the same method with another local solver."""
-        return replace(self, solver=solver)
+        """Return the same method, and any method within it, with another local solver."""
+        inner: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        inner = {name: value.with_solver(solver) for name, value in inner.items() if isinstance(value, Algorithm)}
+        return replace(self, solver=solver, **inner)
 
     @abstractmethod
     def init_shared(self, seed: int) -> Tree:
         """Draw the initial u."""
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """Return a client's initial v_t beside the initial u; ``key`` (int64) is the source of its random numbers."""
+        """Return a client's initial v_t beside the initial u; ``key`` (int64) is the source of its random numbers.
+
+        Names of leaves must not begin with ``residual/``, which is for compressed messages.
+        """
         return {}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
@@ -121,9 +168,13 @@ class Algorithm(Settings, ABC):
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """Take one step of the local solver."""
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """Return what the client uploads, and its v_t."""
-        return local.shared, local.personal
+    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
+        """Take one step of fine-tuning, when a client trains for itself alone."""
+        return self.step(local, batch, learning_rate)
+
+    def finish(self, local: Local) -> Trained:
+        """Return what the client uploads, its v_t and its u."""
+        return Trained(local.shared, local.personal, local.shared)
 
     def summand(self, upload: Tree) -> Tree:
         """Return what an upload counts as in the mean; it may have other leaves than u, a numerator and its mass."""
@@ -132,18 +183,6 @@ class Algorithm(Settings, ABC):
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """Take the server's step from u and the mean of the summands, ``share`` of all samples having taken part."""
         return mean
-
-    def upload_bytes(self, uploads: Tree) -> int:
-        """Count the bytes of some clients' messages, ``uploads [c, ...]``."""
-        return tree_bytes(uploads)
-
-    def pack(self, upload: Tree) -> Tree:
-        """Return what of one client's upload goes over a network."""
-        return upload
-
-    def unpack(self, message: Tree) -> Tree:
-        """Return the upload again from what :meth:`pack` left of it."""
-        return message
 
     @abstractmethod
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
@@ -156,19 +195,6 @@ class Algorithm(Settings, ABC):
         return None: the client then trains its v_t by the method's own steps, and u stays as it is.
         """
         return None
-
-    @property
-    def tuning_rate(self) -> float | None:
-        """Learning rate of fine-tuning where the method has one of its own; None takes the schedule's first."""
-        return None
-
-    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """Take one step of fine-tuning, when a client trains for itself alone."""
-        return self.step(local, batch, learning_rate)
-
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """Return u and v_t as a client that fine-tuned has them, for its predictor."""
-        return local.shared, local.personal
 
     def check(self, inputs: Tensor) -> None:
         """Refuse a model that the method can't train; ``inputs`` are a few samples."""

@@ -9,19 +9,21 @@ Shapes: T clients, C clients of the cohort, P parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_flat, tree_index, tree_repeat
-from fedem.methods.mixer import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, weighted_means
+from fedem.methods.fedavg import FedAvg
+from fedem.methods.mixer import Mixed, Mixer, Round, Served, Start, Uploads, Welcome, gather, weighted_means
+from fedem.methods.registry import Method, register
 
 
 @final
 @dataclass(frozen=True)
 class Clusters(Mixer):
-    """A group a cluster. The memory: each client's cluster, its size, its last update, and whether that was made there.
+    """One group per cluster. The memory: each client's cluster, size and last update, and whether that was made there.
 
     Updates are of what is trained: batch statistics move however content a client is.
 
@@ -39,21 +41,22 @@ class Clusters(Mixer):
 
     """
 
+    averages: ClassVar[bool] = True
+
     mean_tolerance: float = field(default=0.4, metadata={"above": 0})
     member_tolerance: float = field(default=1.6, metadata={"min": 0})
     linkage: str = field(default="complete", metadata={"choices": ("average", "complete", "single")})
     min_members: int = field(default=1, metadata={"min": 1})
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         """One cluster of all; nobody has sent an update."""
-        updates = {name: leaf.new_zeros(len(keys), *leaf.shape) for name, leaf in shared.items() if name in trained}
-        fresh = torch.zeros(len(keys), dtype=torch.bool)
-        nobody = torch.zeros(len(keys), dtype=torch.int64)
-        memory = {"cluster": nobody, "sizes": nobody.clone(), "fresh": fresh}
+        count, shared = len(start.keys), start.shared
+        updates = {name: leaf.new_zeros(count, *leaf.shape) for name, leaf in shared.items() if name in start.trained}
+        nobody = torch.zeros(count, dtype=torch.int64)
+        memory = {"cluster": nobody, "sizes": nobody.clone(), "fresh": torch.zeros(count, dtype=torch.bool)}
         return tree_repeat(shared, 1), memory | add_prefix("updates", updates)
 
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its cluster's."""
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
         return Served(shared, memory["cluster"].cpu()[clients])
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
@@ -102,7 +105,7 @@ class Clusters(Mixer):
             return None
         return members[smaller]
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """All clusters' models: the client joins the one with the least loss on its samples."""
         return Welcome(shared)
 
@@ -117,3 +120,17 @@ def bipartition(updates: Tensor, linkage: str) -> Tensor:
     distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0).cpu().numpy()
     labels = cut_tree(link(squareform(distances, checks=False), linkage), 2)[:, 0]
     return torch.from_numpy(labels == labels[0]).to(updates.device)
+
+
+register(
+    Method(
+        "clustered",
+        FedAvg,
+        Clusters,
+        title="Clustered FL",
+        summary="FedAvg in clusters that split where updates disagree",
+        paper="Sattler et al. 2020",
+        unseen="joins the cluster with the least loss",
+        position=80,
+    ),
+)

@@ -4,7 +4,7 @@ The paper's Alg. "Fully Decentralized Federated Surrogate Optimization": u_t <- 
 round that is symmetric and doubly stochastic, and local steps scaled by n_t / n so that the mean of all u_t descends
 sum_t n_t / n f_t. Here the scale is T n_t / n, which is 1 for clients of equal size: the factor T belongs to the
 learning rate, and with it a rate means the same as with a server. It is put on every step, as the paper does, or on
-what all steps of a round come to, which suits any method and any solver; for one step they are the same.
+the sum of all steps of a round, which suits any method and any solver; for one step they are the same.
 
 Shapes: T clients, C clients of the cohort, c of a chunk, E links of all phases, tau phases.
 """
@@ -20,38 +20,59 @@ from torch import Tensor
 
 from fedem.core.tree import Tree
 from fedem.graphs import Ring, Topology, among
-from fedem.methods.mixer import Mixed, OwnGroups, Round, Uploads, Welcome, mean_of_groups, row_of, weighted_means
+from fedem.methods.fedavg import FedAvg
+from fedem.methods.fedem import FedEM
+from fedem.methods.mixer import (
+    Mixed,
+    OwnGroups,
+    Round,
+    RoundPlan,
+    Start,
+    Uploads,
+    Welcome,
+    mean_of_groups,
+    row_of,
+    weighted_means,
+)
+from fedem.methods.registry import Method, register
 
 
 @final
 @dataclass(frozen=True)
 class Graph(OwnGroups):
-    """A group a client. The memory: the links and weights of all phases, the names, and how many rounds were mixed.
+    """One group per client. The memory: the links and weights of all phases, the names, and how many rounds were mixed.
 
     A client that does not take part in a round neither trains nor talks: what its neighbours would have given to it,
     they keep.
     """
 
     adds_up: ClassVar[bool] = True
+    over_graph: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
+    seeks_consensus: ClassVar[bool] = True
+
     topology: Topology = field(default_factory=Ring)
 
     @property
-    def starts_apart(self) -> bool:
-        """Whether every client draws models of its own."""
-        return self.topology.start == "apart"
+    def graph(self) -> Topology:
+        return self.topology
 
     def check(self, keys: Tensor, seed: int) -> None:
         """Build the graph: it may be disconnected, or not exist for so many clients."""
         self.topology.matrices(keys, seed)
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """All start alike, unless the training draws for each."""
-        groups, _ = super().init(shared, trained, keys, seed)
-        return groups, remember(self.topology.matrices(keys, seed), keys)
+    def init(self, start: Start) -> tuple[Tree, Tree]:
+        """All start alike, or everybody from models of its own."""
+        groups = start.draw_each() if self.topology.start == "apart" else super().init(start)[0]
+        return groups, remember(self.topology.matrices(start.keys, start.seed), start.keys)
 
-    def scales(self, sizes: Tensor) -> Tensor | None:
-        """T n_t / n, where every step is scaled."""
-        return sizes.double() / sizes.double().mean() if self.topology.scale == "steps" else None
+    def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
+        plan = super().plan(shared, memory, this)
+        return plan._replace(scales=self.step_scales(this.sizes, this.average_size))
+
+    def step_scales(self, sizes: Tensor, average_size: float) -> Tensor | None:
+        """T n_t / n, where every step is scaled, ``[C]``; ``average_size`` is n / T."""
+        return sizes.double() / average_size if self.topology.scale == "steps" else None
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Everybody's mean over its neighbours; a message for each direction of a link that is in use."""
@@ -64,11 +85,11 @@ class Graph(OwnGroups):
         mixed = Mixed(this.clients, weighted_means(matrix, uploads), num_messages)
         return mixed, memory | {"rounds": memory["rounds"] + 1}
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """The mean over all clients, towards which they tend."""
         return Welcome(mean_of_groups(shared))
 
-    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+    def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
         """How fast the graph brings clients together: the constants of the paper's assumption."""
         matrices = torch.stack([recall(memory, phase) for phase in range(int(memory["tau"]))])
         found = self.topology.consensus(matrices, memory["keys"].cpu(), cohort_size)
@@ -112,3 +133,30 @@ def recall(memory: Tree, phase: int) -> Tensor:
     matrix[first, second] = matrix[second, first] = weights[here]
     matrix.diagonal().copy_((1 - matrix.sum(1)).clamp(min=0))
     return matrix
+
+
+register(
+    Method(
+        "dfedem",
+        FedEM,
+        Graph,
+        title="D-FedEM",
+        summary="FedEM without a server: components averaged with neighbours in a graph",
+        paper="Marfoq et al. 2021",
+        personal="mixture weights",
+        sent="M models to and from each neighbour",
+        unseen="fits its mixture weights",
+        position=20,
+    ),
+    Method(
+        "dsgd",
+        FedAvg,
+        Graph,
+        title="D-SGD",
+        summary="FedAvg without a server: models averaged with neighbours in a graph",
+        paper="Lian et al. 2017",
+        sent="a model to and from each neighbour",
+        unseen="takes the mean of all models",
+        position=30,
+    ),
+)

@@ -10,9 +10,11 @@ from typing import final
 
 from torch import Tensor
 
-from fedem.core.tree import Tree, add_prefix, take_prefix
+from fedem.core.tree import Tree
 from fedem.methods.base import Batch, Local
-from fedem.methods.steps import OwnModel, square_distance, start_memory, train_step, trained_leaves
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import OwnModel, Penalty, square_distance, trained_leaves
 
 
 @final
@@ -29,25 +31,27 @@ class Ditto(OwnModel):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Two models to train, and u as it was received."""
-        own, personal = self.begun(shared, personal)
-        memory = add_prefix("shared", start_memory(self.model, self.solver, shared))
-        memory |= add_prefix("own", start_memory(self.model, self.solver, own))
-        return Local(shared, personal, memory, trained_leaves(self.model, shared)), {}
+        return self.begin_both(shared, personal, trained_leaves(self.model, shared)), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A step on the shared model, and one on the own model with its pull."""
-        shared_memory, own_memory = (take_prefix(name, local.memory) for name in ("shared", "own"))
-        model, solver, weights = self.model, self.solver, batch.weights
-        shared, shared_memory = train_step(model, solver, local.shared, shared_memory, batch, weights, learning_rate)
-        own, own_memory = train_step(
-            model,
-            solver,
-            take_prefix("own", local.personal),
-            own_memory,
-            batch,
-            weights,
-            learning_rate,
-            lambda candidate: self.pull / 2 * square_distance(candidate, local.context),
-        )
-        memory = add_prefix("shared", shared_memory) | add_prefix("own", own_memory)
-        return local._replace(shared=shared, personal=self.trained(own, local.personal), memory=memory)
+        return self.step_both(local, batch, learning_rate, self.penalty(local))
+
+    def penalty(self, local: Local) -> Penalty | None:
+        """pull/2 |v - u|^2."""
+        return lambda candidate: self.pull / 2 * square_distance(candidate, local.context)
+
+
+register(
+    Method(
+        "ditto",
+        Ditto,
+        Star,
+        title="Ditto",
+        summary="FedAvg, and own models pulled towards its model",
+        paper="Li et al. 2021",
+        personal="a model",
+        unseen="trains its own model",
+        position=170,
+    ),
+)

@@ -8,7 +8,7 @@ Shapes: M components, n samples of the client, B of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from fedem.core.em import (
 )
 from fedem.core.random import uniform
 from fedem.core.tree import Tree, add_prefix, take_prefix
-from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import distinct_models, mean_by_mass, times_mass, train_step
 from fedem.methods.surrogate import Fixed, Surrogate
 
@@ -38,10 +40,16 @@ class FedEM(Surrogate):
             "uniform" starts all at 1/M.
         sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
             components share samples, until near 0 each is trained on all of them; larger ones part them.
-        unseen_prior: so many samples, in equal shares certainly of each component, that a client unseen in training
-            adds to its own when it fits its mixture weights; 0 takes the most likely weights.
+        unseen_prior: pseudo-count of samples, in equal shares certainly of each component, that a client unseen in
+            training adds to its own when it fits its mixture weights; 0 takes the most likely weights.
 
     """
+
+    uploads_model: ClassVar[bool] = True
+    compressible: ClassVar[bool] = True
+    takes_label_shares: ClassVar[bool] = True
+    minimises_likelihood: ClassVar[bool] = True
+    is_mixture: ClassVar[bool] = True
 
     num_components: int = field(default=3, metadata={"min": 1})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
@@ -93,9 +101,9 @@ class FedEM(Surrogate):
         return {"log_weights": torch.lerp(first["log_weights"].exp(), second["log_weights"].exp(), share).log()}
 
     def start(self, shared: Tree) -> Tree:
-        """A memory for each component, ``[M, ...]``."""
-        memory: Tree = vmap(super().start)(shared)
-        return memory
+        """A solver's state for each component, ``[M, ...]``."""
+        states: Tree = vmap(super().start)(shared)
+        return states
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step for each component on its responsibility-weighted loss (Eq. 6).
@@ -105,21 +113,19 @@ class FedEM(Surrogate):
         training mode, and buffers change.
         """
 
-        def one(component: Tree, memory: Tree, counts: Tensor) -> tuple[Tree, Tree]:
-            weights = batch.weights * counts
-            return train_step(self.model, self.solver, component, memory, batch, weights, learning_rate)
+        def one(component: Tree, state: Tree, counts: Tensor) -> tuple[Tree, Tree]:
+            return train_step(self.model, self.solver, component, state, batch, batch.weights * counts, learning_rate)
 
-        shared, memory = self.model.over_components(one, (0, 0, 0))(
-            local.shared, local.memory, self.counts(local, batch)
+        shared, solver_state = self.model.over_components(one, (0, 0, 0))(
+            local.shared, local.solver_state, self.counts(local, batch)
         )
-        return local._replace(shared=shared, memory=memory)
+        return local._replace(shared=shared, solver_state=solver_state)
 
     def counts(self, local: Local, batch: Batch) -> Tensor:
         """How much each sample counts for each component, ``[M, B]``: its responsibility."""
         return batch.samples["log_responsibilities"].exp()
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The client's mixture of the components."""
         return Mixture(shared, personal["log_weights"])
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -135,24 +141,24 @@ class FedEM(Surrogate):
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
 
 
-# Balanced FedEM: every component is trained as FedAvg would train it on the samples that are its own.
-#
-# FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
-# component is responsible for: one that falls behind early loses responsibilities, and with them its steps. Here a
-# client divides a component's objective by its mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm in
-# the component's average instead of n_t, as FedAvg counts samples. The sum over clients, sum_t n_t pi_tm (g_tm /
-# pi_tm), is FedEM's surrogate; for one gradient step from u the round is FedEM's with the component's learning rate
-# divided by sum_t n_t pi_tm / n.
-#
-# The server learns the mixture weights of those who take part.
-
 _LEAST = 1e-12  # of a mixture weight that steps are divided by: below, a component hardly moves at the client
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class BalancedFedEM(FedEM):
-    """FedEM with steps on each component's mean loss, and means by responsibilities. M = 1 is FedAvg."""
+    """FedEM with steps on each component's mean loss, and means by responsibilities. M = 1 is FedAvg.
+
+    FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
+    component is responsible for: one that falls behind early loses responsibilities, and with them its steps. Here a
+    client divides a component's objective by its mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm
+    in the component's average instead of n_t, as FedAvg counts samples. The sum over clients, sum_t n_t pi_tm (g_tm /
+    pi_tm), is FedEM's surrogate; for one gradient step from u the round is FedEM's with the component's learning rate
+    divided by sum_t n_t pi_tm / n. The server learns the mixture weights of those who take part.
+    """
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     def counts(self, local: Local, batch: Batch) -> Tensor:
         """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
@@ -168,9 +174,9 @@ class BalancedFedEM(FedEM):
         """The client's mixture weights ``[M]``, as they are divided by."""
         return local.personal["log_weights"].exp().clamp(min=_LEAST)
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
+    def finish(self, local: Local) -> Trained:
         """Upload the mixture weights as well, by which the components count."""
-        return add_prefix("model", local.shared) | {"mass": self._mass(local)}, local.personal
+        return Trained(add_prefix("model", local.shared) | {"mass": self._mass(local)}, local.personal, local.shared)
 
     def summand(self, upload: Tree) -> Tree:
         """Each component times its weight, and the weights."""
@@ -179,3 +185,30 @@ class BalancedFedEM(FedEM):
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """The mean of each component over its own samples."""
         return mean_by_mass(shared, mean)
+
+
+register(
+    Method(
+        "fedem",
+        FedEM,
+        Star,
+        title="FedEM",
+        summary="M shared components, private mixture weights",
+        paper="Marfoq et al. 2021",
+        personal="mixture weights",
+        sent="M models",
+        unseen="fits its mixture weights",
+        position=10,
+    ),
+    Method(
+        "bfedem",
+        BalancedFedEM,
+        Star,
+        title="Balanced FedEM",
+        summary="FedEM whose components train at full speed, however few samples they are responsible for",
+        personal="mixture weights, which the server sees",
+        sent="M models, and M mixture weights up",
+        unseen="fits its mixture weights",
+        position=220,
+    ),
+)

@@ -1,24 +1,36 @@
 """FedFOMO: each client moves its own model towards those of others that help it.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez: Personalized Federated Learning with First Order Model Optimization, ICLR 2021.
-The server's side, who is sent whose model, is :class:`fedem.methods.fedfomo.Candidates`.
 
-Shapes: P candidates, n samples of the client.
+Shapes: P candidates, n samples of the client, T clients, C clients of the cohort.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map, tree_repeat
-from fedem.methods.base import Batch, Local, Mixture
-from fedem.methods.mixer import Mixed, Mixer, Round, Served, Uploads, Welcome, gather, mean_of_groups, refuse_pairs
-from fedem.methods.steps import SingleModel, mixture_of_one, start_memory, train_step, trained_leaves
+from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.mixer import (
+    Mixed,
+    Mixer,
+    Round,
+    RoundPlan,
+    Served,
+    Start,
+    Uploads,
+    Welcome,
+    gather,
+    mean_of_groups,
+    refuse_pairs,
+)
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import SingleModel, mixture_of_one, start_solver, trained_leaves
 
 
 @final
@@ -32,6 +44,9 @@ class FedFOMO(SingleModel):
         held_out: share of a client's training samples on which models are compared and which are not trained on.
 
     """
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
 
@@ -59,31 +74,29 @@ class FedFOMO(SingleModel):
         weights = gains / gains.sum().clamp(min=torch.finfo(gains.dtype).tiny)
         moved = tree_map(lambda mine, theirs: mine + torch.tensordot(weights, theirs - mine, 1), own, others)
         model = tree_map(lambda leaf: leaf[0], shared) | moved
-        local = Local(model, personal, start_memory(self.model, self.solver, model), {"weights": weights})
+        local = Local(model, personal, start_solver(self.model, self.solver, model), {"weights": weights})
         return local, {"used": used.to(self.model.dtype)}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step on the samples of the batch that are not held out."""
         weights = batch.weights * batch.samples["used"]
         weights = weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
-        shared, memory = train_step(self.model, self.solver, local.shared, local.memory, batch, weights, learning_rate)
-        return local._replace(shared=shared, memory=memory)
+        return self.plain_step(local, batch, weights, learning_rate)
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """Upload the own model, and how much each candidate helped, ``[P]``."""
-        return add_prefix("model", local.shared) | local.context, local.personal
+    def finish(self, local: Local) -> Trained:
+        """Upload the own model, and how much each candidate helped, ``[P]``.
+
+        In u it stands in the candidates' places too, where nobody looks.
+        """
+        count = 1 + len(local.context["weights"])
+        everywhere = tree_map(lambda leaf: leaf.expand(count, *leaf.shape), local.shared)
+        return Trained(add_prefix("model", local.shared) | local.context, local.personal, everywhere)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """The server keeps the models alone."""
         return take_prefix("model", mean)
 
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """The own model, fine-tuned; it stands in the candidates' places too, where nobody looks."""
-        count = 1 + len(local.context["weights"])
-        return tree_map(lambda leaf: leaf.expand(count, *leaf.shape), local.shared), local.personal
-
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The own model."""
         return mixture_of_one(tree_map(lambda leaf: leaf[0], shared))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -97,15 +110,12 @@ def _fraction(key: Tensor, count: int) -> Tensor:
     return (words & 0xFFFFFF).to(torch.float32) / (1 << 24)
 
 
-# FedFOMO's server: it keeps everybody's model and sends each client its own and those of a few others.
-#
-# Shapes: T clients, C clients of the cohort, P candidates.
-
-
 @final
 @dataclass(frozen=True)
 class Candidates(Mixer):
-    """A group a client. The memory: how much each client has gained from each other, ``[T, T]``.
+    """The server keeps everybody's model, and sends each client its own and those of a few others.
+
+    One group per client. The memory: how much each client has gained from each other, ``[T, T]``.
 
     Attributes:
         num_candidates: P, models of others sent to a client in a round (all others when there are no more).
@@ -120,10 +130,11 @@ class Candidates(Mixer):
         """The gains are T x T."""
         refuse_pairs("Method fedfomo", len(keys))
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         """All start alike; nobody has gained anything."""
-        gains = torch.zeros(len(keys), len(keys), dtype=torch.float64)
-        return tree_repeat(shared, len(keys)), {"gains": gains, "keys": keys}
+        count = len(start.keys)
+        gains = torch.zeros(count, count, dtype=torch.float64)
+        return tree_repeat(start.shared, count), {"gains": gains, "keys": start.keys}
 
     def _choose(self, memory: Tree, clients: Tensor, key: int) -> Tensor:
         """Return the candidates of each client, ``[C, P]``: those it gained most from, or others by chance."""
@@ -136,15 +147,15 @@ class Candidates(Mixer):
         rank = rank.scatter(1, clients[:, None], -torch.inf)
         return rank.topk(min(self.num_candidates, len(keys) - 1), dim=1).indices
 
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """The own model, and the candidates after it, ``[C, 1 + P, ...]``."""
-        here = clients.to(memory["keys"].device)
-        rows = torch.cat([here[:, None], self._choose(memory, here, key)], dim=1)
-        return Served(tree_index(shared, rows), torch.arange(len(clients)))
-
-    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
         """The own model without candidates."""
         return Served(tree_map(lambda leaf: leaf[:, None], shared), clients)
+
+    def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
+        """Clients download their own model, and the candidates after it, ``[C, 1 + P, ...]``."""
+        here = this.clients.to(memory["keys"].device)
+        rows = torch.cat([here[:, None], self._choose(memory, here, this.key)], dim=1)
+        return RoundPlan(Served(tree_index(shared, rows), torch.arange(len(here))))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Keep the models, and add up who helped whom."""
@@ -155,9 +166,25 @@ class Candidates(Mixer):
         gains = memory["gains"].index_add(0, clients, helped)
         return Mixed(this.clients, trees, len(clients)), memory | {"gains": gains}
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """The mean of all models, and those that helped others most; to be fine-tuned."""
         count = min(self.num_candidates, len(memory["keys"]) - 1)
         best = tree_index(shared, memory["gains"].sum(0).topk(count).indices)
         together = tree_cat([mean_of_groups(shared), best])
         return Welcome(tree_map(lambda leaf: leaf[None], together), fine_tune=True)
+
+
+register(
+    Method(
+        "fedfomo",
+        FedFOMO,
+        Candidates,
+        title="FedFOMO",
+        summary="own models that move towards others that help",
+        paper="Zhang et al. 2021",
+        personal="which samples are held out",
+        sent="a model up, P and its own down",
+        unseen="moves the mean model towards those that help, and fine-tunes",
+        position=190,
+    ),
+)

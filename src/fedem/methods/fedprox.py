@@ -6,12 +6,14 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogen
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
 from fedem.core.tree import Tree
 from fedem.methods.base import Local
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import Penalty, SingleModel, square_distance, trained_leaves
 
 
@@ -25,6 +27,8 @@ class FedProx(SingleModel):
 
     """
 
+    takes_label_shares: ClassVar[bool] = True
+
     mu: float = field(default=0.1, metadata={"min": 0})
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
@@ -35,3 +39,16 @@ class FedProx(SingleModel):
     def penalty(self, local: Local) -> Penalty | None:
         """mu/2 |w - u|^2."""
         return lambda candidate: self.mu / 2 * square_distance(candidate, local.context)
+
+
+register(
+    Method(
+        "fedprox",
+        FedProx,
+        Star,
+        title="FedProx",
+        summary="FedAvg, each client held near the model it received",
+        paper="Li et al. 2020",
+        position=60,
+    ),
+)

@@ -10,26 +10,31 @@ Shapes: K clusters, n samples of the client.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.em import uniform_log_weights
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.steps import distinct_models, mean_by_mass, start_memory, times_mass, train_step
+from fedem.methods.base import Local, Mixture, Trained
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import SingleModel, distinct_models, mean_by_mass, start_solver, times_mass
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class IFCA(Algorithm):
+class IFCA(SingleModel):
     """u: K models. v_t: which of them is the client's, as log weights that are 0 there and -inf elsewhere.
 
     Attributes:
         num_clusters: K, how many models there are; 1 is FedAvg.
 
     """
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     num_clusters: int = field(default=3, metadata={"min": 1})
 
@@ -51,32 +56,24 @@ class IFCA(Algorithm):
         chosen = (scores["losses"] * mask).sum(1).argmin()
         indicator = torch.nn.functional.one_hot(chosen, self.num_clusters).to(scores["losses"])
         model = tree_map(lambda leaf: leaf.index_select(0, chosen[None]).squeeze(0), shared)
-        memory = start_memory(self.model, self.solver, model)
-        return Local(model, {"log_weights": indicator.log()}, memory, {"indicator": indicator}), {}
+        solver_state = start_solver(self.model, self.solver, model)
+        return Local(model, {"log_weights": indicator.log()}, solver_state, {"indicator": indicator}), {}
 
-    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """One solver step on the chosen model."""
-        shared, memory = train_step(
-            self.model, self.solver, local.shared, local.memory, batch, batch.weights, learning_rate
-        )
-        return local._replace(shared=shared, memory=memory)
+    def finish(self, local: Local) -> Trained:
+        """Upload the one model, and which it is. In u it stands for all: only the chosen place counts."""
+        upload = add_prefix("model", local.shared) | local.context
+        return Trained(upload, local.personal, self._everywhere(local.shared))
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """Upload the one model, and which it is."""
-        return add_prefix("model", local.shared) | local.context, local.personal
+    def _everywhere(self, model: Tree) -> Tree:
+        return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), model)
 
     def summand(self, upload: Tree) -> Tree:
         """The model in its cluster's place, zeros in the others, ``[K, ...]``; and where it is."""
-        models = tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), take_prefix("model", upload))
-        return times_mass(models, upload["indicator"])
+        return times_mass(self._everywhere(take_prefix("model", upload)), upload["indicator"])
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """The mean over each cluster's own clients; a cluster that nobody chose stays as it is."""
         return mean_by_mass(shared, mean)
-
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """The fine-tuned model stands for all; only the chosen place counts."""
-        return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), local.shared), local.personal
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """The client's own cluster."""
@@ -89,3 +86,20 @@ class IFCA(Algorithm):
             return {"log_weights": uniform_log_weights(self.num_clusters, losses)}
         indicator = torch.nn.functional.one_hot(losses.sum(1).argmin(), self.num_clusters)
         return {"log_weights": indicator.to(losses).log()}
+
+
+register(
+    Method(
+        "ifca",
+        IFCA,
+        Star,
+        title="IFCA",
+        summary="K models, each client trains the one that fits it best",
+        paper="Ghosh et al. 2020",
+        personal="its choice (sent)",
+        sent="K models down, one up",
+        unseen="joins the cluster with the least loss",
+        aliases=("hypcluster",),
+        position=160,
+    ),
+)

@@ -1,7 +1,7 @@
 """The contract of a mixer: what stands between the clients, a server or an agreement among peers.
 
 Every aggregation is one matrix: mean g = sum over the cohort of weight[g, c] * upload[c]. A mixer chooses the matrix,
-and it may remember things of its own between rounds: who belongs to which cluster, how tasks are related.
+and it may remember things from round to round: who belongs to which cluster, how tasks are related.
 
 Shapes: G groups in all, g groups written in a round, C clients of the cohort, T clients of the federation.
 """
@@ -19,12 +19,28 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_cat, tree_map, tree_repeat
+from fedem.graphs import Topology
 
 MOST_PAIRED = 10_000
 """clients at most where the server keeps a number for each pair of them: 800 MB"""
 
 Uploads = Iterable[tuple[Tensor, Tree]]
-"""Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come."""
+"""Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come in."""
+
+
+class Start(NamedTuple):
+    """What a mixer begins with."""
+
+    shared: Tree
+    """the one initial tree"""
+    trained: frozenset[str]
+    """names of a model's leaves that are trained; the others are frozen or buffers"""
+    keys: Tensor
+    """``[T]``, for the clients' names: whatever is random must depend on them, not on positions"""
+    seed: int
+    """for whatever else is random"""
+    draw_each: Callable[[], Tree] = dict
+    """draws an initial tree for each client, ``[T, ...]``"""
 
 
 class Round(NamedTuple):
@@ -40,20 +56,9 @@ class Round(NamedTuple):
     key: int
     """the source of the round's random numbers"""
     average_size: float = 1.0
-    """n / T, training samples a client"""
+    """n / T, training samples per client"""
     trained: frozenset[str] = frozenset()
     """names of the leaves of u that are trained; the others are frozen, or buffers"""
-
-
-class Mixed(NamedTuple):
-    """What a round's uploads came to. Groups that are not written keep their trees."""
-
-    groups: Tensor
-    """``[g]`` int64: which groups are written; one past the last begins a new one"""
-    means: Tree
-    """``[g, ...]``"""
-    num_messages: int
-    """uploads that were sent; there are as many downloads"""
 
 
 class Served(NamedTuple):
@@ -63,6 +68,28 @@ class Served(NamedTuple):
     """``[g, ...]``"""
     reads: Tensor
     """``[C]`` int64: each client's row of ``shared``"""
+
+
+class RoundPlan(NamedTuple):
+    """How a round begins."""
+
+    downloads: Served
+    """what each client of the cohort starts from"""
+    num_steps: int | None = None
+    """how many local steps everybody takes; None for what the batching says"""
+    scales: Tensor | None = None
+    """``[C]``: what each client's learning rate is multiplied by; None for one"""
+
+
+class Mixed(NamedTuple):
+    """The result of a round's uploads. Groups that are not written keep their trees."""
+
+    groups: Tensor
+    """``[g]`` int64: which groups are written; one past the last begins a new one"""
+    means: Tree
+    """``[g, ...]``"""
+    num_messages: int
+    """uploads that were sent; there are as many downloads"""
 
 
 Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
@@ -81,72 +108,66 @@ class Welcome(NamedTuple):
     """``[K, ...]``: what the mixer keeps of a client, where a newcomer learns that instead, everybody else frozen"""
     learn: Learn | None = None
     """how it is learnt"""
+    refusal: str = ""
+    """why there is nothing to start from, where that is so"""
 
 
 @dataclass(frozen=True)
 class Mixer(Settings, ABC):
-    """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses."""
+    """Who averages with whom. Each group has one shared tree. Subclasses are final frozen dataclasses.
+
+    Class variables and the two properties declare what a run may do with it; nothing else decides it.
+    """
 
     adds_up: ClassVar[bool] = False
     """whether means of some uploads and of the others add up to those of all (of integer leaves: the largest), and the
     memory does not depend on uploads; then processes that share a cohort need not send them to each other"""
+    is_server_mean: ClassVar[bool] = False
+    """whether there is one tree for all, the mean of the uploads by samples: a server behind Flower can compute it,
+    messages may be compressed, and a graph may take its place"""
+    over_graph: ClassVar[bool] = False
+    """whether clients average with their neighbours in a graph"""
+    averages: ClassVar[bool] = False
+    """whether every tree is an average of uploads, so that clients may shift outputs by the shares of their labels"""
+    seeks_consensus: ClassVar[bool] = False
+    """whether the trees tend to one for all clients, as in the paper's theorems"""
+
+    @property
+    def graph(self) -> Topology | None:
+        """The graph that clients average over; None with a server."""
+        return None
+
+    @property
+    def local_leaves(self) -> frozenset[str]:
+        """Names of the leaves of u that never leave their client."""
+        return frozenset()
 
     @abstractmethod
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """Return the groups' first trees ``[G, ...]`` and the mixer's first memory.
-
-        Args:
-            shared: the one initial tree.
-            trained: names of a model's leaves that are trained; the others are frozen or buffers.
-            keys: ``[T]``, for the clients' names: whatever is random must depend on them, not on positions.
-            seed: for whatever else is random.
-
-        """
+    def init(self, start: Start) -> tuple[Tree, Tree]:
+        """Return the groups' first trees ``[G, ...]`` and the mixer's first memory."""
 
     @abstractmethod
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Return what each of ``clients`` (positions, ``[C]``) downloads; ``key`` is the round's."""
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """Return what the predictors of ``clients`` (positions, ``[C]``) read."""
 
-    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
-        """Return what the predictors of ``clients`` read; what they download, unless that is more than they need."""
-        return self.serve(shared, memory, clients, 0)
+    def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
+        """Return how the round begins: clients download what their predictors read, and train by the batching."""
+        return RoundPlan(self.read(shared, memory, this.clients))
 
     @abstractmethod
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Return this round's means and the next memory."""
 
-    def news(self, memory: Tree) -> Tree | None:
-        """Return a message for those who took part in the last round, instead of what all download; None for none."""
-        return None
-
     @abstractmethod
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """Return what clients unseen in training start from; None when there is nothing for them."""
-
-    @property
-    def no_welcome(self) -> str:
-        """Why there is nothing for clients unseen in training, where that is so."""
-        return ""
-
-    @property
-    def starts_apart(self) -> bool:
-        """Whether every group starts from models of its own, and not all from the same."""
-        return False
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
+        """Return what clients unseen in training start from."""
 
     def check(self, keys: Tensor, seed: int) -> None:
-        """Refuse clients that the mixer can't bring together, or too many to keep in mind; arguments as in ``init``."""
+        """Refuse clients that the mixer can't bring together, or too many to remember; arguments as in ``Start``."""
 
-    def scales(self, sizes: Tensor) -> Tensor | None:
-        """Return what each client's learning rate is multiplied by, ``sizes [T] -> [T]``; None for one."""
-        return None
-
-    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
-        """Return what is worth saying of the mixer at the end of a run whose rounds had so many clients."""
+    def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        """Return figures of the mixer for the summary of a run whose rounds had ``cohort_size`` clients."""
         return {}
-
-    def num_steps(self, key: int) -> int | None:
-        """Return how many local steps everybody takes in the round with this key; None for what the batching says."""
-        return None
 
 
 def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
@@ -200,43 +221,6 @@ def refuse_pairs(who: str, num_clients: int) -> None:
         )
 
 
-# The two plainest ways to group clients: all in one, and each on its own.
-
-
-@dataclass(frozen=True)
-class OneGroup(Mixer):
-    """One shared tree that everybody reads."""
-
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """One group, nothing to remember."""
-        return tree_repeat(shared, 1), {}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """The one tree for all."""
-        return Served(shared, torch.zeros_like(clients))
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The one tree there is."""
-        return Welcome(shared)
-
-
-@dataclass(frozen=True)
-class OwnGroups(Mixer):
-    """A shared tree for each client."""
-
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """All start alike; nothing to remember."""
-        return tree_repeat(shared, len(keys)), {}
-
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """Each its own."""
-        return Served(shared, clients)
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """The mean of all models, to be fine-tuned."""
-        return Welcome(mean_of_groups(shared), fine_tune=True)
-
-
 def mean_of_groups(shared: Tree) -> Tree:
     """Return the mean of all groups, ``[1, ...]``; of integer leaves the largest."""
     return tree_map(
@@ -244,15 +228,46 @@ def mean_of_groups(shared: Tree) -> Tree:
     )
 
 
-# A server that averages the uploads of those who took part, weighted by their number of samples.
+@dataclass(frozen=True)
+class OneGroup(Mixer):
+    """One shared tree that everybody reads."""
+
+    def init(self, start: Start) -> tuple[Tree, Tree]:
+        """One group, nothing to remember."""
+        return tree_repeat(start.shared, 1), {}
+
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        return Served(shared, torch.zeros_like(clients))
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
+        return Welcome(shared)
+
+
+@dataclass(frozen=True)
+class OwnGroups(Mixer):
+    """A shared tree for each client."""
+
+    def init(self, start: Start) -> tuple[Tree, Tree]:
+        """All start alike; nothing to remember."""
+        return tree_repeat(start.shared, len(start.keys)), {}
+
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        return Served(shared, clients)
+
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
+        """The mean of all models, to be fine-tuned."""
+        return Welcome(mean_of_groups(shared), fine_tune=True)
 
 
 @final
 @dataclass(frozen=True)
 class Star(OneGroup):
-    """One group that everyone reads and writes."""
+    """A server that averages the uploads of those who took part, weighted by their numbers of samples."""
 
     adds_up: ClassVar[bool] = True
+    is_server_mean: ClassVar[bool] = True
+    averages: ClassVar[bool] = True
+    seeks_consensus: ClassVar[bool] = True
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """n_t / n over the cohort alone: clients that did not take part have nothing new to say."""
@@ -260,53 +275,38 @@ class Star(OneGroup):
         return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
 
 
-# Nobody talks: each client keeps what it trained.
-
-
 @final
 @dataclass(frozen=True)
 class Alone(OwnGroups):
-    """A group a client; the mixing matrix is the identity."""
+    """Nobody talks: each client keeps what it trained, and the mixing matrix is the identity."""
 
-    @property
-    def no_welcome(self) -> str:
-        """Nothing is shared."""
-        return "Clients that train alone leave nothing to share with an unseen client; choose another method."
+    averages: ClassVar[bool] = True
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """The identity, and no message."""
         return Mixed(this.clients, gather(uploads), 0), memory
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """None: nothing was learnt together."""
-        return None
-
-
-# Clients fitted after training: who reads which tree is settled, and nobody trains any more.
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
+        """Nothing was learnt together."""
+        reason = "Clients that train alone leave nothing to share with an unseen client; choose another method."
+        return Welcome({}, refusal=reason)
 
 
 @final
 @dataclass(frozen=True)
 class Settled(Mixer):
-    """Its memory names each client's group."""
+    """Clients fitted after training, who are not trained again: the memory names each client's group."""
 
-    @property
-    def no_welcome(self) -> str:
-        """They are unseen ones themselves."""
-        return "These clients were fitted after training; fit further ones from the run that they were fitted from."
-
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """There is no beginning."""
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         raise AssertionError("clients fitted after training are made by personalisation alone")
 
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """What was settled."""
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
         return Served(shared, memory["reads"].cpu()[clients])
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """There is no next round."""
         raise AssertionError("clients fitted after training are not trained again")
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
-        """None: further clients start from the run that these were fitted with."""
-        return None
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
+        """Further clients start from the run that these were fitted with."""
+        reason = "These clients were fitted after training; fit further ones from the run that they were fitted from."
+        return Welcome({}, refusal=reason)

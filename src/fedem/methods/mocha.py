@@ -11,28 +11,30 @@ of v_t; its own dual is the proximal problem that a client solves here, with any
     min over w of  f_t(w) + <v_t, w> + |w - w_t|^2 / (2 c_t),   then  v_t <- v_t + (w - w_t) / c_t,
 
 f_t being the sum over the client's samples and c_t = sigma' Sigma_tt / (2 lambda). Solved exactly, v_t = -grad f_t(w).
-The server's side is :class:`fedem.methods.mocha.Relations`.
+
+Shapes: T clients, C clients of the cohort, P parameters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
-from fedem.methods.base import Batch, Local, Mixture
-from fedem.methods.mixer import Mixed, OwnGroups, Round, Uploads, gather, refuse_pairs
+from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, gather, refuse_pairs
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import (
     Penalty,
     SingleModel,
     inner_product,
     mixture_of_one,
     square_distance,
-    start_memory,
+    start_solver,
     trained_leaves,
 )
 
@@ -41,6 +43,9 @@ from fedem.methods.steps import (
 @dataclass(frozen=True, eq=False)
 class Mocha(SingleModel):
     """u (a tree for each client): its task's model w_t and 1/c_t. v_t: the dual vector, uploaded after each round."""
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     def init_shared(self, seed: int) -> Tree:
         """The zero model, to which the zero dual belongs; what is not trained is as given."""
@@ -58,7 +63,7 @@ class Mocha(SingleModel):
         context = add_prefix("received", trained_leaves(self.model, task))
         context["stiffness"] = shared["stiffness"]
         context["share"] = 1 / mask.sum().to(self.model.dtype)
-        return Local(task, personal, start_memory(self.model, self.solver, task), context), {}
+        return Local(task, personal, start_solver(self.model, self.solver, task), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """(<v_t, w> + |w - w_t|^2 / (2 c_t)) / n_t."""
@@ -78,19 +83,14 @@ class Mocha(SingleModel):
         alone = local._replace(personal=tree_map(torch.zeros_like, local.personal))
         return self.step(alone, batch, learning_rate)._replace(personal=local.personal)
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
+    def finish(self, local: Local) -> Trained:
         """v_t <- v_t + (w - w_t) / c_t."""
         received, stiffness = take_prefix("received", local.context), local.context["stiffness"]
         trained = trained_leaves(self.model, local.shared)
         dual = tree_map(lambda v, w, start: v + stiffness * (w - start), local.personal, trained, received)
-        return dual, dual
-
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """The task's model as it was fine-tuned."""
-        return add_prefix("task", local.shared) | {"stiffness": local.context["stiffness"]}, local.personal
+        return Trained(dual, dual, add_prefix("task", local.shared) | {"stiffness": stiffness})
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The task's model."""
         return mixture_of_one(take_prefix("task", shared))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -105,19 +105,16 @@ class Mocha(SingleModel):
         apart = torch.stack([self.model.outputs(trees[0] | tree, inputs) for tree in trained]).sum(0)
         if not torch.allclose(self.model.outputs(trees[0] | together, inputs), apart, rtol=1e-3, atol=1e-4):
             raise UserError(
-                "Method mocha trains linear models alone, and this is none; choose another method or model."
+                "Method mocha trains linear models alone, and this is not one; choose another method or model."
             )
-
-
-# MOCHA's server: every client's task is a combination of all clients' dual vectors, by a learnt matrix of relations.
-#
-# See :mod:`fedem.methods.mocha` for the problem. Shapes: T clients, C clients of the cohort, P parameters.
 
 
 @final
 @dataclass(frozen=True)
 class Relations(OwnGroups):
-    """A group a client: W = V Sigma / (2 lambda). The memory: everybody's dual vector, and Sigma = Omega^-1.
+    """The server: every client's task is a combination of all clients' dual vectors, W = V Sigma / (2 lambda).
+
+    One group per client. The memory: everybody's dual vector, and Sigma = Omega^-1.
 
     Attributes:
         penalty: lambda, the weight of the regulariser tr(W Omega W') of all tasks' models W.
@@ -135,13 +132,14 @@ class Relations(OwnGroups):
         """Sigma is T x T."""
         refuse_pairs("Method mocha", len(keys))
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""
-        weights = {name: leaf for name, leaf in take_prefix("task", shared).items() if name in trained}
-        sigma = torch.eye(len(keys), dtype=torch.float64) / len(keys)
-        memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, weights), len(keys)))
+        shared, count = start.shared, len(start.keys)
+        weights = {name: leaf for name, leaf in take_prefix("task", shared).items() if name in start.trained}
+        sigma = torch.eye(count, dtype=torch.float64) / count
+        memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, weights), count))
         memory |= {"relations": sigma, "rounds": torch.zeros((), dtype=torch.int64)}
-        return tree_repeat(shared, len(keys)) | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
+        return tree_repeat(shared, count) | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Take the new dual vectors, update Sigma from the tasks when it is due, and compute all tasks again."""
@@ -181,3 +179,19 @@ def relations_of(tasks: Tensor, floor: float) -> Tensor:
         return identity
     root: Tensor = (vectors * values) @ vectors.T / values.sum()
     return (1 - floor) * root + floor * identity
+
+
+register(
+    Method(
+        "mocha",
+        Mocha,
+        Relations,
+        title="MOCHA",
+        summary="linear models tied by a learnt matrix of relations",
+        paper="Smith et al. 2017",
+        personal="a dual vector (sent)",
+        sent="a model down, a dual vector up",
+        unseen="fine-tunes the mean of all models",
+        position=110,
+    ),
+)

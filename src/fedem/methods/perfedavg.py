@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,9 @@ from torch.func import grad
 
 from fedem.core.tree import Tree, tree_map
 from fedem.methods.base import Batch, Local
-from fedem.methods.steps import Penalty, SingleModel, batch_losses, inner_product, train_step, trained_leaves
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import Penalty, SingleModel, batch_losses, inner_product, trained_leaves
 
 
 @final
@@ -33,6 +35,8 @@ class PerFedAvg(SingleModel):
             takes the whole batch for both.
 
     """
+
+    fine_tune_setting: ClassVar[str] = "inner_rate"
 
     inner_rate: float = field(default=0.05, metadata={"min": 0})
     hessian_free: bool = False
@@ -71,29 +75,11 @@ class PerFedAvg(SingleModel):
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
             correction = partial(inner_product, tree_map(torch.neg, product))
 
-        shared, memory = train_step(
-            self.model,
-            self.solver,
-            local.shared,
-            local.memory,
-            batch,
-            outer,
-            learning_rate,
-            penalty=correction,
-            place=adapted,
-        )
-        return local._replace(shared=shared, memory=memory)
-
-    @property
-    def tuning_rate(self) -> float:
-        """The inner step's."""
-        return self.inner_rate
+        return self.plain_step(local, batch, outer, learning_rate, correction, adapted)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A plain step, as the inner one is."""
-        model, solver = self.model, self.solver
-        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
-        return local._replace(shared=shared, memory=memory)
+        return self.plain_step(local, batch, batch.weights, learning_rate)
 
 
 def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,3 +88,17 @@ def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
     first, second = weights * even, weights * ~even
     second = torch.where(second.sum() > 0, second, first)
     return first / first.sum(), second / second.sum()
+
+
+register(
+    Method(
+        "perfedavg",
+        PerFedAvg,
+        Star,
+        title="Per-FedAvg",
+        summary="a start from which an epoch of fine-tuning fits each client",
+        paper="Fallah et al. 2020",
+        unseen="fine-tunes the shared model",
+        position=180,
+    ),
+)

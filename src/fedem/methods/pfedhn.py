@@ -17,11 +17,13 @@ from torch.func import vjp
 
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
+from fedem.methods.fedavg import FedAvg
 from fedem.methods.mixer import (
     Mixed,
     Mixer,
     Round,
     Served,
+    Start,
     Uploads,
     Welcome,
     by_samples,
@@ -29,6 +31,7 @@ from fedem.methods.mixer import (
     row_of,
     weighted_means,
 )
+from fedem.methods.registry import Method, register
 
 _EMBEDDING, _FIRST, _LAST = 1, 2, 3
 
@@ -54,9 +57,9 @@ class Hypernetwork(Mixer):
     server_rate: float = field(default=0.5, metadata={"above": 0})
     embedding_rate: float = field(default=0.1, metadata={"min": 0})
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
+    def init(self, start: Start) -> tuple[Tree, Tree]:
         """Embeddings and layers are drawn; the base is the initial model."""
-        like = tree_flat(shared)
+        shared, seed, like = start.shared, start.seed, tree_flat(start.shared)
         size, hidden = self.embedding_size, self.hidden_size
 
         def draw(key: Tensor, *shape: int, scale: float) -> Tensor:
@@ -67,13 +70,13 @@ class Hypernetwork(Mixer):
             "first": draw(derive(seed, _FIRST), hidden, size, scale=(3 / size) ** 0.5),
             "bias": like.new_zeros(hidden),
         }
-        for index, name in enumerate(sorted(trained)):
+        for index, name in enumerate(sorted(start.trained)):
             width = shared[name].numel()
             network[f"last/{name}"] = draw(derive(seed, _LAST, index), width, hidden, scale=hidden**-0.5)
-        embeddings = draw(derive(keys, _EMBEDDING, seed), size, scale=1.0)
+        embeddings = draw(derive(start.keys, _EMBEDDING, seed), size, scale=1.0)
         return tree_repeat(shared, 1), add_prefix("network", network) | {"embeddings": embeddings}
 
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
         """A model made for each."""
         embeddings = memory["embeddings"][clients.to(memory["embeddings"].device)]
         return Served(_models(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
@@ -100,7 +103,7 @@ class Hypernetwork(Mixer):
         memory = add_prefix("network", network) | {"embeddings": embeddings}
         return Mixed(torch.zeros(1, dtype=torch.int64), means, len(clients)), memory
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """A newcomer learns an embedding, from the mean of those there are; the network stays (the paper's rule)."""
         network = take_prefix("network", memory)
         base = {name: shared[name] for name in take_prefix("last", network)}
@@ -130,3 +133,17 @@ def _make(base: Tree, network: Tree, embeddings: Tensor) -> Tree:
         name: base[name] + (hidden @ last.T).reshape(-1, *base[name].shape[1:])
         for name, last in take_prefix("last", network).items()
     }
+
+
+register(
+    Method(
+        "pfedhn",
+        FedAvg,
+        Hypernetwork,
+        title="pFedHN",
+        summary="a server's network makes each client's model from an embedding",
+        paper="Shamsian et al. 2021",
+        unseen="learns an embedding, the network fixed",
+        position=210,
+    ),
+)

@@ -6,14 +6,16 @@ Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurI
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
 from fedem.methods.base import Batch, Local
-from fedem.methods.steps import OwnModel, square_distance, start_memory, step_towards, train_step, trained_leaves
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
+from fedem.methods.steps import OwnModel, square_distance, start_solver, step_towards, train_step, trained_leaves
 
 
 @final
@@ -29,6 +31,8 @@ class PFedMe(OwnModel):
 
     """
 
+    compressible: ClassVar[bool] = False
+
     pull: float = field(default=1.0, metadata={"above": 0})
     inner_steps: int = field(default=5, metadata={"min": 1})
     inner_rate: float = field(default=0.1, metadata={"above": 0})
@@ -42,24 +46,36 @@ class PFedMe(OwnModel):
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
         received = trained_leaves(self.model, local.shared)
         own = take_prefix("own", local.personal)
-        memory = start_memory(self.model, self.solver, own)
+        solver_state = start_solver(self.model, self.solver, own)
         rate = torch.full_like(learning_rate, self.inner_rate)
+
+        def pulled(candidate: Tree) -> Tensor:
+            return self.pull / 2 * square_distance(candidate, received)
+
         for _ in range(self.inner_steps):
-            own, memory = train_step(
-                self.model,
-                self.solver,
-                own,
-                memory,
-                batch,
-                batch.weights,
-                rate,
-                lambda candidate: self.pull / 2 * square_distance(candidate, received),
+            own, solver_state = train_step(
+                self.model, self.solver, own, solver_state, batch, batch.weights, rate, pulled
             )
         # learning_rate * pull above 1 would overshoot the proximal point.
         length = (learning_rate * self.pull).clamp(max=1)
         moved = tree_map(lambda w, v: w - length * (w - v), received, trained_leaves(self.model, own))
-        return local._replace(shared=own | moved, personal=self.trained(own, local.personal))
+        return local._replace(shared=own | moved, personal=self.with_own(own, local.personal))
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """(1 - beta) u + beta mean."""
         return step_towards(shared, mean, self.server_rate)
+
+
+register(
+    Method(
+        "pfedme",
+        PFedMe,
+        Star,
+        title="pFedMe",
+        summary="own models as proximal points of the shared one",
+        paper="Dinh et al. 2020",
+        personal="a model",
+        unseen="finds its proximal point",
+        position=90,
+    ),
+)

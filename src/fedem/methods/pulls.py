@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree, tree_map
-from fedem.methods.mixer import Mixed, OwnGroups, Round, Uploads, gather
+from fedem.methods.fedavg import FedAvg
+from fedem.methods.mixer import Mixed, OwnGroups, Round, RoundPlan, Uploads, gather
+from fedem.methods.registry import Method, register
 
 _LOCAL_RUN, _MEAN_RUN = 1, 2
 
@@ -39,9 +41,10 @@ class Loopless(OwnGroups):
     penalty: float = field(default=0.1, metadata={"min": 0})
     probability: float = field(default=0.3, metadata={"above": 0, "below": 1})
 
-    def num_steps(self, key: int) -> int | None:
-        """The length of the run of gradient steps."""
-        return _run_length(key, _LOCAL_RUN, self.probability)
+    def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
+        """Everybody takes a run of gradient steps."""
+        steps = _run_length(this.key, _LOCAL_RUN, self.probability)
+        return super().plan(shared, memory, this)._replace(num_steps=steps)
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Pull everyone in the cohort towards the mean of all clients' models."""
@@ -89,3 +92,29 @@ def _run_length(key: int, purpose: int, ends: float) -> int:
     """Draw the length of a run that ends after each element with probability ``ends``, at least 1."""
     number = float(uniform(derive(key, purpose), 1))
     return 1 + int(math.log(number) / math.log1p(-ends)) if ends < 1 else 1
+
+
+register(
+    Method(
+        "l2sgd",
+        FedAvg,
+        Loopless,
+        title="L2SGD",
+        summary="own models, pulled towards their mean at random times",
+        paper="Hanzely, Richtarik 2020",
+        personal="a model (sent)",
+        unseen="fine-tunes the mean of all models",
+        position=120,
+    ),
+    Method(
+        "fedu",
+        FedAvg,
+        Laplacian,
+        title="FedU",
+        summary="own models under Laplacian regularisation",
+        paper="Dinh et al. 2021",
+        personal="a model (sent)",
+        unseen="fine-tunes the mean of all models",
+        position=200,
+    ),
+)

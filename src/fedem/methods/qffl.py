@@ -6,13 +6,15 @@ Li, Sanjabi, Beirami, Smith: Fair Resource Allocation in Federated Learning, ICL
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Batch, Local
+from fedem.methods.base import Batch, Local, Trained
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import SingleModel, mean_loss, require_gradient_steps, square_distance, trained_leaves
 
 
@@ -25,6 +27,9 @@ class QFFL(SingleModel):
         q: 0 is FedAvg; the larger, the more the worst clients count.
 
     """
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     q: float = field(default=1.0, metadata={"min": 0})
 
@@ -49,7 +54,7 @@ class QFFL(SingleModel):
         stepped = super().step(local, batch, learning_rate)
         return stepped._replace(context=local.context | {"rate": learning_rate.expand_as(local.context["rate"])})
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
+    def finish(self, local: Local) -> Trained:
         """With d = L (u - w): upload f^q d, and h = q f^(q-1) |d|^2 + L f^q."""
         received, trained = take_prefix("received", local.context), trained_leaves(self.model, local.shared)
         # A loss of zero, to a power below zero, would be infinite.
@@ -60,10 +65,25 @@ class QFFL(SingleModel):
         push = tree_map(lambda u, w: power * smoothness * (u - w), received, trained)
         buffers = {name: leaf for name, leaf in local.shared.items() if name not in trained}
         upload = add_prefix("push", push) | add_prefix("buffers", buffers)
-        return upload | {"curvature": steepness + smoothness * power}, local.personal
+        upload["curvature"] = steepness + smoothness * power
+        return Trained(upload, local.personal, local.shared)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """U <- u - sum f^q d / sum h."""
         push = take_prefix("push", mean)
         moved = tree_map(lambda d, u: u - d / mean["curvature"], push, {name: shared[name] for name in push})
         return shared | take_prefix("buffers", mean) | moved
+
+
+register(
+    Method(
+        "qffl",
+        QFFL,
+        Star,
+        title="q-FFL",
+        summary="one model, clients with larger losses weigh more",
+        paper="Li et al. 2020",
+        sent="a model; a number up",
+        position=140,
+    ),
+)

@@ -7,22 +7,23 @@ ICML 2020 (Alg. 1, option II).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.mixer import Star
+from fedem.methods.registry import Method, register
 from fedem.methods.steps import (
     Penalty,
     SingleModel,
     inner_product,
     mixture_of_one,
     require_gradient_steps,
-    start_memory,
+    start_solver,
     step_towards,
-    train_step,
     trained_leaves,
 )
 
@@ -38,6 +39,9 @@ class Scaffold(SingleModel):
         server_rate: eta_g, the length of the server's step towards the clients' mean; 1 takes the mean.
 
     """
+
+    uploads_model: ClassVar[bool] = False
+    compressible: ClassVar[bool] = False
 
     server_rate: float = field(default=1.0, metadata={"above": 0})
 
@@ -61,7 +65,7 @@ class Scaffold(SingleModel):
         context = add_prefix("correction", correction) | add_prefix("received", trained_leaves(self.model, model))
         zero = torch.zeros((), dtype=self.model.dtype, device=mask.device)
         context |= {"steps": zero, "travelled": zero}
-        return Local(model, personal, start_memory(self.model, self.solver, model), context), {}
+        return Local(model, personal, start_solver(self.model, self.solver, model), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """<c - c_t, w>, whose gradient is the correction."""
@@ -77,19 +81,18 @@ class Scaffold(SingleModel):
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A client that trains for itself alone wants no correction."""
-        model, solver = self.model, self.solver
-        shared, memory = train_step(model, solver, local.shared, local.memory, batch, batch.weights, learning_rate)
-        return local._replace(shared=shared, memory=memory)
+        return self.plain_step(local, batch, batch.weights, learning_rate)
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
+    def finish(self, local: Local) -> Trained:
         """Upload the model and the change of c_t, where c_t <- c_t - c + (u - w) / (K eta)."""
         received, correction = (take_prefix(name, local.context) for name in ("received", "correction"))
-        # A learning rate of zero moves nothing and tells nothing.
+        # A learning rate of zero moves nothing and shows nothing.
         scale = 1 / local.context["travelled"].clamp(min=torch.finfo(self.model.dtype).tiny)
         trained = trained_leaves(self.model, local.shared)
         personal = tree_map(lambda extra, u, w: (u - w) * scale - extra, correction, received, trained)
         change = tree_map(lambda new, old: new - old, personal, local.personal)
-        return add_prefix("model", local.shared) | add_prefix("control", change), personal
+        model = add_prefix("model", local.shared)
+        return Trained(model | add_prefix("control", change), personal, model)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """U <- u + eta_g (mean - u); c <- c + share * mean change, the share being the paper's |S|/N by samples."""
@@ -98,12 +101,7 @@ class Scaffold(SingleModel):
         control = tree_map(lambda c, extra: c + share * extra, old, change)
         return add_prefix("model", model) | add_prefix("control", control)
 
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """The model as it was fine-tuned."""
-        return add_prefix("model", local.shared), local.personal
-
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The shared model alone."""
         return mixture_of_one(take_prefix("model", shared))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -113,3 +111,18 @@ class Scaffold(SingleModel):
 
 def _zeros(tree: Tree) -> Tree:
     return tree_map(torch.zeros_like, tree)
+
+
+register(
+    Method(
+        "scaffold",
+        Scaffold,
+        Star,
+        title="SCAFFOLD",
+        summary="FedAvg, the clients' drift corrected by control variates",
+        paper="Karimireddy et al. 2020",
+        personal="a control",
+        sent="a model and a control",
+        position=150,
+    ),
+)

@@ -1,9 +1,13 @@
-"""One solver step on one model: the piece that every gradient-trained method shares."""
+"""What methods are made of: solver steps on a model, single and own models, means by mass.
+
+Shapes: n samples of the client, B samples of a batch, K models.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +17,7 @@ from fedem.core.errors import UserError
 from fedem.core.random import derive
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_floats, tree_map, tree_stack
 from fedem.methods.base import Algorithm, Batch, Local, Mixture
+from fedem.methods.mixer import row_of
 from fedem.models.base import Model
 from fedem.solvers import Solver
 
@@ -25,8 +30,8 @@ def trained_leaves(model: Model, parameters: Tree) -> Tree:
     return {name: leaf for name, leaf in parameters.items() if name in model.trainable}
 
 
-def start_memory(model: Model, solver: Solver, parameters: Tree) -> Tree:
-    """Return the solver's memory for the trained leaves of ``parameters``."""
+def start_solver(model: Model, solver: Solver, parameters: Tree) -> Tree:
+    """Return the solver's first state for the trained leaves of ``parameters``."""
     return solver.init(trained_leaves(model, parameters))
 
 
@@ -42,7 +47,7 @@ def train_step(
     model: Model,
     solver: Solver,
     parameters: Tree,
-    memory: Tree,
+    solver_state: Tree,
     batch: Batch,
     weights: Tensor,
     learning_rate: Tensor,
@@ -54,7 +59,7 @@ def train_step(
     ``place`` says at which trained leaves the losses are taken, for a model that is trained as a part of another one.
 
     Returns:
-        the parameters (buffers too) and the solver's memory
+        the parameters (buffers too) and the solver's state
     """
     buffers = {name: leaf for name, leaf in parameters.items() if name not in model.trainable}
 
@@ -64,8 +69,9 @@ def train_step(
         value = (weights * losses).sum()
         return value if penalty is None else value + penalty(candidate), changed
 
-    trained, memory, changed = solver.step(objective, trained_leaves(model, parameters), memory, learning_rate)
-    return buffers | changed | trained, memory
+    leaves = trained_leaves(model, parameters)
+    trained, solver_state, changed = solver.step(objective, leaves, solver_state, learning_rate)
+    return buffers | changed | trained, solver_state
 
 
 def square_distance(first: Tree, second: Tree) -> Tensor:
@@ -84,7 +90,7 @@ def require_gradient_steps(method: str, solver: Solver) -> None:
     """Refuse solvers whose steps are not the learning rate times (a sum of) gradients."""
     if not solver.follows_gradients:
         raise UserError(
-            f"Method {method} reads gradients off the local steps, and {type(solver).__name__}'s don't tell them; "
+            f"Method {method} reads gradients off the local steps, and {type(solver).__name__}'s don't show them; "
             "allowed: solver sgd."
         )
 
@@ -116,20 +122,23 @@ def mixture_of_one(parameters: Tree) -> Mixture:
     return Mixture(tree_map(lambda leaf: leaf.unsqueeze(0), parameters), uniform_log_weights(1, like))
 
 
-# Methods whose clients train one copy of one shared model; what they do besides is theirs to say.
-
-
 @dataclass(frozen=True, eq=False)
 class SingleModel(Algorithm):
-    """u is one model and nothing is personal, unless a subclass says otherwise."""
+    """Clients train one copy of one shared model, and nothing is personal, unless a subclass says otherwise.
+
+    It declares that a client uploads that copy and the server averages; a subclass with another ``finish``,
+    ``summand`` or ``update`` must declare what of this no longer holds.
+    """
+
+    uploads_model: ClassVar[bool] = True
+    compressible: ClassVar[bool] = True
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw one model."""
         return self.model.init(seed)
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The surrogate is the loss itself."""
-        return Local(shared, personal, start_memory(self.model, self.solver, shared), {}), {}
+        return Local(shared, personal, start_solver(self.model, self.solver, shared), {}), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """Return what the surrogate adds to the loss as a function of the trained leaves; None for nothing."""
@@ -137,14 +146,24 @@ class SingleModel(Algorithm):
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step on the batch's mean loss and the penalty."""
-        model, solver, penalty = self.model, self.solver, self.penalty(local)
-        shared, memory = train_step(
-            model, solver, local.shared, local.memory, batch, batch.weights, learning_rate, penalty
+        return self.plain_step(local, batch, batch.weights, learning_rate, self.penalty(local))
+
+    def plain_step(
+        self,
+        local: Local,
+        batch: Batch,
+        weights: Tensor,
+        learning_rate: Tensor,
+        penalty: Penalty | None = None,
+        place: Callable[[Tree], Tree] | None = None,
+    ) -> Local:
+        """Take one solver step on the client's copy of u; arguments as in :func:`train_step`."""
+        shared, solver_state = train_step(
+            self.model, self.solver, local.shared, local.solver_state, batch, weights, learning_rate, penalty, place
         )
-        return local._replace(shared=shared, memory=memory)
+        return local._replace(shared=shared, solver_state=solver_state)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The shared model alone."""
         return mixture_of_one(shared)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -152,49 +171,67 @@ class SingleModel(Algorithm):
         return {}
 
 
-# Methods whose clients have a model of their own, v_t, beside the shared one.
-
-
 @dataclass(frozen=True, eq=False)
 class OwnModel(SingleModel):
-    """Until a client has first trained, its own model is u, and that is what it starts from: u as it is by then."""
+    """Beside the shared model clients have one of their own, v_t.
+
+    Until a client has first trained, its own model is u, and that is what it starts from: u as it is by then.
+    """
+
+    steps_personal: ClassVar[bool] = True
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """A place for the model, which nobody has trained."""
         return add_prefix("own", shared) | {"trained": torch.zeros((), dtype=torch.bool, device=key.device)}
 
-    def own(self, shared: Tree, personal: Tree) -> Tree:
+    def own_model(self, shared: Tree, personal: Tree) -> Tree:
         """Return the client's own model."""
         return tree_map(lambda v, u: torch.where(personal["trained"], v, u), take_prefix("own", personal), shared)
 
-    def begun(self, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
-        """Return the own model that a round starts from, and v_t with it."""
-        own = self.own(shared, personal)
-        return own, personal | add_prefix("own", own)
+    def begin_both(self, shared: Tree, personal: Tree, context: Tree) -> Local:
+        """Return a client that begins to train both models."""
+        own = self.own_model(shared, personal)
+        solver_state = add_prefix("shared", start_solver(self.model, self.solver, shared))
+        solver_state |= add_prefix("own", start_solver(self.model, self.solver, own))
+        return Local(shared, personal | add_prefix("own", own), solver_state, context)
 
-    def trained(self, own: Tree, personal: Tree) -> Tree:
+    def step_both(
+        self,
+        local: Local,
+        batch: Batch,
+        learning_rate: Tensor,
+        penalty: Penalty | None = None,
+        place: Callable[[Tree], Tree] | None = None,
+    ) -> Local:
+        """Step the shared model on the batch, and the own one with ``penalty`` or at another ``place``."""
+        shared_state, own_state = (take_prefix(name, local.solver_state) for name in ("shared", "own"))
+        model, solver, weights = self.model, self.solver, batch.weights
+        shared, shared_state = train_step(model, solver, local.shared, shared_state, batch, weights, learning_rate)
+        own = take_prefix("own", local.personal)
+        own, own_state = train_step(model, solver, own, own_state, batch, weights, learning_rate, penalty, place)
+        solver_state = add_prefix("shared", shared_state) | add_prefix("own", own_state)
+        return Local(shared, self.with_own(own, local.personal), solver_state, local.context)
+
+    def with_own(self, own: Tree, personal: Tree) -> Tree:
         """Return v_t with the own model after a step."""
         return personal | add_prefix("own", own) | {"trained": torch.ones_like(personal["trained"])}
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The own model."""
-        return mixture_of_one(self.own(shared, personal))
+        return mixture_of_one(self.own_model(shared, personal))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """An unseen client trains its own model by the method's own steps, u fixed."""
         return None
 
 
-# Means in which every client counts for each of several models by a mass of its own.
-#
-# Clients upload models ``[K, ...]`` (or one of them) and masses ``[K]``; both are averaged, and the server divides.
-
-
 def times_mass(models: Tree, mass: Tensor) -> Tree:
-    """Return what a client adds to the means: each model times its mass, and the masses ``[K]``."""
+    """Return what a client adds to means in which it counts for each of K models by a mass of its own.
+
+    That is each model ``[K, ...]`` times its mass, and the masses ``[K]``; :func:`mean_by_mass` divides their means.
+    """
 
     def weighed(leaf: Tensor) -> Tensor:
-        rows = _rows(mass, leaf)
+        rows = row_of(mass, leaf)
         # Counters are not averaged.
         return rows.to(leaf.dtype) * leaf if leaf.is_floating_point() else torch.where(rows > 0, leaf, 0)
 
@@ -206,14 +243,9 @@ def mean_by_mass(shared: Tree, mean: Tree) -> Tree:
     mass = mean["mass"]
 
     def divided(old: Tensor, new: Tensor) -> Tensor:
-        rows = _rows(mass, old)
+        rows = row_of(mass, old)
         if not old.is_floating_point():
             return torch.where(rows > 0, new, old)
         return torch.where(rows > 0, new / rows.clamp(min=torch.finfo(mass.dtype).tiny).to(new.dtype), old)
 
     return tree_map(divided, shared, take_prefix("model", mean))
-
-
-def _rows(mass: Tensor, like: Tensor) -> Tensor:
-    """Give ``[K]`` values as many dimensions as ``like`` ``[K, ...]`` has."""
-    return mass.reshape(-1, *(1,) * (like.ndim - 1))

@@ -27,7 +27,7 @@ from fedem.core.errors import UserError
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree
 from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.steps import mixture_of_one, start_memory, trained_leaves
+from fedem.methods.steps import mixture_of_one, start_solver, trained_leaves
 
 _TRIED = 32  # samples: enough for dropout to show
 
@@ -74,7 +74,7 @@ class Surrogate(Algorithm):
 
     @abstractmethod
     def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
-        """g(u, v) over a batch, a number like the objective; what was fixed a sample is in ``batch.samples``."""
+        """g(u, v) over a batch, a number like the objective; ``batch.samples`` has what was fixed for each sample."""
 
     def draw_personal(self, shared: Tree, key: Tensor) -> Tree:
         """Draw any v, to try the conditions at; ``key`` and leaves are as in ``init_personal``."""
@@ -85,12 +85,11 @@ class Surrogate(Algorithm):
         return {name: torch.lerp(leaf, second[name], share) for name, leaf in first.items()}
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw one model."""
         return self.model.init(seed)
 
     def start(self, shared: Tree) -> Tree:
-        """Return the local solver's memory at the start of a round."""
-        return start_memory(self.model, self.solver, shared)
+        """Return the local solver's state at the start of a round."""
+        return start_solver(self.model, self.solver, shared)
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Build g near (u, v_t) and set v_t to its minimiser."""
@@ -104,13 +103,11 @@ class Surrogate(Algorithm):
         def objective(candidate: Tree) -> tuple[Tensor, Tree]:
             return self.majorant(local.shared | candidate, local.personal, local.context, batch), {}
 
-        trained, memory, _ = self.solver.step(
-            objective, trained_leaves(self.model, local.shared), local.memory, learning_rate
-        )
-        return local._replace(shared=local.shared | trained, memory=memory)
+        leaves = trained_leaves(self.model, local.shared)
+        trained, solver_state, _ = self.solver.step(objective, leaves, local.solver_state, learning_rate)
+        return local._replace(shared=local.shared | trained, solver_state=solver_state)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The shared model alone."""
         return mixture_of_one(shared)
 
     def check(self, inputs: Tensor) -> None:

@@ -19,7 +19,6 @@ from fedem.core.settings import Settings, kind_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, resolve_method
-from fedem.methods.decentralised import Graph
 from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, Kinds, complete_section
 from fedem.runs.rounds import mixer_seed
 
@@ -82,7 +81,7 @@ def method_pages(name: str) -> Iterator[RenderableType]:
         if found
         else "\nIt has no settings of its own."
     )
-    if row.mixer is Graph:
+    if row.mixer.over_graph:
         yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs tells them."
     yield _shipped(name)
 

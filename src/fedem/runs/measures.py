@@ -1,11 +1,12 @@
-"""What the paper's convergence theorems speak of, measured: how far a state is from a consensus stationary point of f.
+"""Measures of a run: what the paper's theorems speak of, how well clients solve their problems, recovery of a truth.
 
-f(Theta, Pi) = sum_t n_t/n f_t(Theta, pi_t), f_t = 1/n_t sum_i -log sum_m pi_tm exp(-loss_i(theta_m)): what FedEM
-minimises, and FedAvg with its mixture of one; where FedEM has a sharpness s, -1/s log sum_m pi_tm exp(-s loss). Losses
-are those of evaluation, and weight decay is no part of f. Where every client has models of its own (over a graph),
-Theta is their plain mean.
+The theorems bound how far a state is from a consensus stationary point of f(Theta, Pi) = sum_t n_t/n f_t(Theta, pi_t),
+f_t = 1/n_t sum_i -log sum_m pi_tm exp(-loss_i(theta_m)): what FedEM minimises, and FedAvg with its mixture of one;
+where FedEM has a sharpness s, -1/s log sum_m pi_tm exp(-s loss). Losses are those of evaluation, and weight decay is
+not part of f. Where every client has models of its own (over a graph), Theta is their plain mean.
 
-Shapes: T clients, c of a chunk, G groups, M components, n samples of a client, B of a batch.
+Shapes: T clients, C of a cohort, c of a chunk, G groups, M components, R true ones, n samples of a client, B of a
+batch, d parameters.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
 from fedem.core.errors import UserError
-from fedem.core.random import MIXER, SOLVER, choose, derive
+from fedem.core.random import SOLVER, choose
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
-from fedem.engines import Batching, Cohort
-from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.decentralised import Graph
-from fedem.methods.fedavg import FedAvg
-from fedem.methods.fedem import FedEM
-from fedem.methods.mixer import Mixer, Star, mean_of_groups
+from fedem.engines import Batching, Cohort, Work
+from fedem.methods.base import Algorithm, Batch, Local, Trained
+from fedem.methods.mixer import Mixer, mean_of_groups
+from fedem.methods.registry import names_where
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
+from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
 from fedem.solvers import Newton, Solver
@@ -72,18 +72,21 @@ class Dissimilarity(NamedTuple):
         return {"dissimilarity_constant": self.constant, "dissimilarity_slope": self.slope}
 
 
-def check_diagnosable(algorithm: Algorithm, mixer: Mixer) -> None:
+def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = False) -> None:
     """Refuse methods that minimise something else than f, and mixers that seek no consensus on its components."""
-    if not isinstance(algorithm, FedEM | FedAvg):
+    allowed = f"allowed: {names_where(lambda row: row.is_diagnosable)}, without label shares and local layers."
+    if not algorithm.minimises_likelihood:
         raise UserError(
             f"{type(algorithm).__name__} can't be diagnosed, as it minimises another function than the theorems' f; "
-            "allowed: FedEM and those that train as FedAvg does."
+            f"{allowed}"
         )
-    if not isinstance(mixer, Star | Graph):
+    if not mixer.seeks_consensus:
         raise UserError(
-            f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed; allowed: one model, "
-            "or one set of components, for all, averaged by a server (Star) or over a graph (Graph)."
+            f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed, as they don't tend "
+            f"to one model, or one set of components, for all; {allowed}"
         )
+    if compressed:
+        raise UserError("A run with compressed messages can't be diagnosed; allowed: [compression] off.")
 
 
 def diagnose(training: Training, before: State, after: State) -> Diagnosis:
@@ -91,20 +94,20 @@ def diagnose(training: Training, before: State, after: State) -> Diagnosis:
 
     ``training`` is of a method and a mixer that :func:`check_diagnosable` lets pass.
     """
-    check_diagnosable(training.algorithm, training.mixer)
+    check_diagnosable(training.algorithm, training.mixer, training.codec is not None)
     samples, device = training.federation.train, training.device
     shares = samples.sizes.double().to(device) / len(samples)
-    own, mean = trained_leaves(training.algorithm.model, after.shared), mean_of_groups(after.shared)
+    trained, mean = trained_leaves(training.algorithm.model, after.shared), mean_of_groups(after.shared)
     old, new = (_log_weights(training, state) for state in (before, after))
     cohort = Cohort(_components(training, mean), torch.zeros_like(samples.sizes), {"log_weights": new}, samples)
     # All samples of a client at once, unless its model needs memory for each: then in the batches that it trains on.
     batch_size = training.batching.batch_size if training.algorithm.model.is_large else 0
     totals: Tree = {}
     members = training.team.share(samples.sizes)
-    keys, batching = training.federation.keys[members], Batching(batch_size)
-    for chunk in training.engine.train(_measuring(training), cohort.take(members), batching, keys, 0.0):
-        for name, part in _weighted(chunk.uploads, shares[members[chunk.positions].to(device)]).items():
-            totals[name] = totals[name] + part if name in totals else part
+    work = Work(Batching(batch_size), training.federation.keys[members], 0.0)
+    for chunk in training.engine.train(_measuring(training), cohort.take(members), work):
+        for name, term in _weighted(chunk.uploads, shares[members[chunk.positions].to(device)]).items():
+            totals[name] = totals[name] + term if name in totals else term
     (totals,) = training.team.total(totals)
     return Diagnosis(
         objective=float(totals["objective"]),
@@ -112,7 +115,7 @@ def diagnose(training: Training, before: State, after: State) -> Diagnosis:
         # Neither can be negative; what is so has been rounded.
         improvement=max(0.0, float(totals["improvement"])),
         weights_kl=max(0.0, float(shares @ _divergences(new, old))),
-        consensus=_square_norm(tree_map(torch.sub, own, mean)),
+        consensus=_square_norm(tree_map(torch.sub, trained, mean)),
         dissimilarity=float(totals["square_norm"]),
     )
 
@@ -137,25 +140,23 @@ def estimate_dissimilarity(records: Iterable[Mapping[str, Any]]) -> Dissimilarit
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Measured(Algorithm):
-    """A client that trains nothing: it uploads f_t, its gradient, and what an update of its weights would gain."""
+class _Measured(Wrapped):
+    """A client that trains nothing: it uploads f_t, its gradient, and what an update of its weights would gain.
 
-    base: FedEM
+    Its u is components ``[M, ...]``, whatever the method's is.
+    """
 
-    def init_shared(self, seed: int) -> Tree:
-        """As the method does."""
-        return self.base.init_shared(seed)
+    sharpness: float
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
-        """As the method does."""
-        return self.base.score(shared, inputs, targets)
+        return {"losses": self.model.component_losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """E-step and the update of the weights, in double precision: gains are small differences."""
         losses, log_weights = scores["losses"].double(), personal["log_weights"].double().log_softmax(0)
-        log_posterior = log_responsibilities(losses, log_weights, self.base.sharpness)
+        log_posterior = log_responsibilities(losses, log_weights, self.sharpness)
         now, then = (
-            mean_loss(negative_log_likelihood(losses, weights, self.base.sharpness), mask)
+            mean_loss(negative_log_likelihood(losses, weights, self.sharpness), mask)
             for weights in (log_weights, update_log_weights(log_posterior, mask))
         )
         zeros = tree_map(torch.zeros_like, trained_leaves(self.model, shared))
@@ -175,17 +176,13 @@ class _Measured(Algorithm):
             gradient: Tree = grad(objective)(trained_leaves(self.model, component))
             return gradient
 
-        parts = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
-        return local._replace(memory=tree_map(torch.add, local.memory, parts))
+        gradients = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
+        return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
 
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """f_t, the gain and the gradient; nothing is kept."""
+    def finish(self, local: Local) -> Trained:
+        """Upload f_t, the gain and the gradient; nothing is kept."""
         gains = {name: local.context[name] for name in ("objective", "improvement")}
-        return gains | add_prefix("gradient", local.memory), {}
-
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """As the method does."""
-        return self.base.predictor(shared, personal)
+        return Trained(gains | add_prefix("gradient", local.solver_state), {}, {})
 
 
 # Kept as long as a training lasts, since an engine records the functions that come back.
@@ -194,20 +191,21 @@ _KEPT: WeakKeyDictionary[Training, _Measured] = WeakKeyDictionary()
 
 def _measuring(training: Training) -> _Measured:
     if training not in _KEPT:
-        model, solver = training.algorithm.model, training.algorithm.solver
-        base = training.algorithm if isinstance(training.algorithm, FedEM) else FedEM(model, solver, num_components=1)
-        _KEPT[training] = _Measured(model, solver, base)
+        algorithm = training.algorithm
+        # A single model is a mixture of one, whatever the power of its likelihood.
+        sharpness = getattr(algorithm, "sharpness", 1.0)
+        _KEPT[training] = _Measured(algorithm.model, algorithm.solver, algorithm, sharpness)
     return _KEPT[training]
 
 
 def _components(training: Training, shared: Tree) -> Tree:
     """Return the components, ``[G, M, ...]``: a single model is a mixture of one."""
-    return shared if isinstance(training.algorithm, FedEM) else tree_map(lambda leaf: leaf.unsqueeze(1), shared)
+    return shared if training.algorithm.is_mixture else tree_map(lambda leaf: leaf.unsqueeze(1), shared)
 
 
 def _log_weights(training: Training, state: State) -> Tensor:
     """Return the log mixture weights, ``[T, M]`` float64, each client's summing to one beyond single precision."""
-    if not isinstance(training.algorithm, FedEM):
+    if not training.algorithm.is_mixture:
         return torch.zeros(training.federation.num_clients, 1, dtype=torch.float64, device=training.device)
     return state.personal["log_weights"].double().log_softmax(1)
 
@@ -229,15 +227,6 @@ def _square_norm(tree: Tree) -> float:
     return sum(float(leaf.double().square().sum()) for leaf in tree.values())
 
 
-# How well clients solve their local problems: the paper's alpha, which black-box solvers are judged by.
-#
-# In a round a client is to minimise, for each component, g(theta) = 1/n sum_i q_i loss_i(theta) + weight_decay/2
-# |theta|^2, the q_i being the component's responsibilities (all one for a single model). Its solver is
-# alpha-approximate when g(end) - g* <= alpha (g(start) - g*); the paper proves convergence for alphas that are small
-# enough. Here the smallest such alpha is measured, for convex models small enough for Newton's method.
-#
-# Shapes: C clients, M components, n samples of a client.
-
 MOST_PARAMETERS = 2000
 _MOST_CLIENTS = 20
 _MOST_STEPS, _TOLERANCE = 100, 1e-13
@@ -245,7 +234,14 @@ _MOST_NUMBERS = 1 << 26  # of all Hessians' backward passes at once
 
 
 class Inexactness(NamedTuple):
-    """How much of the way to its minimum each local problem had left after a round."""
+    """How much of the way to its minimum each local problem had left after a round: the paper's alpha.
+
+    In a round a client is to minimise, for each component, g(theta) = 1/n sum_i q_i loss_i(theta) + weight_decay/2
+    |theta|^2, the q_i being the component's responsibilities (all one for a single model). Its solver is
+    alpha-approximate when g(end) - g* <= alpha (g(start) - g*); the paper proves convergence of black-box solvers for
+    alphas that are small enough. Here the smallest such alpha is measured, for convex models small enough for
+    Newton's method.
+    """
 
     clients: Tensor
     """``[C]`` positions in the federation"""
@@ -255,14 +251,12 @@ class Inexactness(NamedTuple):
     @property
     def mean(self) -> float | None:
         """Over clients and components; None when nobody had anything to gain."""
-        known = self._known
-        return float(known.mean()) if len(known) else None
+        return float(self._known.mean()) if len(self._known) else None
 
     @property
     def max(self) -> float | None:
         """The alpha that holds for all clients and components."""
-        known = self._known
-        return float(known.max()) if len(known) else None
+        return float(self._known.max()) if len(self._known) else None
 
     def record(self) -> dict[str, float | None]:
         """Name both figures, as a round's record has them."""
@@ -273,13 +267,16 @@ class Inexactness(NamedTuple):
         return self.alphas[~self.alphas.isnan()]
 
 
-def check_measurable(algorithm: Algorithm) -> None:
+def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
     """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
-    if not isinstance(algorithm, FedEM | FedAvg):
+    if not (algorithm.minimises_likelihood and algorithm.uploads_model):
+        names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
         raise UserError(
-            f"Alpha can't be measured for {type(algorithm).__name__}; allowed: methods whose clients minimise "
-            "(responsibility-weighted) losses, FedEM and those that train as FedAvg does."
+            f"Alpha can't be measured for {type(algorithm).__name__}; allowed, since their clients minimise "
+            f"(responsibility-weighted) losses: {names}, without label shares."
         )
+    if compressed:
+        raise UserError("Alpha can't be measured with compressed messages; allowed: [compression] off.")
     model = algorithm.model
     if model.num_parameters > MOST_PARAMETERS:
         raise UserError(
@@ -287,7 +284,7 @@ def check_measurable(algorithm: Algorithm) -> None:
             f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
         )
     with torch.random.fork_rng(devices=[]):
-        unsteady = next((type(part).__name__ for part in model.build().modules() if _is_unsteady(part)), None)
+        unsteady = next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
     if unsteady is not None:
         raise UserError(
             f"Alpha can't be measured for a model with {unsteady}, whose clients train another function than they are "
@@ -297,11 +294,11 @@ def check_measurable(algorithm: Algorithm) -> None:
         raise UserError(f"Alpha can't be measured for this model ({model.not_stackable}).")
 
 
-def _is_unsteady(part: nn.Module) -> bool:
+def _is_unsteady(layer: nn.Module) -> bool:
     """Whether a layer's outputs in training depend on chance or on the other samples of a batch."""
-    if isinstance(part, nn.RNNBase | nn.MultiheadAttention):
-        return part.dropout > 0
-    return isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0)
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+        return layer.dropout > 0
+    return isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)
 
 
 def choose_clients(training: Training, round_index: int) -> Tensor:
@@ -319,16 +316,16 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
         clients: ``[C]`` positions; those of :func:`choose_clients` when not given.
 
     """
-    check_measurable(training.algorithm)
+    check_measurable(training.algorithm, training.codec is not None)
     clients = choose_clients(training, state.round) if clients is None else clients
-    key = int(derive(training.seed, MIXER, state.round))
     samples = training.federation.train.take(clients).to(training.device)
-    served = training.mixer.serve(state.shared, state.memory, clients, key)
-    cohort = Cohort(*served, tree_index(state.personal, clients.to(training.device)), samples)
-    rate, num_steps = training.schedule.rate(state.round, training.num_rounds), training.mixer.num_steps(key)
+    this = training.round(state.round, clients)
+    plan = training.mixer.plan(state.shared, state.memory, this)
+    cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(training.device)), samples)
     judge = _Judge.of(training.algorithm)
     alphas: dict[int, Tensor] = {}
-    for chunk in training.train_cohort(cohort, clients, state.round, rate, num_steps):
+    settings = (clients, state.round, this.learning_rate, plan.num_steps, plan.scales)
+    for chunk in training.train_cohort(cohort, *settings):
         for row, position in enumerate(chunk.positions.tolist()):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal, upload = tree_index(cohort.personal, position), tree_index(chunk.uploads, row)
@@ -413,14 +410,12 @@ def _double(tree: Tree) -> Tree:
     return {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in tree.items()}
 
 
-# How much of a known truth was recovered: components up to their order, and clusters.
-#
-# Shapes: M components (learnt), R true ones, T clients, d parameters.
-
-
 @dataclass(frozen=True, eq=False)
 class Recovery:
-    """Learnt components matched with true ones, each at most once, at the least total cosine distance."""
+    """How much of a known truth was recovered: components up to their order, and clusters.
+
+    Learnt components are matched with true ones, each at most once, at the least total cosine distance.
+    """
 
     matching: tuple[tuple[int, int], ...]
     """pairs (learnt, true)"""

@@ -18,10 +18,11 @@ from fedem.core.random import FINE_TUNE, PERSONAL, derive
 from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
-from fedem.engines import Batching, Cohort, Engine, SolverDeal
+from fedem.engines import Batching, Cohort, Engine, SolverDeal, Work
 from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Learn, Mixer, Welcome
 from fedem.methods.wrappers import FineTuned
+from fedem.methods.wrappers.compression import split_residual
 from fedem.runs.rounds import State, init_personal
 
 _SCORED = 1 << 13
@@ -91,13 +92,14 @@ class Personalizer:
 
     @property
     def _tuning_rate(self) -> float:
-        own = self.algorithm.tuning_rate
-        return self.fine_tune_rate or (self.learning_rate if own is None else own)
+        setting = self.algorithm.fine_tune_setting
+        return self.fine_tune_rate or (float(getattr(self.algorithm, setting)) if setting else self.learning_rate)
 
     def predictors(self, state: State, federation: Federation) -> Predictors:
         """Return the predictors of the clients that took part in training."""
-        served = self.mixer.own(state.shared, state.memory, torch.arange(federation.num_clients))
-        found = Predictors(*served, state.personal)
+        served = self.mixer.read(state.shared, state.memory, torch.arange(federation.num_clients))
+        personal, _ = split_residual(state.personal)
+        found = Predictors(*served, personal)
         if not self.fine_tune_epochs:
             return found
         return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
@@ -105,10 +107,9 @@ class Personalizer:
     def _train(
         self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, learning_rate: float
     ) -> tuple[Tree, Tree]:
-        """Let every client train for so many passes; returns what they upload and keep, ``[T, ...]`` each."""
-        batching = Batching(self.batching.batch_size, epochs)
-        keys = derive(names, FINE_TUNE, self.seed)
-        finished = list(deal.train(self.engine, Cohort(*start, samples), batching, names, keys, learning_rate))
+        """Let every client train for ``epochs`` passes; returns what they upload and keep, ``[T, ...]`` each."""
+        work = Work(Batching(self.batching.batch_size, epochs), derive(names, FINE_TUNE, self.seed), learning_rate)
+        finished = list(deal.train(self.engine, Cohort(*start, samples), work, names))
         order = torch.cat([chunk.positions for chunk in finished]).argsort()
 
         def joined(trees: list[Tree]) -> Tree:
@@ -152,12 +153,12 @@ class Personalizer:
 
         """
         start = self.mixer.welcome(state.shared, state.memory)
-        if start is not None and beside is not None:
-            read = self.mixer.own(state.shared, state.memory, torch.tensor([beside]))
+        if start.refusal:
+            raise UserError(start.refusal)
+        if beside is not None:
+            read = self.mixer.read(state.shared, state.memory, torch.tensor([beside]))
             rows = read.reads.to(next(iter(read.shared.values())).device)
             start = Welcome(tree_index(read.shared, rows), start.fine_tune)
-        if start is None:
-            raise UserError(self.mixer.no_welcome)
         count = len(next(iter(start.shared.values())))
         fits = [
             self._fit(tree_index(start.shared, slice(k, k + 1)), samples, keys, max_iterations) for k in range(count)

@@ -24,16 +24,11 @@ from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
 from fedem.engines.device import products
-from fedem.graphs import GRAPHS, Topology
-from fedem.methods import find_method
+from fedem.methods.assembly import Assembled, assemble
 from fedem.methods.base import Algorithm
-from fedem.methods.clustered import Clusters
-from fedem.methods.decentralised import Graph
-from fedem.methods.fedem import FedEM
-from fedem.methods.mixer import Alone, Mixer, Settled, Star
-from fedem.methods.wrappers.compression import Changes, Compressed
-from fedem.methods.wrappers.label_shares import LabelShares, shifted
-from fedem.methods.wrappers.local_layers import LocalLayers
+from fedem.methods.mixer import Mixer, Settled
+from fedem.methods.wrappers.compression import Codec
+from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import Model
 from fedem.models.losses import LOSSES, Loss, guess_loss
 from fedem.runs.config import Config
@@ -142,18 +137,33 @@ class Recipe:
         return Model(source, self.loss, dtype, run.precision)
 
     @cached_property
-    def _method(self) -> tuple[Algorithm, Mixer]:
-        return _assemble(self.config, self.model)
+    def _method(self) -> Assembled:
+        config = self.config
+        return assemble(
+            config.method.name,
+            self.model,
+            config.solver,
+            config.method.values,
+            topology=config.graph,
+            label_shares=config.run.label_shares,
+            local_layers=config.run.local_layers,
+            compression=config.compression,
+        )
 
     @property
     def algorithm(self) -> Algorithm:
         """What a client does."""
-        return self._method[0]
+        return self._method.algorithm
 
     @property
     def mixer(self) -> Mixer:
         """What stands between the clients."""
-        return Settled() if self.is_fitted else self._method[1]
+        return Settled() if self.is_fitted else self._method.mixer
+
+    @property
+    def codec(self) -> Codec | None:
+        """What writes the messages, where they are compressed."""
+        return self._method.codec
 
     def fitted(self) -> Recipe:
         """Return the recipe of clients that were fitted after training; the model and the algorithm are the same."""
@@ -186,7 +196,7 @@ class Recipe:
 
     def describe(self, state: State) -> Record:
         """Say what was trained: the head of every summary."""
-        read = self.mixer.own(state.shared, state.memory, torch.tensor([0]))
+        read = self.mixer.read(state.shared, state.memory, torch.tensor([0]))
         shared = tree_index(read.shared, int(read.reads[0]))
         # A server over a network has no client's tree; a new one is of the same kind.
         personal = self.algorithm.init_personal(shared, client_keys(["(anybody)"])[0].to(self.device))
@@ -309,9 +319,9 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     if fresh:
         mixer.check(federation.keys, mixer_seed(run.seed))
     if run.measure_alpha_every:
-        check_measurable(algorithm)
+        check_measurable(algorithm, compressed=recipe.codec is not None)
     if run.diagnose_every:
-        check_diagnosable(algorithm, mixer)
+        check_diagnosable(algorithm, mixer, compressed=recipe.codec is not None)
     return recipe
 
 
@@ -356,104 +366,3 @@ def find_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")
     return device
-
-
-def _assemble(config: Config, model: Model) -> tuple[Algorithm, Mixer]:
-    """Put a method together: its algorithm and mixer, with what goes around them."""
-    algorithm, mixer = find_method(config.method.name).build(model, config.solver, config.method.values)
-    mixer = _over_graph(config, algorithm, mixer)
-    if config.run.label_shares:
-        _check_label_shares(config, mixer)
-    if config.run.local_layers == "batch_norm":
-        mixer = _with_local_layers(config.name("method"), algorithm, mixer)
-    if config.run.label_shares:
-        algorithm = LabelShares.of(algorithm)
-    if config.compression.is_on:
-        algorithm, mixer = _compressed(config, algorithm, mixer)
-    return algorithm, mixer
-
-
-def _check_label_shares(config: Config, mixer: Mixer) -> None:
-    """Refuse what makes clients' models in another way than by averages, and messages that are rounded."""
-    if not isinstance(mixer, Star | Graph | Alone | Clusters):
-        raise UserError(
-            f"run.label_shares is true, but models of method {config.name('method')} are no averages; allowed with it: "
-            "methods such as fedem, bfedem, dfedem, fedavg, fedavg+, fedprox and clustered."
-        )
-    if config.compression.is_on:
-        raise UserError("run.label_shares is true and [compression] is on; allowed: one of them.")
-
-
-def _over_graph(config: Config, algorithm: Algorithm, mixer: Mixer) -> Mixer:
-    """Put a graph in the place of the server, if one is asked for."""
-    method, topology = config.name("method"), config.graph
-    if topology is None:
-        if isinstance(mixer, Graph):
-            raise UserError(f"Method {method} needs a graph, and graph.name is 'none'; allowed: {', '.join(GRAPHS)}.")
-        return mixer
-    if not isinstance(mixer, Graph | Star) or not _uploads_its_model(algorithm):
-        raise UserError(
-            f"graph.name is {config.name('graph')!r}, but method {method} needs a server; allowed over a graph: "
-            "methods whose clients send a model to be averaged, such as fedem, fedavg, fedprox, ditto, apfl and pfedme."
-        )
-    _check_scale(config, algorithm, topology)
-    if topology.start == "apart" and config.run.local_layers != "none":
-        raise UserError(
-            f"graph.start is 'apart' and run.local_layers {config.run.local_layers!r}, but layers that stay with their "
-            "clients start alike; allowed: graph.start alike, or run.local_layers none."
-        )
-    return Graph(topology)
-
-
-def _check_scale(config: Config, algorithm: Algorithm, topology: Topology) -> None:
-    """Refuse to scale steps where the learning rate is not their length, or theirs alone."""
-    if topology.scale != "steps":
-        return
-    allowed = "allowed: updates, which scales what all steps of a round come to, or none."
-    if not algorithm.solver.obeys_rate:
-        raise UserError(
-            f"graph.scale is 'steps', but solver {config.name('solver')} has steps without a learning rate; {allowed}"
-        )
-    # Mixture weights have no steps of their own.
-    if type(algorithm).init_personal is not Algorithm.init_personal and not isinstance(algorithm, FedEM):
-        raise UserError(
-            f"graph.scale is 'steps', but clients of method {config.name('method')} train models of their own with "
-            f"the same learning rate; {allowed}"
-        )
-
-
-def _uploads_its_model(algorithm: Algorithm) -> bool:
-    """Whether clients upload u as they trained it, no more and no less."""
-    kind = type(algorithm)
-    return kind.finish is Algorithm.finish and kind.summand is Algorithm.summand
-
-
-def _with_local_layers(method: str, algorithm: Algorithm, mixer: Mixer) -> Mixer:
-    """Keep batch normalisations with their clients (FedBN)."""
-    leaves = algorithm.model.normalising
-    if not leaves:
-        raise UserError("run.local_layers is 'batch_norm', but the model normalises no batches; allowed: none.")
-    if leaves >= algorithm.model.trainable:
-        raise UserError(
-            "run.local_layers is 'batch_norm', but the model trains nothing else, so clients would share nothing; "
-            "allowed: none."
-        )
-    if not _uploads_its_model(algorithm):
-        raise UserError(
-            f"run.local_layers is 'batch_norm', but clients of method {method} upload more or less than their model; "
-            "allowed with methods that upload it as it is, such as fedavg, fedprox, ditto and fedem."
-        )
-    return LocalLayers(mixer, leaves)
-
-
-def _compressed(config: Config, algorithm: Algorithm, mixer: Mixer) -> tuple[Algorithm, Mixer]:
-    """Make messages smaller."""
-    if not isinstance(mixer, Star):
-        raise UserError(
-            f"[compression] is on, but with method {config.name('method')}, graph.name {config.name('graph')} and "
-            f"run.local_layers {config.run.local_layers} clients don't all update one model; allowed with it: a method "
-            "whose server averages, such as fedem and fedavg, graph.name none and run.local_layers none."
-        )
-    wrapped = Compressed.of(algorithm, config.compression)
-    downloads = config.compression.downloads
-    return wrapped, mixer if downloads == "none" else Changes(downloads, wrapped.leading)

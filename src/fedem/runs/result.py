@@ -20,6 +20,7 @@ from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.methods.base import Mixture
 from fedem.methods.mixer import Served, Settled
+from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
@@ -109,6 +110,7 @@ class Result:
         found = self._served(which, torch.tensor([position]))
         state = self.tuned.get(which, self.state(which))
         shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
+        personal, _ = split_residual(personal)
         recipe = self.recipe
         return PersonalModel(recipe.model, recipe.algorithm.predictor(shared, personal), recipe.format)
 
@@ -128,7 +130,7 @@ class Result:
                     "Clients fine-tune their models once the run is complete; go on with it first (--resume)."
                 )
             state, mixer = self.tuned[which], Settled()
-        return mixer.own(state.shared, state.memory, clients)
+        return mixer.read(state.shared, state.memory, clients)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:
         """Predict for a client that took part in training: class probabilities ``[n, K]``, or means ``[n, D]``."""

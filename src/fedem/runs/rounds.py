@@ -6,7 +6,7 @@ Shapes: T clients, G groups, C clients of the cohort.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -17,12 +17,23 @@ from torch.func import vmap
 
 from fedem.core.errors import UserError
 from fedem.core.random import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
-from fedem.core.tree import Tree, tree_bytes, tree_floats, tree_index, tree_map, tree_sorted, tree_stack, tree_to
+from fedem.core.tree import (
+    Tree,
+    tree_bytes,
+    tree_floats,
+    tree_index,
+    tree_map,
+    tree_repeat,
+    tree_sorted,
+    tree_stack,
+    tree_to,
+)
 from fedem.data.federation import Federation
-from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal
+from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal, Work
 from fedem.engines.processes import ALONE, Team, placed
 from fedem.methods.base import Algorithm
-from fedem.methods.mixer import Mixed, Mixer, Round
+from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Start
+from fedem.methods.wrappers.compression import Codec, join_residual, split_residual
 from fedem.solvers.schedules import Schedule
 
 
@@ -70,27 +81,30 @@ class Training:
     device: torch.device
     team: Team = ALONE
     """the processes that share each cohort; all hold the whole state"""
+    codec: Codec | None = None
+    """writes the messages, where they are compressed"""
 
     @cached_property
     def _deal(self) -> SolverDeal:
         return SolverDeal(self.algorithm)
 
-    @cached_property
-    def _scales(self) -> Tensor | None:
-        return self.mixer.scales(self.federation.train.sizes)
-
     def init(self) -> State:
         """Draw the initial state."""
         shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
-        trained, seed = self.algorithm.model.trainable, mixer_seed(self.seed)
-        groups, memory = self.mixer.init(shared, trained, self.federation.keys, seed)
-        keys = derive(self.federation.keys, PERSONAL, self.seed)
-        if self.mixer.starts_apart:
-            draws = derive(self.federation.keys, COMPONENTS, self.seed).tolist()
-            groups = tree_stack([self.algorithm.init_shared(draw) for draw in draws])
-            personal = init_personal(self.algorithm, groups, keys, apart=True)
-        else:
-            personal = init_personal(self.algorithm, shared, keys)
+        names = self.federation.keys
+
+        def draw_each() -> Tree:
+            draws = derive(names, COMPONENTS, self.seed).tolist()
+            return tree_stack([self.algorithm.init_shared(draw) for draw in draws])
+
+        start = Start(shared, self.algorithm.model.trainable, names, mixer_seed(self.seed), draw_each)
+        groups, memory = self.mixer.init(start)
+        apart = len(next(iter(groups.values()))) > 1
+        beside = tree_index(*self.mixer.read(groups, memory, torch.arange(len(names)))) if apart else shared
+        personal = init_personal(self.algorithm, beside, derive(names, PERSONAL, self.seed), apart)
+        if self.codec is not None:
+            personal = join_residual(personal, tree_repeat(self.codec.first_residual(shared), len(names)))
+            memory |= self.codec.first_memory(groups)
         # As a checkpoint gives them back: a run that is resumed must add up in the same order.
         return State(0, *map(tree_sorted, (groups, personal, memory))).to(self.device)
 
@@ -98,22 +112,28 @@ class Training:
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""
         return choose(self.federation.keys, self.cohort_size, COHORT, self.seed, round_index)
 
+    def round(self, round_index: int, clients: Tensor) -> Round:
+        """Return what the mixer knows of a round of ``clients``."""
+        rate = self.schedule.rate(round_index, self.num_rounds)
+        key = int(derive(self.seed, MIXER, round_index))
+        train, count = self.federation.train, self.federation.num_clients
+        trained = self.algorithm.model.trainable
+        return Round(clients, train.sizes[clients], count, rate, key, len(train) / count, trained)
+
     def step(self, state: State) -> tuple[State, RoundLog]:
         """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree."""
         started = time.perf_counter()
         clients = self.sample(state.round)
-        samples = self.federation.train.take(clients)
-        rate = self.schedule.rate(state.round, self.num_rounds)
-        key = int(derive(self.seed, MIXER, state.round))
-        average_size = len(self.federation.train) / self.federation.num_clients
-        trained = self.algorithm.model.trainable
-        this = Round(clients, samples.sizes, self.federation.num_clients, rate, key, average_size, trained)
-        served = self.mixer.serve(state.shared, state.memory, clients, key)
-        cohort = Cohort(*served, tree_index(state.personal, clients.to(self.device)), samples)
-        # What the server does not hold is the clients' own, and no part of a message.
-        private = served.shared.keys() - state.shared.keys()
-        mixed, memory, personal, upload_bytes = self._train_and_mix(state, this, cohort, private)
-        download_bytes = self._download_bytes(state, clients, _public(served.shared, private))
+        samples, this = self.federation.train.take(clients), self.round(state.round, clients)
+        plan = self.mixer.plan(state.shared, state.memory, this)
+        personal = tree_index(state.personal, clients.to(self.device))
+        personal, residual = split_residual(personal) if self.codec else (personal, {})
+        cohort = Cohort(*plan.downloads, personal, samples)
+        mixed, memory, personal, upload_bytes = self._train_and_mix(state, this, cohort, plan, residual)
+        download_bytes = self._download_bytes(state, clients, self._public(cohort.shared))
+        if self.codec is not None:
+            means, memory = self.codec.announce(mixed.means, memory)
+            mixed = mixed._replace(means=tree_map(torch.add, state.shared, means))
         share = int(samples.sizes.sum()) / len(self.federation.train)
         state = State(
             state.round + 1,
@@ -121,33 +141,44 @@ class Training:
             tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal),
             memory,
         )
-        _check_finite(state, rate)
+        _check_finite(state, this.learning_rate)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
         bytes_up, bytes_down = (mixed.num_messages * way // len(clients) for way in (upload_bytes, download_bytes))
-        return state, RoundLog(clients, rate, seconds, bytes_up, bytes_down)
+        return state, RoundLog(clients, this.learning_rate, seconds, bytes_up, bytes_down)
 
     def _train_and_mix(
-        self, state: State, this: Round, cohort: Cohort, private: Set[str]
+        self, state: State, this: Round, cohort: Cohort, plan: RoundPlan, residual: Tree
     ) -> tuple[Mixed, Tree, Tree, int]:
         """Let the team train the cohort, each process its share, and mix all uploads.
 
         Returns:
-            what they came to, the mixer's next memory, the cohort's personal trees ``[C, ...]``, and the uploads' bytes
+            the means, the mixer's next memory, the cohort's personal trees ``[C, ...]``, and the uploads' bytes
         """
         count, own = len(this.clients), self.team.share(this.sizes)
         finished: list[tuple[Tensor, Tree]] = []
         sent = torch.zeros(1, dtype=torch.float64, device=self.device)
 
         def summands() -> Iterator[tuple[Tensor, Tree]]:
-            members, num_steps = this.clients[own], self.mixer.num_steps(this.key)
-            for chunk in self.train_cohort(cohort.take(own), members, state.round, this.learning_rate, num_steps):
-                sent.add_(self.algorithm.upload_bytes(_public(chunk.uploads, private)))
-                finished.append((own[chunk.positions], chunk.personal))
-                yield own[chunk.positions], vmap(self.algorithm.summand)(chunk.uploads)
+            scales = None if plan.scales is None else plan.scales[own]
+            settings = (this.clients[own], state.round, this.learning_rate, plan.num_steps, scales)
+            for chunk in self.train_cohort(cohort.take(own), *settings):
+                where = own[chunk.positions]
+                if self.codec is None:
+                    sent.add_(tree_bytes(self._public(chunk.uploads)))
+                    finished.append((where, chunk.personal))
+                    yield where, vmap(self.algorithm.summand)(chunk.uploads)
+                    continue
+                received, unsaid = tree_index(state.shared, 0), tree_index(residual, where.to(self.device))
+                encode = vmap(self.codec.encode, in_dims=(0, None, 0, 0))
+                messages, unsaid = encode(chunk.uploads, received, chunk.personal, unsaid)
+                sent.add_(self.codec.num_bytes(messages))
+                finished.append((where, join_residual(chunk.personal, unsaid)))
+                yield where, vmap(self.codec.decode)(messages)
 
-        if self.mixer.adds_up or self.team.size == 1:
+        adds_up = self.mixer.adds_up and (self.codec is None or self.codec.adds_up)
+        if adds_up or self.team.size == 1:
             mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
             means, personal, total = self.team.total(mixed.means, placed(finished, count), {"bytes": sent})
             return mixed._replace(means=means), memory, personal, int(total["bytes"])
@@ -157,21 +188,30 @@ class Training:
         return mixed, memory, personal, int(total["bytes"])
 
     def _download_bytes(self, state: State, clients: Tensor, served: Tree) -> int:
-        """Count what the cohort downloads; a mixer may have news for those who took part in the last round."""
-        whole, news = tree_bytes(tree_index(served, 0)), self.mixer.news(state.memory)
-        if news is None or state.round == 0:
+        """Count what the cohort downloads; a server may have news for those who took part in the last round."""
+        whole, news = tree_bytes(tree_index(served, 0)), self.codec.news(state.memory) if self.codec else {}
+        if not news or state.round == 0:
             return len(clients) * whole
         following = int(torch.isin(clients, self.sample(state.round - 1)).sum())
         return following * tree_bytes(news) + (len(clients) - following) * whole
 
     def train_cohort(
-        self, cohort: Cohort, clients: Tensor, round_index: int, rate: float, num_steps: int | None
+        self,
+        cohort: Cohort,
+        clients: Tensor,
+        round_index: int,
+        rate: float,
+        num_steps: int | None,
+        scales: Tensor | None,
     ) -> Iterator[Finished]:
         """Let the cohort train, those with the same solver together."""
         names = self.federation.keys[clients]
         keys = derive(names, SHUFFLE, self.seed, round_index)
-        scales = None if self._scales is None else self._scales[clients]
-        return self._deal.train(self.engine, cohort, self.batching, names, keys, rate, num_steps, scales)
+        return self._deal.train(self.engine, cohort, Work(self.batching, keys, rate, scales), names, num_steps)
+
+    def _public(self, trees: Tree) -> Tree:
+        """Return the leaves that messages have: not those that never leave their client."""
+        return {name: leaf for name, leaf in trees.items() if name not in self.mixer.local_leaves}
 
 
 def mixer_seed(seed: int) -> int:
@@ -187,11 +227,6 @@ def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool 
     if not algorithm.init_personal(tree_index(shared, 0) if apart else shared, keys[0]):
         return {}
     return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
-
-
-def _public(trees: Tree, private: Set[str]) -> Tree:
-    """Return what of ``trees`` is not ``private``."""
-    return {name: leaf for name, leaf in trees.items() if name not in private}
 
 
 def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:

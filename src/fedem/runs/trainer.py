@@ -279,6 +279,7 @@ class Trainer:
             config.run.seed,
             recipe.device,
             self.team,
+            recipe.codec,
         )
 
     @cached_property
@@ -341,7 +342,7 @@ class Trainer:
         summary |= name_weights(weights)
         clients = client_rows("train", self.federation.names, scores["last"], weights)
         unseen = self.federation.unseen
-        if unseen is not None and self.recipe.mixer.welcome(progress.state.shared, progress.state.memory) is not None:
+        if unseen is not None and not self.recipe.mixer.welcome(progress.state.shared, progress.state.memory).refusal:
             run, samples = self.config.run, unseen.train
             if run.unseen_share < 1:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
@@ -375,7 +376,7 @@ class Trainer:
         }
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
-        summary |= self.recipe.mixer.facts(progress.state.memory, self.training.cohort_size)
+        summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)
         measured = [line for line in history if "alpha_mean" in line]
         if measured:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}

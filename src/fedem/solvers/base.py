@@ -16,6 +16,8 @@ from fedem.core.tree import Tree, tree_map
 
 Objective = Callable[[Tree], tuple[Tensor, Tree]]
 """Parameters -> (value to minimise, whatever the pass changed besides: a model's buffers)."""
+Stepped = tuple[Tree, Tree, Tree]
+"""The new parameters, the solver's new state, and what the objective's pass changed besides."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,11 @@ class Solver(Settings, ABC):
 
     @abstractmethod
     def init(self, parameters: Tree) -> Tree:
-        """Return the solver's memory at the start of a round: momentum starts afresh."""
+        """Return the solver's state at the start of a round: momentum starts afresh."""
 
     @abstractmethod
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return the new parameters, the new memory and what the objective's pass changed besides."""
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
+        """Take one step from ``parameters``."""
 
     def _gradient(self, objective: Objective, parameters: Tree) -> tuple[Tree, Tree]:
         gradient, besides = grad(objective, has_aux=True)(parameters)

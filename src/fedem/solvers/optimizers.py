@@ -1,4 +1,7 @@
-"""Solvers that follow gradients, a learning rate at a time."""
+"""Local solvers: those that follow gradients, those that know curvature, and a mixture of them across clients.
+
+Shapes: d trained numbers, K trial steps, H pairs that L-BFGS remembers, the newest last.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from fedem.core.errors import UserError, unknown
 from fedem.core.random import SOLVER, derive
 from fedem.core.settings import names_of
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.solvers.base import Objective, Solver
+from fedem.solvers.base import Objective, Solver, Stepped
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,6 @@ class SGD(Solver):
 
     @property
     def follows_gradients(self) -> bool:
-        """It does."""
         return True
 
     def gain(self, step: Tensor) -> Tensor:
@@ -47,23 +49,17 @@ class SGD(Solver):
         return (1 - self.momentum ** (step + 1 if self.nesterov else step)) / (1 - self.momentum)
 
     def init(self, parameters: Tree) -> Tree:
-        """Zero velocity."""
         return tree_map(torch.zeros_like, parameters) if self.momentum else {}
 
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         """``v = momentum v + g``, then ``p -= learning_rate v``."""
         gradient, besides = self._gradient(objective, parameters)
         direction = gradient
         if self.momentum:
-            memory = tree_map(lambda v, g: torch.add(g, v, alpha=self.momentum), memory, gradient)
-            direction = (
-                tree_map(lambda g, v: torch.add(g, v, alpha=self.momentum), gradient, memory)
-                if self.nesterov
-                else memory
-            )
-        return tree_map(lambda p, v: p - learning_rate * v, parameters, direction), memory, besides
+            direction = state = tree_map(lambda v, g: torch.add(g, v, alpha=self.momentum), state, gradient)
+        if self.nesterov:
+            direction = tree_map(lambda g, v: torch.add(g, v, alpha=self.momentum), gradient, state)
+        return tree_map(lambda p, v: p - learning_rate * v, parameters, direction), state, besides
 
 
 @dataclass(frozen=True)
@@ -89,15 +85,13 @@ class Adam(Solver):
         one = torch.ones_like(next(iter(parameters.values())).flatten()[0])
         return add_prefix("first", zeros) | add_prefix("second", zeros) | {"power1": one, "power2": one}
 
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         """``p -= learning_rate m / (sqrt(s) + epsilon)``, both moments corrected for their start at zero."""
         gradient, besides = self._gradient(objective, parameters)
-        power1, power2 = memory["power1"] * self.beta1, memory["power2"] * self.beta2
-        first = tree_map(lambda m, g: self.beta1 * m + (1 - self.beta1) * g, take_prefix("first", memory), gradient)
+        power1, power2 = state["power1"] * self.beta1, state["power2"] * self.beta2
+        first = tree_map(lambda m, g: self.beta1 * m + (1 - self.beta1) * g, take_prefix("first", state), gradient)
         second = tree_map(
-            lambda s, g: self.beta2 * s + (1 - self.beta2) * g.square(), take_prefix("second", memory), gradient
+            lambda s, g: self.beta2 * s + (1 - self.beta2) * g.square(), take_prefix("second", state), gradient
         )
         updated = tree_map(
             lambda p, m, s: p - learning_rate * (m / (1 - power1)) / ((s / (1 - power2)).sqrt() + self.epsilon),
@@ -105,17 +99,12 @@ class Adam(Solver):
             first,
             second,
         )
-        memory = add_prefix("first", first) | add_prefix("second", second) | {"power1": power1, "power2": power2}
-        return updated, memory, besides
-
-
-# An objective as a function of one vector, for solvers that know curvature.
-#
-# Shapes: d trained numbers, K trial steps.
+        state = add_prefix("first", first) | add_prefix("second", second) | {"power1": power1, "power2": power2}
+        return updated, state, besides
 
 
 class VectorObjective:
-    """An objective with its weight decay, over all trained leaves laid behind each other, ``[d]``."""
+    """An objective with its weight decay as a function of one vector: all trained leaves behind each other, ``[d]``."""
 
     def __init__(self, objective: Objective, parameters: Tree, weight_decay: float):
         self._objective, self._weight_decay = objective, weight_decay
@@ -155,18 +144,11 @@ def pick(values: Tensor) -> Tensor:
     return torch.nn.functional.one_hot((known <= least + slack).to(torch.int8).argmax(), len(values)).to(values)
 
 
-# L-BFGS: Newton's method with a curvature learnt from the last few steps.
-#
-# Liu, Nocedal: On the limited memory BFGS method for large scale optimization, Mathematical Programming 1989.
-#
-# Shapes: d trained numbers, H pairs remembered, the newest last.
-
-_LONGEST = 4.0
-
-
 @dataclass(frozen=True)
 class LBFGS(Solver):
     """Quasi-Newton steps: a few gradients each and no Hessian, so the model may be large. No learning rate is used.
+
+    Liu, Nocedal: On the limited memory BFGS method for large scale optimization, Mathematical Programming 1989.
 
     A step takes the best of ``num_trials`` lengths along the direction, or stays where it is when none is better.
     Both gradients of a curvature pair are taken over the same batch, so batches may change from step to step.
@@ -184,12 +166,10 @@ class LBFGS(Solver):
 
     @property
     def whole_steps(self) -> int:
-        """As many as asked for."""
         return self.iterations
 
     @property
     def obeys_rate(self) -> bool:
-        """No: it tries lengths of its own."""
         return False
 
     def init(self, parameters: Tree) -> Tree:
@@ -199,42 +179,36 @@ class LBFGS(Solver):
         """
         start = flatten(parameters)
         nothing = torch.zeros_like(start).expand(self.history, -1)
-        return {
-            "steps": nothing,
-            "changes": nothing,
-            "inverses": nothing[:, 0],
-            "reach": torch.ones_like(start[0]),
-        }
+        reach = torch.ones_like(start[0])
+        return {"steps": nothing, "changes": nothing, "inverses": nothing[:, 0], "reach": reach}
 
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         """``p -= length H g``, H being the inverse Hessian as the remembered pairs have it."""
         problem = VectorObjective(objective, parameters, self.weight_decay)
         start = problem.start
         gradient, besides = grad(problem.evaluate, has_aux=True)(start)
-        direction = memory["reach"] * _times_inverse_hessian(gradient, memory).nan_to_num()
+        direction = state["reach"] * _times_inverse_hessian(gradient, state).nan_to_num()
         lengths = self._lengths(start)
         trials = start - lengths[:, None] * direction
         # One after the other: under vmap modules that change their buffers, or have no rule for it, would fail.
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
         change = grad(problem.value)(moved) - gradient
-        memory = _remember(memory, moved - start, change)
+        state = _remember(state, moved - start, change)
         stayed = chosen[-1] > 0
-        reach = torch.where(stayed, memory["reach"] * lengths[-2], torch.ones_like(memory["reach"]))
-        return problem.tree(moved), memory | {"reach": reach}, besides
+        reach = torch.where(stayed, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
+        return problem.tree(moved), state | {"reach": reach}, besides
 
     def _lengths(self, like: Tensor) -> Tensor:
         """Trial lengths in the order of preference, and last 0."""
-        growing = [1.0, 2.0, _LONGEST]
+        growing = [1.0, 2.0, 4.0]
         shrinking = [0.5**k for k in range(1, self.num_trials - len(growing) + 1)]
         return torch.tensor([*growing, *shrinking, 0.0], dtype=like.dtype, device=like.device)
 
 
-def _times_inverse_hessian(gradient: Tensor, memory: Tree) -> Tensor:
+def _times_inverse_hessian(gradient: Tensor, state: Tree) -> Tensor:
     """The two-loop recursion, ``[d]``. A place without a pair has an inverse of zero and changes nothing."""
-    steps, changes, inverses = memory["steps"], memory["changes"], memory["inverses"]
+    steps, changes, inverses = state["steps"], state["changes"], state["inverses"]
     tiny = torch.finfo(gradient.dtype).tiny
     direction, shares = gradient, []
     for k in reversed(range(len(inverses))):
@@ -250,19 +224,12 @@ def _times_inverse_hessian(gradient: Tensor, memory: Tree) -> Tensor:
     return direction
 
 
-def _remember(memory: Tree, step: Tensor, change: Tensor) -> Tree:
-    """Add a pair in place of the oldest, unless it shows too little curvature to tell from rounding."""
+def _remember(state: Tree, step: Tensor, change: Tensor) -> Tree:
+    """Add a pair in place of the oldest, unless it shows too little curvature to be more than rounding."""
     product = step @ change
     useful = product > torch.finfo(step.dtype).eps * step.norm() * change.norm()
     pair = {"steps": step, "changes": change, "inverses": 1 / torch.where(useful, product, torch.ones_like(product))}
-    return memory | tree_map(
-        lambda new, old: torch.where(useful, torch.cat([old[1:], new[None]]), old),
-        pair,
-        memory,
-    )
-
-
-# Newton's method, for small convex models.
+    return state | tree_map(lambda new, old: torch.where(useful, torch.cat([old[1:], new[None]]), old), pair, state)
 
 
 @dataclass(frozen=True)
@@ -285,27 +252,20 @@ class Newton(Solver):
 
     @property
     def differentiates_twice(self) -> bool:
-        """Of course."""
         return True
 
     @property
     def whole_steps(self) -> int:
-        """As many as asked for."""
         return self.iterations
 
     @property
     def obeys_rate(self) -> bool:
-        """No: it tries lengths of its own."""
         return False
 
     def init(self, parameters: Tree) -> Tree:
-        """Nothing to remember."""
         return {}
 
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
-        """One damped Newton step."""
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         problem = VectorObjective(objective, parameters, self.weight_decay)
         start = problem.start
         curvature = jacrev(grad(problem.value))(start) + self.ridge * torch.eye(
@@ -315,13 +275,8 @@ class Newton(Solver):
         direction = torch.linalg.solve_ex(curvature, grad(problem.value)(start)).result.nan_to_num()
         lengths = 0.5 ** torch.arange(self.num_trials, dtype=start.dtype, device=start.device)
         trials = start - torch.cat([lengths, lengths.new_zeros(1)])[:, None] * direction
-        return problem.tree(pick(vmap(problem.value)(trials)) @ trials), memory, {}
+        return problem.tree(pick(vmap(problem.value)(trials)) @ trials), state, {}
 
-
-# Different solvers across clients: the paper's convergence with black-box solvers asks only how well each solves.
-#
-# Marfoq, Neglia, Bellet, Kameni, Vidal: Federated Multi-Task Learning under a Mixture of Distributions, NeurIPS 2021
-# (distributed surrogate optimisation with black-box solver). :mod:`fedem.runs.measures` measures how well.
 
 MEMBERS: dict[str, type[Solver]] = {"sgd": SGD, "adam": Adam, "lbfgs": LBFGS, "newton": Newton}
 
@@ -329,6 +284,8 @@ MEMBERS: dict[str, type[Solver]] = {"sgd": SGD, "adam": Adam, "lbfgs": LBFGS, "n
 @dataclass(frozen=True)
 class Various(Solver):
     """Each client has one of several solvers, by its name alone. All are given the same learning rate.
+
+    The paper's convergence with black-box solvers asks only how well each solves (:mod:`fedem.runs.measures`).
 
     Attributes:
         members: names of solvers, separated by commas; a name that stands twice gets twice as many clients.
@@ -360,12 +317,10 @@ class Various(Solver):
 
     @property
     def differentiates_twice(self) -> bool:
-        """Where one of them does."""
         return any(solver.differentiates_twice for solver in self.solvers)
 
     @property
     def obeys_rate(self) -> bool:
-        """Where all of them do."""
         return all(solver.obeys_rate for solver in self.solvers)
 
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
@@ -377,11 +332,7 @@ class Various(Solver):
                 yield solver, positions
 
     def init(self, parameters: Tree) -> Tree:
-        """Never called: clients train with one of the members."""
         raise AssertionError("Various only deals out its members; ask among() which clients have which")
 
-    def step(
-        self, objective: Objective, parameters: Tree, memory: Tree, learning_rate: Tensor
-    ) -> tuple[Tree, Tree, Tree]:
-        """Never called: clients train with one of the members."""
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         raise AssertionError("Various only deals out its members; ask among() which clients have which")

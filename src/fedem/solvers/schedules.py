@@ -30,7 +30,6 @@ class Constant(Schedule):
     """The same rate in every round."""
 
     def rate(self, round_index: int, num_rounds: int) -> float:
-        """``learning_rate``."""
         return self.learning_rate
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from fedem.core.errors import UserError
 from fedem.data.dataset import Dataset
-from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Mixer
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
@@ -171,7 +170,7 @@ def study(
 
 def rates_of(mixer: Mixer) -> dict[str, float]:
     """Return the theorem's exponents of K, by quantity."""
-    return _GRAPH_RATES if isinstance(mixer, Graph) else _SERVER_RATES
+    return _GRAPH_RATES if mixer.over_graph else _SERVER_RATES
 
 
 def fit_trend(rounds: Sequence[int], means: Sequence[float], rate: float | None) -> Trend | None:

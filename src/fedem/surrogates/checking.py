@@ -297,9 +297,6 @@ def _difference(first: Tree, second: Tree) -> Tensor:
     return torch.where(a == b, 0, a - b)
 
 
-# What came out of trying a surrogate's conditions.
-
-
 @dataclass(frozen=True)
 class Condition:
     """One of the conditions, and where it was tried hardest."""
@@ -319,7 +316,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether g is a partial first-order surrogate of f, as far as trials can tell."""
+    """Whether g is a partial first-order surrogate of f, as far as trials can show."""
 
     surrogate: str
     conditions: tuple[Condition, ...]

@@ -1,4 +1,4 @@
-"""Plain majorisation-minimisation: each client bounds its loss by a parabola and goes to its lowest point."""
+"""Two instances of federated surrogate optimisation: plain majorisation-minimisation, and Moreau envelopes (pFedMe)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from fedem.solvers import Newton
 @final
 @dataclass(frozen=True, eq=False)
 class QuadraticBound(Surrogate):
-    """g(u) = f(u0) + <grad f(u0), u - u0> + smoothness/2 |u - u0|^2, where f is a client's mean loss.
+    """Each client bounds its loss by a parabola and goes to its lowest point.
+
+    g(u) = f(u0) + <grad f(u0), u - u0> + smoothness/2 |u - u0|^2, where f is a client's mean loss.
 
     A round is a step of gradient descent with rate 1/smoothness on everybody's loss; f never rises where its gradient
     is Lipschitz with a constant of at most ``smoothness``. Nothing is personal.
@@ -52,7 +54,6 @@ class QuadraticBound(Surrogate):
         return {"value": value} | add_prefix("gradient", gradient)
 
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
-        """The mean loss."""
         return self._loss(shared, batch.inputs, batch.targets, batch.weights)
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
@@ -60,7 +61,6 @@ class QuadraticBound(Surrogate):
         return Fixed({}, scores | add_prefix("origin", trained_leaves(self.model, shared)))
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
-        """Nothing is personal."""
         return {}
 
     def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
@@ -80,17 +80,6 @@ class QuadraticBound(Surrogate):
         return {}
 
 
-# Moreau envelopes: pFedMe as an instance of federated surrogate optimisation, as the FedEM paper's appendix shows.
-#
-# Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020. With F_t a client's mean
-# loss, u = w and v_t = theta, f_t(w, theta) = F_t(theta) + pull/2 |theta - w|^2. Its minimum over theta is the Moreau
-# envelope of F_t, and the minimiser the proximal point of w. f_t is its own surrogate: once theta is the proximal point
-# of w0, g(w) = F_t(theta) + pull/2 |theta - w|^2 lies above the envelope and touches it at w0. The distance of the
-# definition's third condition is the Bregman divergence of F_t + pull/2 |.|^2, since theta tells w = theta + grad
-# F_t(theta) / pull.
-#
-# :class:`~fedem.methods.pfedme.PFedMe` approximates the proximal point on each batch, for models of any size.
-
 _MOST_PARAMETERS = 2000
 
 
@@ -98,6 +87,14 @@ _MOST_PARAMETERS = 2000
 @dataclass(frozen=True, eq=False)
 class MoreauEnvelope(Surrogate):
     """u: a model w. v_t: the client's own model, the proximal point of w, by Newton's method on all its samples.
+
+    Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, as the appendix of the
+    FedEM paper has it. With F_t a client's mean loss, u = w and v_t = theta, f_t(w, theta) = F_t(theta) + pull/2
+    |theta - w|^2. Its minimum over theta is the Moreau envelope of F_t, and the minimiser the proximal point of w. f_t
+    is its own surrogate: once theta is the proximal point of w0, g(w) = F_t(theta) + pull/2 |theta - w|^2 lies above
+    the envelope and touches it at w0. The distance of the definition's third condition is the Bregman divergence of
+    F_t + pull/2 |.|^2, since w = theta + grad F_t(theta) / pull is a function of theta.
+    :class:`~fedem.methods.pfedme.PFedMe` approximates the proximal point on each batch, for models of any size.
 
     Attributes:
         pull: lambda, the weight of the envelope.
@@ -135,15 +132,12 @@ class MoreauEnvelope(Surrogate):
         ).sum() + self.pull / 2 * distance
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
-        """Nothing: f_t is its own surrogate."""
         return Fixed({}, {})
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
-        """The proximal point."""
         return take_prefix("proximal", scores)
 
     def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
-        """The objective."""
         return self.objective(shared, personal, batch)
 
     def draw_personal(self, shared: Tree, key: Tensor) -> Tree:
@@ -151,7 +145,6 @@ class MoreauEnvelope(Surrogate):
         return draw_about(shared, key, self.model.trainable)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The own model."""
         return mixture_of_one(personal)
 
     def check(self, inputs: Tensor) -> None:

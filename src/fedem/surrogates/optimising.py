@@ -1,6 +1,6 @@
-"""Federated surrogate optimisation, with a server or over a graph.
+"""Federated surrogate optimisation, with a server or over a graph; one client's f and g, tried before work starts.
 
-Shapes: T clients, G groups, c clients stacked together.
+Shapes: T clients, G groups, c clients stacked together, n samples of a client.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from fedem.solvers.schedules import Constant
 
 _PROBED = 8
 _MOST_ROWS = 1 << 15  # samples judged at once
+_FEW = 8  # samples: enough to see whether a round can be run at all
+_WHOLE = (int, np.integer)
 
 
 class Outcome(NamedTuple):
-    """What an optimisation came to."""
+    """The result of an optimisation."""
 
     state: State
     """u of each group, ``[G, ...]``, one with a server; v_t of each client, ``[T, ...]``"""
@@ -66,7 +68,7 @@ def optimise(
         rounds: K, at least 1.
         learning_rate: of the solver, the same in every round.
         steps: J, of the solver in a round.
-        batch_size: samples a step; 0 for all of a client's.
+        batch_size: samples per step; 0 for all of a client's.
         mixer: who averages with whom; None for a server, :class:`fedem.methods.decentralised.Graph` for neighbours.
         seed: of the initial u and v_t, of cohorts and of batches.
         clients_per_round: a share up to 1.0, or a number from 2.
@@ -116,13 +118,13 @@ def _objective(training: Training, state: State) -> float:
     """f, everybody with its own u and v_t."""
     samples, surrogate = training.federation.train, training.algorithm
     assert isinstance(surrogate, Surrogate)
-    served = training.mixer.own(state.shared, state.memory, torch.arange(samples.num_clients))
+    served = training.mixer.read(state.shared, state.memory, torch.arange(samples.num_clients))
     cohort = Cohort(*served, state.personal, samples)
     order = torch.argsort(samples.sizes, descending=True, stable=True)
     total, alone = 0.0, isinstance(training.engine, OneByOne)
     with torch.no_grad():
-        for part in similar(samples.sizes[order].tolist()):
-            members = order[part]
+        for run in similar(samples.sizes[order].tolist()):
+            members = order[run]
             together = 1 if alone else max(1, _MOST_ROWS // int(samples.sizes[members[0]]))
             for some in members.split(together):
                 values = _objectives(surrogate, Chunk.of(cohort, some), alone)
@@ -144,15 +146,11 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
     return values
 
 
-# One client's f and g as functions of (u, v), on all of its samples, and their trial before work starts.
-#
-# Shapes: n samples of the client.
-
-_FEW = 8  # samples: enough to tell whether a round can be run at all
-
-
 class OneClient:
-    """A client with samples ``[n, ...]`` and ``[n]``. Whatever a surrogate's function raises names that function."""
+    """A client's f and g as functions of (u, v), on samples ``[n, ...]`` and ``[n]``.
+
+    Whatever a surrogate's function raises names that function.
+    """
 
     def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0):
         self._surrogate, self._samples, self._position = surrogate, (inputs, targets), position
@@ -236,7 +234,7 @@ class OneClient:
         self.majorant(shared, personal, fixed)
         # Some solvers only deal out others.
         solver, _ = next(iter(self._surrogate.solver.among(key[None])))
-        surrogate, (inputs, targets) = self._surrogate.with_solver(solver), (part[:_FEW] for part in self._samples)
+        surrogate, (inputs, targets) = self._surrogate.with_solver(solver), (tensor[:_FEW] for tensor in self._samples)
         rate = torch.zeros((), dtype=surrogate.model.dtype)
         OneClient(surrogate, inputs, targets, self._position)._round(shared, personal, key, rate)
         if surrogate.model.not_stackable is None:
@@ -252,14 +250,14 @@ class OneClient:
         self.call("step", local, self._batch._replace(samples=columns), rate)
 
     def _tree(self, function: str, value: Any) -> Tree:
-        """Refuse what is no tree."""
+        """Refuse what is not a tree."""
         if not is_tree(value):
             raise self._refusal(function, _described(value), "a dictionary from names to tensors")
         tree: Tree = value
         return tree
 
     def _number(self, function: str, value: Any) -> Tensor:
-        """Refuse what is no number."""
+        """Refuse what is not a number."""
         if not isinstance(value, Tensor) or value.shape != self._mask.shape[:-1] or not value.is_floating_point():
             raise self._refusal(function, _described(value), "one number, a floating tensor of shape []")
         return value
@@ -332,13 +330,8 @@ def _leaves(value: object) -> list[str]:
     return [name for part in value for name in _leaves(part)] if isinstance(value, tuple) else []
 
 
-# What users pass to ``check`` and ``optimise``, refused before work starts.
-
-_WHOLE = (int, np.integer)
-
-
 def require_surrogate(surrogate: object) -> None:
-    """Refuse what is no surrogate."""
+    """Refuse what is not a surrogate."""
     if not isinstance(surrogate, Surrogate):
         raise UserError(
             f"The surrogate is a {type(surrogate).__name__}; allowed: an instance of a class derived from "
@@ -360,12 +353,12 @@ def require(name: str, value: object, holds: bool, allowed: str) -> None:
 
 
 def require_count(name: str, value: object) -> None:
-    """Refuse what is no number of things."""
+    """Refuse what is not a number of things."""
     require(name, value, isinstance(value, _WHOLE) and bool(value >= 1), "a whole number, at least 1")
 
 
 def require_seed(seed: object) -> None:
-    """Refuse what is no seed."""
+    """Refuse what is not a seed."""
     require("seed", seed, isinstance(seed, _WHOLE), "a whole number")
 
 

@@ -18,8 +18,8 @@ from fedem.core.tree import Tree, tree_floats, tree_map, tree_repeat, tree_sorte
 from fedem.data.federation import PARTS
 from fedem.deploy.node import Assessed
 from fedem.deploy.plan import Plan
-from fedem.methods import METHODS, find_method
-from fedem.methods.mixer import Round, Star
+from fedem.methods import find_method, names_where
+from fedem.methods.mixer import Round, Start
 from fedem.runs.evaluate import Record, Scores
 from fedem.runs.rounds import State, mixer_seed
 
@@ -32,10 +32,10 @@ log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
 def check_server(plan: Plan) -> None:
     """Refuse a method whose server does more than to average what everybody sends."""
     mixer, config, method = plan.mixer, plan.config, plan.config.name("method")
-    if isinstance(mixer, Star):
+    if mixer.is_server_mean and config.compression.downloads == "none":
         return
-    if find_method(method).mixer is not Star:
-        names = ", ".join(name for name, row in METHODS.items() if row.mixer is Star)
+    if not find_method(method).mixer.is_server_mean:
+        names = names_where(lambda row: row.mixer.is_server_mean)
         raise UserError(
             f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; "
             f"allowed: {names}."
@@ -93,7 +93,7 @@ def first_state(plan: Plan) -> State:
     algorithm, mixer, seed = plan.algorithm, plan.mixer, plan.config.run.seed
     shared = tree_sorted(algorithm.init_shared(int(derive(seed, COMPONENTS))))
     nobody = torch.zeros(0, dtype=torch.int64)
-    groups, memory = mixer.init(shared, algorithm.model.trainable, nobody, mixer_seed(seed))
+    groups, memory = mixer.init(Start(shared, algorithm.model.trainable, nobody, mixer_seed(seed)))
     return State(0, groups, {}, memory).to(plan.device)
 
 
@@ -103,7 +103,7 @@ def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int,
     How many samples those have who were not asked, the server does not know: what share of all took part is counted by
     clients, of ``connected`` ones.
     """
-    algorithm, mixer, device = plan.algorithm, plan.mixer, plan.device
+    algorithm, mixer, device, codec = plan.algorithm, plan.mixer, plan.device, plan.codec
     sizes = torch.tensor([answer.num_samples for answer in answers])
     key = int(derive(plan.config.run.seed, MIXER, state.round))
     positions = torch.arange(len(answers))
@@ -112,9 +112,11 @@ def advance(plan: Plan, state: State, answers: Sequence[Answer], connected: int,
     def summands() -> Iterator[tuple[Tensor, Tree]]:
         for position, answer in enumerate(answers):
             upload = tree_repeat(tree_to(answer.upload, device), 1)
-            yield positions[position : position + 1], vmap(algorithm.summand)(upload)
+            yield positions[position : position + 1], vmap(codec.decode if codec else algorithm.summand)(upload)
 
     mixed, memory = mixer.mix(state.shared, state.memory, this, summands())
+    if codec is not None:
+        mixed = mixed._replace(means=tree_map(torch.add, state.shared, mixed.means))
     step = partial(algorithm.update, share=len(answers) / connected)
     shared = tree_map(lambda old, new: new.to(old.dtype), state.shared, vmap(step)(state.shared, mixed.means))
     if not all(bool(torch.isfinite(leaf).all()) for leaf in tree_floats(shared).values()):

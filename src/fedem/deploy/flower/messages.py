@@ -102,7 +102,11 @@ def upload_kind(plan: Plan, shared: Tree) -> Kind:
     personal = algorithm.init_personal(shared, client_keys(["(nobody)"])[0].to(device))
     scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
     local, _ = algorithm.begin(shared, personal, scores, everything)
-    return kind_of(algorithm.finish(local)[0])
+    trained = algorithm.finish(local)
+    if (codec := plan.codec) is None:
+        return kind_of(trained.upload)
+    message, _ = codec.encode(trained.upload, shared, trained.personal, codec.first_residual(shared))
+    return kind_of(message)
 
 
 def check_leaves(tree: Tree, kind: Kind) -> None:
@@ -155,7 +159,7 @@ def read_ask(message: Message, plan: Plan) -> Ask:
 
 def write_answer(plan: Plan, client: str, num_samples: int, upload: Tree) -> RecordDict:
     """Write what a client's round has come to."""
-    arrays = to_record(plan.algorithm.pack(upload))
+    arrays = to_record(plan.codec.pack(upload) if plan.codec else upload)
     return _signed(plan, client, MetricRecord({"num_samples": num_samples}), arrays)
 
 
@@ -181,7 +185,7 @@ def check_reply(reply: Message, plan: Plan, kind: Kind) -> Answer:
             raise UserError("the upload is missing")
         raw = to_tree(reply.content.array_records["arrays"], kind)
         try:
-            upload = plan.algorithm.unpack(raw)
+            upload = plan.codec.unpack(raw) if plan.codec else raw
         except Exception as error:  # likewise: nothing is known of the leaves yet
             raise UserError(f"the upload can't be unpacked ({error})") from None
         check_leaves(upload, kind)

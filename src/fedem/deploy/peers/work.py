@@ -42,10 +42,10 @@ from fedem.deploy.peers.neighbours import (
     unpack,
 )
 from fedem.deploy.plan import Plan
-from fedem.graphs import File, among
+from fedem.graphs import File, Topology, among
+from fedem.methods import names_where
 from fedem.methods.decentralised import Graph, scaled
 from fedem.methods.mixer import Round, weighted_means
-from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models.images import INSTALLED
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
@@ -145,11 +145,11 @@ class Peer:
             member.run = common_run
         desk.note_met(common_run)
         run, mixer = self.plan.config.run, self.plan.mixer
-        self.graph = graph_of(self.plan)
-        self.local = mixer.leaves if isinstance(mixer, LocalLayers) else frozenset[str]()
+        self.topology = graph_of(self.plan)
+        self.local = mixer.local_leaves
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
-        self.scales = self.graph.scales(self.sizes)
+        self.scales = Graph(self.topology).step_scales(self.sizes, float(self.sizes.double().mean()))
         self.mine = {
             position: member
             for member in members
@@ -157,7 +157,7 @@ class Peer:
             if client.name == member.node.name
         }
         self.done = round_to_go_on_with(present)
-        self.neighbourhood = Neighbourhood.around(self.graph.topology, self.names, mixer_seed(run.seed))
+        self.neighbourhood = Neighbourhood.around(self.topology, self.names, mixer_seed(run.seed))
         share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
         self.cohort_size = cohort_size(share, len(present))
         tell(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
@@ -208,7 +208,7 @@ class Peer:
             member.check(upload, rate)
             own[row] = {name: leaf for name, leaf in upload.items() if name in self.local}
             common[row] = {name: leaf for name, leaf in upload.items() if name not in self.local}
-            if self.graph.topology.scale == "updates":
+            if self.topology.scale == "updates":
                 common[row] = self._stretched(member, common[row], position, rate, key)
         up, down = self._exchange(common, matrix, clients.tolist())
         share = int(self.sizes[clients].sum()) / int(self.sizes.sum())
@@ -284,16 +284,17 @@ def _in_words(averages: Record) -> str:
 # The clients of a peer's process, and what they have learnt.
 
 
-def graph_of(plan: Plan) -> Graph:
-    """Return what peers average over; refuse plans that need a server."""
-    mixer = plan.mixer
-    graph = mixer.base if isinstance(mixer, LocalLayers) else mixer
-    if not isinstance(graph, Graph):
+def graph_of(plan: Plan) -> Topology:
+    """Return the graph that peers average over; refuse plans that need a server."""
+    graph = plan.mixer.graph
+    if graph is None:
+        decentralised = names_where(lambda row: row.mixer.over_graph)
+        others = names_where(lambda row: row.goes_over_graph and not row.mixer.over_graph)
         raise UserError(
-            f"Method {plan.config.name('method')} needs a server; allowed among peers: dfedem, dsgd, and methods with "
-            "a graph (graph.name)."
+            f"Method {plan.config.name('method')} needs a server; allowed among peers: {decentralised}, and with a "
+            f"graph (graph.name) {others}."
         )
-    if isinstance(graph.topology, File):
+    if isinstance(graph, File):
         raise UserError(
             "graph.name is 'file', a graph of certain clients; allowed among peers, who come and go: others."
         )
@@ -335,7 +336,7 @@ class Member:
             return cls(node, path, kept.round, kept.shared, kept.personal, kept.run)
         seed = plan.config.run.seed
         draw = derive(seed, COMPONENTS)
-        if graph_of(plan).starts_apart:
+        if graph_of(plan).start == "apart":
             draw = derive(client_keys([node.name])[0], COMPONENTS, seed)
         shared = tree_sorted(plan.algorithm.init_shared(int(draw)))
         return cls(node, path, 0, shared, node.first_personal(shared))

@@ -1,12 +1,15 @@
 """Fewer bytes for nearly the same numbers: how a tree is written for a message, and what writing it lost.
 
 A message holds updates, which are small beside what they change. What rounding takes from one is kept where it was
-taken, and added to the next before that is rounded (error feedback). So all messages together say what all updates come
-to, but for the last rounding. Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent and its Application to
+taken, and added to the next before that is rounded (error feedback). So all messages together say the sum of all
+updates, but for the last rounding. Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent and its Application to
 Data-Parallel Distributed Training of Speech DNNs, Interspeech 2014; Karimireddy, Rebjock, Stich, Jaggi: Error Feedback
 Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
 
-Shapes: a row is what one scale is for, a leaf of one component.
+The authors of FedEM name both as the way on: compression, and limiting the components that a client transmits, by its
+current mixture weights.
+
+Shapes: M components, c clients; a row is what one scale is for, a leaf of one component.
 """
 
 from __future__ import annotations
@@ -17,13 +20,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_bytes, tree_map, tree_repeat
-from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.fedem import FedEM
-from fedem.methods.mixer import Mixed, OneGroup, Round, Uploads, by_samples, weighted_means
-from fedem.methods.wrappers import Wrapped
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_bytes, tree_map
+from fedem.methods.mixer import row_of
+from fedem.models.base import Model
 
 FORMATS = ("none", "bfloat16", "int8")
 _LARGEST = 127
@@ -97,201 +97,133 @@ def _written(name: str, leaf: Tensor, form: str, leading: int) -> Tree:
     return {name: whole.to(torch.int8).reshape(leaf.shape), f"scale/{name}": scale}
 
 
-# Any method whose clients upload u itself, with smaller uploads: updates of u, rounded, of few components.
-#
-# Its authors name both as the way on from FedEM: compression, and limiting the components that a client transmits, by
-# its current mixture weights.
-#
-# Shapes: M components, c clients.
-
 _SENT = "sent/components"
-_OWN_STEPS = ("survey", "finish", "summand", "update")
+_RESIDUAL, _NEWS, _REST = "residual", "news", "rest"
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Compressed(Wrapped):
-    """A client uploads the difference between its u and the one it received; the server adds the mean to u.
+class Codec:
+    """Writes and reads the messages of a server that averages and of its clients, who upload u itself.
 
-    Rounding touches what is trained. Buffers and counters go as they are: a rounded variance might fall below zero. v_t
-    gains ``residual/...``, what earlier uploads left unsaid, which is private. A component whose weight at the client
-    is not above the threshold counts as unchanged there: what the round did to it is dropped, and its residual waits.
-    Which components are sent is what a server then learns of the client's weights.
+    A client's message is the difference between its u and the one it received; the server adds the mean to u. Rounding
+    touches what is trained. Buffers and counters go as they are: a rounded variance might fall below zero. What a
+    client's messages left unsaid, the residual, is private to it and stands in its personal tree beside v_t
+    (``residual/...``). A component whose weight at the client is not above the threshold counts as unchanged there:
+    what the round did to it is dropped, and its residual waits. Which components are sent is what a server then learns
+    of the client's weights.
+
+    Where downloads are written too, the server adds to u only what its message says of the mean. So whoever holds the
+    last round's u and reads the message holds the new one, to the last bit. The mixer's memory then has the message
+    ("news") and what it left unsaid ("rest"), which nobody but the server ever sees.
+
+    Attributes:
+        compression: the formats and the threshold.
+        model: what clients train.
+        leading: how many first dimensions of u have a scale for each index: 1 for components, 0 for a single model.
+
     """
 
     compression: Compression
-
-    @classmethod
-    def of(cls, base: Algorithm, compression: Compression) -> Compressed:
-        """Wrap ``base``, if it can be."""
-        if any(getattr(type(base), step) is not getattr(Algorithm, step) for step in _OWN_STEPS):
-            raise UserError(
-                f"Uploads of {type(base).__name__} can't be compressed: its clients send more or less than a model to "
-                "be averaged, or survey all samples at once; allowed: [compression] off, or methods such as fedem, "
-                "fedavg, fedprox, ditto and apfl."
-            )
-        if compression.threshold and not isinstance(base, FedEM):
-            raise UserError(
-                f"compression.threshold is {compression.threshold:g}, but {type(base).__name__} has no mixture "
-                "weights; allowed: 0, or method fedem."
-            )
-        if isinstance(base, FedEM) and compression.threshold >= 1 / base.num_components:
-            raise UserError(
-                f"compression.threshold is {compression.threshold:g}, and with {base.num_components} components all "
-                f"weights of a client may be below; allowed: below {1 / base.num_components:.4g}."
-            )
-        return cls(base.model, base.solver, base, compression)
+    model: Model
+    leading: int
 
     @property
-    def leading(self) -> int:
-        """How many first dimensions of u have a scale for each index: components have, a single model has none."""
-        return int(isinstance(self.base, FedEM))
+    def adds_up(self) -> bool:
+        """Whether means of some messages and of the others add up to those of all: the server rounds nothing."""
+        return self.compression.downloads == "none"
 
-    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """As the method does; and nothing is left unsaid."""
-        return self.base.init_personal(shared, key) | add_prefix("residual", self._no_residual(shared))
-
-    def _no_residual(self, shared: Tree) -> Tree:
+    def first_residual(self, shared: Tree) -> Tree:
+        """Return the residual beside the first u: nothing is left unsaid."""
         if self.compression.updates == "none":
             return {}
-        return {name: torch.zeros_like(leaf) for name, leaf in shared.items() if name in self.model.trainable}
+        return tree_map(torch.zeros_like, {name: shared[name] for name in shared if name in self.model.trainable})
 
-    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """As the method does; and remember u as it was received."""
-        local, samples = self.base.begin(shared, _without_residual(personal), scores, mask)
-        # A client that was fitted after training has left nothing unsaid.
-        residual = take_prefix("residual", personal) or self._no_residual(shared)
-        extra = add_prefix("received", shared) | add_prefix("residual", residual)
-        return _extended(local, extra), samples
+    def encode(self, trained: Tree, received: Tree, personal: Tree, residual: Tree) -> tuple[Tree, Tree]:
+        """Write what a client's round changed.
 
-    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """As the method does."""
-        return _extended(self.base.step(_inner(local), batch, learning_rate), local.context)
+        Args:
+            trained: its u after the round.
+            received: u before it.
+            personal: v_t, whose weights decide on the components that are sent.
+            residual: what earlier messages left unsaid.
 
-    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """As the method does."""
-        return _extended(self.base.tune(_inner(local), batch, learning_rate), local.context)
+        Returns:
+            the update as it is written, with the components it is of where not of all; and the new residual
 
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """As the method does: a client that trains for itself alone has nothing to send."""
-        return self.base.keep(_inner(local))
-
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """The update as it is written, and which components it is of, where not of all; v_t with the new residual."""
-        shared, personal = self.base.finish(_inner(local))
-        received, residual = (take_prefix(name, local.context) for name in ("received", "residual"))
-        update = tree_map(lambda new, old: new - old, shared, received)
+        """
+        update = tree_map(lambda new, old: new - old, trained, received)
         message, rest = write_update(update, residual, self.compression.updates, self.leading)
         if self.compression.threshold:
             sent = personal["log_weights"].exp() > self.compression.threshold
-            rest = tree_map(lambda new, old: torch.where(_along(sent, new), new, old), rest, residual)
-            message = tree_map(lambda leaf: torch.where(_along(sent, leaf), leaf, 0), message) | {_SENT: sent}
-        return message, personal | add_prefix("residual", rest)
+            rest = tree_map(lambda new, old: torch.where(row_of(sent, new), new, old), rest, residual)
+            message = tree_map(lambda leaf: torch.where(row_of(sent, leaf), leaf, 0), message) | {_SENT: sent}
+        return message, rest
 
-    def summand(self, upload: Tree) -> Tree:
-        """The update that the upload says; of components that were not sent, none."""
-        return read_update({name: leaf for name, leaf in upload.items() if name != _SENT}, self.model.dtype)
+    def decode(self, message: Tree) -> Tree:
+        """Return the update that a message says; of components that were not sent, none."""
+        return read_update({name: leaf for name, leaf in message.items() if name != _SENT}, self.model.dtype)
 
-    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """U + the mean of the updates."""
-        return tree_map(torch.add, shared, mean)
-
-    def follow(self, shared: Tree, news: Tree) -> Tree:
-        """The last round's u and the server's message (:meth:`fedem.methods.mixer.Mixer.news`) make the new u."""
-        return tree_map(torch.add, shared, read_update(news, self.model.dtype))
-
-    def upload_bytes(self, uploads: Tree) -> int:
-        """Count what :meth:`pack` leaves of some clients' uploads, ``[c, ...]``."""
-        if _SENT not in uploads:
-            return tree_bytes(uploads)
-        sent, rows = uploads[_SENT], {name: leaf[0, :1] for name, leaf in uploads.items() if name != _SENT}
-        return tree_bytes({_SENT: sent}) + int(sent.sum()) * tree_bytes(rows)
-
-    def pack(self, upload: Tree) -> Tree:
-        """Leave out the components that are not sent."""
-        if _SENT not in upload:
-            return upload
-        sent = upload[_SENT]
-        return {name: leaf if name == _SENT else leaf[sent] for name, leaf in upload.items()}
-
-    def unpack(self, message: Tree) -> Tree:
-        """Put zeros where components were left out."""
+    def pack(self, message: Tree) -> Tree:
+        """Leave out the components that are not sent, for a network."""
         if _SENT not in message:
             return message
         sent = message[_SENT]
+        return {name: leaf if name == _SENT else leaf[sent] for name, leaf in message.items()}
+
+    def unpack(self, packed: Tree) -> Tree:
+        """Put zeros where :meth:`pack` left out components."""
+        if _SENT not in packed:
+            return packed
+        sent = packed[_SENT]
 
         def spread(leaf: Tensor) -> Tensor:
             whole = leaf.new_zeros(len(sent), *leaf.shape[1:])
             whole[sent] = leaf
             return whole
 
-        return {name: leaf if name == _SENT else spread(leaf) for name, leaf in message.items()}
+        return {name: leaf if name == _SENT else spread(leaf) for name, leaf in packed.items()}
 
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """As the method does."""
-        return self.base.predictor(shared, _without_residual(personal))
+    def num_bytes(self, messages: Tree) -> int:
+        """Count the bytes of some clients' packed messages, ``[c, ...]``."""
+        if _SENT not in messages:
+            return tree_bytes(messages)
+        sent, rows = messages[_SENT], {name: leaf[0, :1] for name, leaf in messages.items() if name != _SENT}
+        return tree_bytes({_SENT: sent}) + int(sent.sum()) * tree_bytes(rows)
+
+    def first_memory(self, shared: Tree) -> Tree:
+        """Return what the server remembers of its messages beside the first u ``[1, ...]``."""
+        if self.compression.downloads == "none":
+            return {}
+        still = tree_map(torch.zeros_like, shared)
+        return self._announced(still, {name: leaf for name, leaf in still.items() if name in self.model.trainable})
+
+    def announce(self, mean: Tree, memory: Tree) -> tuple[Tree, Tree]:
+        """Return what the server adds to u for a mean of updates ``[1, ...]``, and its next memory."""
+        if self.compression.downloads == "none":
+            return mean, memory
+        memory = self._announced(mean, take_prefix(_REST, memory))
+        return read_update(take_prefix(_NEWS, memory), self.model.dtype), memory
+
+    def _announced(self, mean: Tree, rest: Tree) -> Tree:
+        message, rest = write_update(mean, rest, self.compression.downloads, 1 + self.leading)
+        return add_prefix(_NEWS, message) | add_prefix(_REST, rest)
+
+    def news(self, memory: Tree) -> Tree:
+        """Return the server's message for those who took part in the last round, ``[1, ...]``; empty for none."""
+        return take_prefix(_NEWS, memory)
+
+    def follow(self, shared: Tree, news: Tree) -> Tree:
+        """Return the new u, from the last round's and what the server's message says."""
+        return tree_map(torch.add, shared, read_update(news, self.model.dtype))
 
 
-def _without_residual(personal: Tree) -> Tree:
-    return {name: leaf for name, leaf in personal.items() if not name.startswith("residual/")}
+def split_residual(personal: Tree) -> tuple[Tree, Tree]:
+    """Divide what a client keeps into v_t and the residual of its messages."""
+    residual = take_prefix(_RESIDUAL, personal)
+    return {name: leaf for name, leaf in personal.items() if not name.startswith(f"{_RESIDUAL}/")}, residual
 
 
-def _extended(local: Local, extra: Tree) -> Local:
-    """Put what the wrapper must remember beside the method's own context."""
-    remembered = {name: leaf for name, leaf in extra.items() if not name.startswith("base/")}
-    return local._replace(context=add_prefix("base", local.context) | remembered)
-
-
-def _inner(local: Local) -> Local:
-    """Return the client as the method knows it."""
-    return local._replace(context=take_prefix("base", local.context))
-
-
-def _along(rows: Tensor, like: Tensor) -> Tensor:
-    """Give ``[M]`` values as many dimensions as ``like`` ``[M, ...]`` has."""
-    return rows.reshape(-1, *(1,) * (like.ndim - 1))
-
-
-# A server that tells its clients what changed, in fewer bytes than what there is now.
-#
-# Shapes: one group, so every leaf is ``[1, ...]``.
-
-
-@final
-@dataclass(frozen=True)
-class Changes(OneGroup):
-    """A star whose clients upload updates of u; the server adds to u only what its message says of their mean.
-
-    So whoever holds the last round's u and reads the message holds the new one, to the last bit. The memory has the
-    message ("news") and what it left unsaid ("rest"), which nobody but the server ever sees.
-
-    Attributes:
-        form: how the message is written.
-        leading: how many first dimensions of u have a scale for each index.
-
-    """
-
-    form: str
-    leading: int
-
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """One group; nothing has changed yet, and nothing is left unsaid."""
-        groups = tree_repeat(shared, 1)
-        still = tree_map(torch.zeros_like, groups)
-        return groups, self._written(still, {name: leaf for name, leaf in still.items() if name in trained})
-
-    def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """n_t / n over the cohort alone, as far as the message says it."""
-        means, rest = weighted_means(by_samples(this), uploads), take_prefix("rest", memory)
-        memory = self._written(means, rest)
-        dtype = next(iter(rest.values())).dtype
-        said = read_update(take_prefix("news", memory), dtype)
-        return Mixed(torch.zeros(1, dtype=torch.int64), said, len(this.clients)), memory
-
-    def _written(self, means: Tree, rest: Tree) -> Tree:
-        message, rest = write_update(means, rest, self.form, 1 + self.leading)
-        return add_prefix("news", message) | add_prefix("rest", rest)
-
-    def news(self, memory: Tree) -> Tree | None:
-        """The message."""
-        return take_prefix("news", memory)
+def join_residual(personal: Tree, residual: Tree) -> Tree:
+    """Put both together again."""
+    return personal | add_prefix(_RESIDUAL, residual)

@@ -22,35 +22,19 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
-from fedem.methods.base import Algorithm, Local, Mixture
-from fedem.methods.fedavg import FedAvg
-from fedem.methods.fedem import FedEM
-from fedem.methods.fedprox import FedProx
+from fedem.methods.base import Local, Mixture, Trained
 from fedem.methods.wrappers import Wrapped
 from fedem.models.base import rebuilder
 
-_MORE = 0.5  # samples of every class, so that one not seen yet is rare and not impossible (Jeffreys' prior)
+_PSEUDO_COUNT = 0.5  # of every class, so that one not seen yet is rare and not impossible (Jeffreys' prior)
+SHIFT = "label_shift"
+"""name of the leaf"""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class LabelShares(Wrapped):
     """The method on models that are shifted for each client. v_t gains ``label_shift``, ``[K]``."""
-
-    @classmethod
-    def of(cls, base: Algorithm) -> LabelShares:
-        """Wrap ``base``, if it can be."""
-        if not isinstance(base, FedAvg | FedProx | FedEM):
-            raise UserError(
-                f"run.label_shares is true, but clients of {type(base).__name__} have models or messages of their own; "
-                "allowed: false, or methods such as fedem, bfedem, dfedem, fedavg, fedavg+, fedprox and clustered."
-            )
-        if base.model.loss.metric != "accuracy":
-            raise UserError(
-                f"run.label_shares is true, but targets of {type(base.model.loss).__name__} are no labels; allowed: "
-                "false, or loss cross_entropy or logistic."
-            )
-        return cls(base.model, base.solver, base)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """As the method does; and no shift before the client has counted."""
@@ -60,7 +44,7 @@ class LabelShares(Wrapped):
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """The labels ``[n]`` and, for a mixture, each component's outputs without shift, ``[M, K, n]``."""
         labels = {"labels": targets}
-        if not isinstance(self.base, FedEM):
+        if not self.base.is_mixture:
             return labels
         return labels | {"outputs": self.model.component_outputs(shared, inputs).movedim(1, -1)}
 
@@ -82,27 +66,14 @@ class LabelShares(Wrapped):
         """Return what a client with these labels adds to outputs: log shares or, to a single one, the log odds."""
         num_outputs = like.shape[-1]
         classes = torch.arange(max(num_outputs, 2), device=labels.device)
-        counts = ((labels == classes[:, None]) & mask).sum(1).to(like.dtype) + _MORE
+        counts = ((labels == classes[:, None]) & mask).sum(1).to(like.dtype) + _PSEUDO_COUNT
         log_shares = (counts / counts.sum()).log()
         return log_shares if num_outputs > 1 else log_shares[1:] - log_shares[:1]
 
-    def keep(self, local: Local) -> tuple[Tree, Tree]:
-        """As the method does; the shift is in v_t."""
-        shared, personal = self.base.keep(local)
-        return _plain(shared), personal
-
-    def finish(self, local: Local) -> tuple[Tree, Tree]:
-        """As the method does; the shift stays with the client."""
-        upload, personal = self.base.finish(local)
-        return _plain(upload), personal
-
-    def summand(self, upload: Tree) -> Tree:
-        """As the method does."""
-        return self.base.summand(upload)
-
-    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """As the method does."""
-        return self.base.update(shared, mean, share)
+    def finish(self, local: Local) -> Trained:
+        """As the method does; the shift stays with the client, in v_t."""
+        upload, personal, shared = self.base.finish(local)
+        return Trained(_plain(upload), personal, _plain(shared))
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """As the method does, of shifted models."""
@@ -130,12 +101,6 @@ def _rest(personal: Tree) -> Tree:
     return {name: leaf for name, leaf in personal.items() if name != SHIFT}
 
 
-# A network whose outputs are shifted by a client's label shares.
-
-SHIFT = "label_shift"
-"""name of the leaf"""
-
-
 @final
 class Shifted(nn.Module):
     """A network and a buffer ``label_shift`` that is added to its outputs, zero unless a client puts its own there.
@@ -155,7 +120,7 @@ class Shifted(nn.Module):
         outputs: Tensor = self.network(inputs)
         if outputs.shape[-1:] != self.label_shift.shape:
             raise UserError(
-                f"The model puts out {outputs.shape[-1]} numbers a sample; allowed with run.label_shares: "
+                f"The model puts out {outputs.shape[-1]} numbers for each sample; allowed with run.label_shares: "
                 f"{len(self.label_shift)}, as the classes that occur need."
             )
         return outputs + self.label_shift

@@ -15,13 +15,26 @@ import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_index, tree_map, tree_repeat, tree_sorted
-from fedem.methods.mixer import Mixed, Mixer, Round, Served, Uploads, Welcome, by_samples, gather, weighted_means
+from fedem.graphs import Topology
+from fedem.methods.mixer import (
+    Mixed,
+    Mixer,
+    Round,
+    RoundPlan,
+    Served,
+    Start,
+    Uploads,
+    Welcome,
+    by_samples,
+    gather,
+    weighted_means,
+)
 
 
 @final
 @dataclass(frozen=True)
 class LocalLayers(Mixer):
-    """Another mixer, which never sees some leaves of u: each client keeps its own of them.
+    """Another mixer, which never sees some leaves of u: each client keeps them to itself.
 
     The memory holds them, ``[T, ...]``, and their average over the last cohort by samples, ``[1, ...]``, for clients
     unseen in training to begin with: nobody else reads it.
@@ -31,38 +44,41 @@ class LocalLayers(Mixer):
     leaves: frozenset[str]
 
     @property
-    def no_welcome(self) -> str:
-        """The other mixer's reason."""
-        return self.base.no_welcome
+    def graph(self) -> Topology | None:
+        return self.base.graph
 
-    def init(self, shared: Tree, trained: frozenset[str], keys: Tensor, seed: int) -> tuple[Tree, Tree]:
-        """Everybody's own leaves start as those of the one initial tree."""
-        common, own = self._split(shared)
-        groups, memory = self.base.init(common, trained - self.leaves, keys, seed)
-        return groups, _joined(memory, tree_repeat(own, len(keys)), tree_repeat(own, 1))
+    @property
+    def local_leaves(self) -> frozenset[str]:
+        return self.leaves
+
+    def init(self, start: Start) -> tuple[Tree, Tree]:
+        """Everybody's local leaves start as those of the one initial tree."""
+        common, local = self._split(start.shared)
+        groups, memory = self.base.init(start._replace(shared=common, trained=start.trained - self.leaves))
+        return groups, _joined(memory, tree_repeat(local, len(start.keys)), tree_repeat(local, 1))
 
     def _split(self, tree: Tree) -> tuple[Tree, Tree]:
-        """Part what the other mixer sees from what each client keeps."""
-        own = {name: leaf for name, leaf in tree.items() if name in self.leaves}
-        return {name: leaf for name, leaf in tree.items() if name not in own}, own
+        """Divide a tree into what the other mixer sees and what each client keeps."""
+        local = {name: leaf for name, leaf in tree.items() if name in self.leaves}
+        return {name: leaf for name, leaf in tree.items() if name not in local}, local
 
-    def serve(self, shared: Tree, memory: Tree, clients: Tensor, key: int) -> Served:
-        """What the other mixer serves, with each client's own leaves in it."""
-        return self._with_own(self.base.serve(shared, take_prefix("base", memory), clients, key), memory, clients)
+    def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
+        """What the other mixer has for each client, with the client's local leaves in it."""
+        return self._with_local(self.base.read(shared, take_prefix("base", memory), clients), memory, clients)
 
-    def own(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
-        """Likewise."""
-        return self._with_own(self.base.own(shared, take_prefix("base", memory), clients), memory, clients)
+    def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
+        plan = self.base.plan(shared, take_prefix("base", memory), this)
+        return plan._replace(downloads=self._with_local(plan.downloads, memory, this.clients))
 
-    def _with_own(self, served: Served, memory: Tree, clients: Tensor) -> Served:
-        reads = served.reads.to(next(iter(served.shared.values())).device)
+    def _with_local(self, found: Served, memory: Tree, clients: Tensor) -> Served:
+        reads = found.reads.to(next(iter(found.shared.values())).device)
 
         def read(leaf: Tensor) -> Tensor:
             # What all share is shown to each, not copied.
             return leaf.expand(len(reads), *leaf.shape[1:]) if len(leaf) == 1 else leaf[reads]
 
-        own = tree_index(take_prefix("local", memory), clients.to(reads.device))
-        return Served(tree_sorted(tree_map(read, served.shared) | own), torch.arange(len(clients)))
+        local = tree_index(take_prefix("local", memory), clients.to(reads.device))
+        return Served(tree_sorted(tree_map(read, found.shared) | local), torch.arange(len(clients)))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Keep each client's leaves as they come by."""
@@ -70,8 +86,8 @@ class LocalLayers(Mixer):
 
         def passing() -> Iterator[tuple[Tensor, Tree]]:
             for positions, trees in uploads:
-                common, own = self._split(trees)
-                held.append((positions, own))
+                common, local = self._split(trees)
+                held.append((positions, local))
                 yield positions, common
 
         mixed, remembered = self.base.mix(shared, take_prefix("base", memory), this, passing())
@@ -82,44 +98,29 @@ class LocalLayers(Mixer):
         )
         return mixed, _joined(remembered, local, weighted_means(by_samples(this), held))
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome | None:
+    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """As the other mixer does, with the averages; what newcomers then train of these leaves they keep."""
         start = self.base.welcome(shared, take_prefix("base", memory))
-        if start is None:
-            return None
+        if start.refusal:
+            return start
         learn_common, count = start.learn, len(next(iter(start.shared.values())))
 
         def learn(kept: Tensor, uploads: Tree) -> tuple[Tensor, Tree]:
             assert learn_common is not None, "only where the other mixer keeps something of newcomers"
-            common, own = self._split(uploads)
+            common, local = self._split(uploads)
             kept, trees = learn_common(kept, common)
-            return kept, tree_sorted(trees | own)
+            return kept, tree_sorted(trees | local)
 
         average = tree_map(lambda leaf: leaf.expand(count, *leaf.shape[1:]), take_prefix("average", memory))
         return start._replace(shared=tree_sorted(start.shared | average), learn=None if learn_common is None else learn)
 
-    @property
-    def starts_apart(self) -> bool:
-        """As the other mixer does."""
-        return self.base.starts_apart
-
     def check(self, keys: Tensor, seed: int) -> None:
-        """As the other mixer does."""
         self.base.check(keys, seed)
 
-    def scales(self, sizes: Tensor) -> Tensor | None:
-        """As the other mixer does."""
-        return self.base.scales(sizes)
-
-    def facts(self, memory: Tree, cohort_size: int) -> dict[str, float]:
-        """As the other mixer does."""
-        return self.base.facts(take_prefix("base", memory), cohort_size)
-
-    def num_steps(self, key: int) -> int | None:
-        """As the other mixer does."""
-        return self.base.num_steps(key)
+    def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        return self.base.summary(take_prefix("base", memory), cohort_size)
 
 
 def _joined(base: Tree, local: Tree, average: Tree) -> Tree:
-    """Put the other mixer's memory, everybody's own leaves and their average into one tree."""
+    """Put the other mixer's memory, everybody's local leaves and their average into one tree."""
     return add_prefix("base", base) | add_prefix("local", local) | add_prefix("average", average)
