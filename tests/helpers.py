@@ -72,9 +72,9 @@ def make_model(loss: str = "logistic", dtype: torch.dtype = torch.float64) -> Mo
     return Model(lambda: Linear().build((DIMENSION,), outputs), LOSSES[loss], dtype)
 
 
-def stacked(chunk_size: int = 0, memory: int = 0) -> Stacked:
+def stacked(chunk_size: int = 0, max_bytes: int = 0) -> Stacked:
     """The stacked engine without recordings: they give the same bits (test_replay) and are slower in short runs."""
-    return Stacked(chunk_size, memory, record_after=NEVER)
+    return Stacked(chunk_size, max_bytes, record_after=NEVER)
 
 
 def make_training(

@@ -26,7 +26,7 @@ from torch import nn
 
 from fedem.data.federation import Federation
 from fedem.engines import Batching, OneByOne
-from fedem.methods import METHODS
+from fedem.methods import METHODS, Algorithm
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Alone
 from fedem.models import Model
@@ -96,7 +96,7 @@ def test_loop_equals_stacked_in_single_precision(method: str) -> None:
 @every_method
 def test_chunk_size_and_memory_limit_are_irrelevant(method: str) -> None:
     reference = advance(make_training(method, engine=stacked()), 2)
-    for engine in (stacked(2), stacked(3), stacked(memory=1)):  # the last trains them one by one
+    for engine in (stacked(2), stacked(3), stacked(max_bytes=1)):  # the last trains them one by one
         assert distance(advance(make_training(method, engine=engine), 2), reference) < 1e-12, engine
 
 
@@ -253,6 +253,14 @@ def test_every_row_of_the_table_says_what_it_does(method: str) -> None:
     row = METHODS[method]
     assert all((row.title, row.summary, row.personal, row.sent, row.unseen))
     assert row.paper or method in ("local", "bfedem")
+
+
+@every_method
+def test_every_method_declares_what_its_client_uploads(method: str) -> None:
+    kind = METHODS[method].algorithm
+    plain = [hook for hook in ("finish", "summand", "update") if getattr(kind, hook) is getattr(Algorithm, hook)]
+    assert kind.uploads_model == ({"finish", "summand"} <= set(plain))
+    assert kind.compressible == (len(plain) == 3)
 
 
 @every_method
