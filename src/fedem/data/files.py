@@ -170,7 +170,6 @@ class FromFile(Tabular):
     path: str = ""
 
     def read(self) -> Table:
-        """Read the file."""
         if not self.path:
             raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
         return read_table(Path(self.path), self.target_column, self.client_column)

@@ -125,12 +125,10 @@ class Shakespeare(Public):
 
     @property
     def variant(self) -> str:
-        """Name of the canonical form, one a window."""
         return f"{self.name}-{self.window}"
 
     @property
     def command(self) -> str:
-        """What prepares it."""
         return f"{super().command} --window {self.window}"
 
     def read(self, source: Path) -> Iterator[Block]:

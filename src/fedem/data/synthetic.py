@@ -89,7 +89,6 @@ class Synthetic(DataSource):
     num_test: int = field(default=5000, metadata={"min": 0})
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        """Draw the data set; the seed alone decides it."""
         if partition not in (None, Natural()):
             raise UserError(f"Synthetic data come with their clients; allowed: partition natural, not {partition}.")
         if seed < 0:

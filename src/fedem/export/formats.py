@@ -1,6 +1,6 @@
 """Files that hold a personal model with its computation, and how each is tried before it counts as written.
 
-Shapes: n samples, K classes (or target dimensions).
+Shapes: M components, n samples, K classes (or target dimensions).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedem.core.em import mix
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.tree import Tree, tree_index
-from fedem.models.base import Model
+from fedem.models.base import Model, leaves_of
 from fedem.models.small import PooledConv2d
 from fedem.runs.result import PersonalModel
 
@@ -177,17 +177,13 @@ FORMATS: dict[str, Format] = {
 }
 
 
-# A personal model as a plain ``nn.Module``: what goes into files that are used without fedem.
-#
-# Shapes: M components, n samples, K classes (or target dimensions).
-
-
 class PersonalModule(nn.Module):
-    """Inputs as in training -> what :meth:`PersonalModel.predict` returns, to rounding.
+    """A personal model as a plain module, for files that are used without fedem.
 
-    Whatever the predictor does is inside: bytes become numbers from 0 to 1, images are standardised where the model
-    does so, probabilities (or means) are mixed, and means are brought to the targets' own units. How a table's columns
-    become inputs is not. The components are the model's own layers, before they are put into forms that stack.
+    It takes inputs as in training and returns what :meth:`PersonalModel.predict` does, to rounding. Inside are bytes as
+    numbers from 0 to 1, the standardising of images where the model does so, the mix of probabilities (or means), and
+    the means' way back to the targets' own units. How a table's columns become inputs is not. The components are the
+    model's own layers, before they are put into forms that stack.
     """
 
     log_weights: Tensor
@@ -216,7 +212,6 @@ class _PlainPooledConv2d(PooledConv2d):
     """``PooledConv2d`` of torch's own operations alone: a file can't hold a function of Python's."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``[n, C, H, W] -> [n, O, h // 2, w // 2]``."""
         pooled = max_pool2d(self._conv_forward(inputs, self.weight, None), 2)
         return pooled if self.bias is None else pooled + self.bias[:, None, None]
 
@@ -226,9 +221,8 @@ def _component(model: Model, parameters: Tree) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         # A copy: the function may hand out a module that somebody else uses.
         module = deepcopy(model.build()).to(model.dtype)
-    leaves = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
-        for name, leaf in leaves.items():
+        for name, leaf in leaves_of(module).items():
             leaf.copy_(parameters[name])
     for part in module.modules():
         if type(part) is PooledConv2d:

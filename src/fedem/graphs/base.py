@@ -1,8 +1,12 @@
-"""The contract of graphs: clients that average with their neighbours, without a server.
+"""The contract of graphs: clients that average with their neighbours, without a server, and how fast they agree.
 
 In round k they average with W^k, which is symmetric, doubly stochastic, non-negative, and positive on the graph's edges
 and the diagonal alone. Whatever is random depends on the clients' keys, never on their positions: graphs are laid over
 the clients in the order of their keys, and so are sums, so that not even rounding depends on who stands where.
+
+How fast they agree are the constants p and tau of the paper's assumption. With Xi_{k+1} = Xi_k W^k, after a cycle of
+tau rounds E|Xi W^0 ... W^{tau-1} (I - J)|_F^2 = tr(Xi X Xi'), where X comes from I - J by X <- E[W X W], from the last
+round of the cycle to the first. So 1 - p is the largest eigenvalue of X.
 
 Shapes: T clients, E edges, tau phases.
 """
@@ -41,7 +45,11 @@ MOST_WEIGHTS = 10**8
 """weights at most in all matrices: 800 MB"""
 
 _NUM_DRAWS = 300
-_DRAWS = 3  # a purpose, beside those of fedem.graphs.base
+"""of a random matrix, for a mean over them"""
+_MATCHING, _FAILURE, _DRAWS = 1, 2, 3  # purposes, folded into a round's key
+
+Expectation = Callable[[int, Matrix], tuple[Matrix, Matrix]]
+"""A phase and X -> E[W X W] and E[W] in that phase, all ``[T, T]``."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +119,9 @@ class Topology(Settings, ABC):
         return found
 
     def draw(self, matrices: Tensor, round_index: int, keys: Tensor, key: int) -> Tensor:
-        """Return the mixing matrix of a round, ``[T, T]`` float64.
+        """Return the mixing matrix of a round, ``[T, T]`` float64; ``key`` is the source of its random numbers.
 
-        Args:
-            matrices: ``[tau, T, T]``, of :meth:`matrices`.
-            round_index: it decides the phase.
-            keys: ``[T]``, the clients'.
-            key: the source of the round's random numbers.
-
+        ``matrices`` ``[tau, T, T]`` are those of :meth:`matrices` for clients with these ``keys`` ``[T]``.
         """
         given = matrices[round_index % len(matrices)]
         if self.activity != "random_matching" and not self.link_failure:
@@ -133,16 +136,10 @@ class Topology(Settings, ABC):
         return torch.from_numpy(matrix)[ranks][:, ranks].to(given.device)
 
     def consensus(self, matrices: Tensor, keys: Tensor, num_present: int | None = None) -> Consensus:
-        """Say how fast clients agree.
+        """Say how fast clients agree, ``num_present`` of whom, chosen at random, take part in a round; None for all.
 
         It is exact for links that fail; for random matchings, and where not everybody is present, expectations are
-        means over draws.
-
-        Args:
-            matrices: ``[tau, T, T]``, of :meth:`matrices`.
-            keys: ``[T]``, the clients'.
-            num_present: clients in a round, chosen at random; None for all.
-
+        means over draws. ``matrices`` and ``keys`` are as in :meth:`draw`.
         """
         is_sampled = num_present is not None and num_present < len(keys)
         is_estimate = is_sampled or self.activity == "random_matching"
@@ -204,14 +201,6 @@ class Topology(Settings, ABC):
                 f"{num_clients:,} clients and {num_phases:,} phases make {num_phases * num_clients**2:,} weights; "
                 f"allowed: at most {MOST_WEIGHTS:,}."
             )
-
-
-# Which edges are used in a round: matchings, in turn or at random, and links that fail.
-#
-# Shapes: T clients, E edges.
-
-# Purposes, folded into a round's key.
-_MATCHING, _FAILURE = 1, 2
 
 
 def edges_of(matrix: Matrix) -> Edges:
@@ -277,18 +266,6 @@ def without_failures(matrix: Matrix, keys: Tensor, key: int, probability: float)
     np.add.at(left, (first, first), lost)
     np.add.at(left, (second, second), lost)
     return left
-
-
-# How fast averaging over a graph brings clients together: the constants p and tau of the paper's assumption.
-#
-# With Xi_{k+1} = Xi_k W^k, after a cycle of tau rounds E|Xi W^0 ... W^{tau-1} (I - J)|_F^2 = tr(Xi X Xi'), where X
-# comes from I - J by X <- E[W X W], from the last round of the cycle to the first. So 1 - p is the largest eigenvalue
-# of X.
-#
-# Shapes: T clients, E edges.
-
-Expectation = Callable[[int, Matrix], tuple[Matrix, Matrix]]
-"""A phase and X -> E[W X W] and E[W] in that phase, all ``[T, T]``."""
 
 
 class Consensus(NamedTuple):

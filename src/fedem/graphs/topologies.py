@@ -1,4 +1,4 @@
-"""Graphs that are drawn or laid out: one class each.
+"""Graphs by name, one class each: laid out, drawn, or read from a user's own files.
 
 Shapes: T clients, E edges.
 """
@@ -32,7 +32,6 @@ class Laid(Topology):
     """A graph over the clients in the order of their keys, the same in all rounds."""
 
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
-        """Lay the graph over the clients."""
         in_order, order = keys.cpu().sort(stable=True)
         return [canonical(order.numpy()[self._pairs(in_order, seed)])]
 
@@ -55,7 +54,6 @@ class ErdosRenyi(Laid):
 
     @property
     def remedy(self) -> str:
-        """More edges or other ones."""
         return f"a graph.probability larger than {self.probability}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
@@ -140,7 +138,6 @@ class SmallWorld(Laid):
 
     @property
     def remedy(self) -> str:
-        """More edges or other ones."""
         settings = f"graph.neighbours above {self.neighbours}, graph.rewiring below {self.rewiring}"
         return f"{settings}, or another run.seed"
 
@@ -170,7 +167,6 @@ class Regular(Laid):
 
     @property
     def remedy(self) -> str:
-        """More edges or other ones."""
         return f"a graph.degree larger than {self.degree}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
@@ -202,11 +198,6 @@ def _seed(seed: int) -> int:
     return int(derive(seed, _GRAPH)) % 2**32
 
 
-# A user's own graph, from a file or from a folder of files.
-#
-# Shapes: T clients, E edges.
-
-_ARRAYS = (".npy", ".npz")
 _Line = tuple[int, list[str]]
 """a line's number, from 1, and its words"""
 
@@ -214,9 +205,9 @@ _Line = tuple[int, list[str]]
 @final
 @dataclass(frozen=True)
 class File(Topology):
-    """The graph in a file; or the graphs in a folder's files, one a round, in the order of their names, over and over.
+    """The graph in a file; or the graphs in a folder's files, one per round, in the order of their names, over and over.
 
-    A file is a list of edges, two names of clients a line, separated by commas in a .csv file and else by white space;
+    A file is a list of edges, two names of clients per line, separated by commas in a .csv file and else by white space;
     lines that begin with # are comments. An edge counts once however often and either way round it is listed. Or it is
     an adjacency matrix of zeros and ones, whose rows are in the order of the federation's clients: .npy, .npz with one
     array, or .csv with more than two columns. A client that is its own neighbour is refused, and so are edges with
@@ -231,11 +222,9 @@ class File(Topology):
 
     @property
     def remedy(self) -> str:
-        """Other files."""
         return f"more edges in {self.path}"
 
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
-        """Read the graphs."""
         path = Path(self.path)
         if not self.path or not path.exists():
             raise UserError(f"File.path is {self.path!r}, and nothing is there; allowed: a file or a folder of files.")
@@ -250,7 +239,7 @@ class File(Topology):
 
 def _read(path: Path, positions: dict[int, int]) -> Edges:
     """Read the edges of one file; ``positions`` by key."""
-    if path.suffix in _ARRAYS:
+    if path.suffix in (".npy", ".npz"):
         return _from_matrix(path, _load(path), len(positions))
     lines = list(_lines(path))
     if path.suffix == ".csv" and lines and len(lines[0][1]) > 2 and not _has_weights(lines):

@@ -1,4 +1,12 @@
-"""Mixing matrices of a graph by rules that need the degrees alone, and what every mixing matrix must satisfy.
+"""Mixing matrices of a graph: by rules that need the degrees alone, and the fastest one; and what all must satisfy.
+
+The fastest mixing matrix is the one whose second largest modulus of an eigenvalue is least (Boyd, Diaconis, Xiao:
+Fastest Mixing Markov Chain on a Graph, SIAM Review 2004). The problem is to minimise |W - J|, the largest modulus of an
+eigenvalue, J = 1/T everywhere, over the symmetric doubly stochastic W with weight on the edges and the diagonal alone.
+It is convex, and solved here by the alternating direction method of multipliers with X = W - J: both steps have closed
+forms or nearly so, and the multipliers give a bound, so the result is known to be optimal up to a stated gap. The best
+matrix with one weight for all edges is tried first: it is the fastest one on rings, square tori and other graphs whose
+edges are all alike, and its own bound proves it.
 
 Shapes: T clients, E edges, each a pair of positions i < j.
 """
@@ -22,6 +30,17 @@ Matrix = NDArray[np.float64]
 
 ROUNDING = 1e-9
 """how far a sum of weights may be from 1, and a weight from its mirror image"""
+MOST_NODES = 1000
+"""nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed"""
+MOST_ITERATIONS = 5000
+"""for up to 300 nodes; with more, as many as take the same time, as one costs T^3"""
+LARGEST_SHARE = 0.01
+"""of the spectral gap, 1 - value, that the distance from the optimum may be: on large sparse graphs the gap is tiny"""
+
+# Over-relaxation, the first penalty, and how often what is looked at: these change the time alone.
+_RELAXATION, _PENALTY = 1.7, 0.1
+_CHECK_EVERY, _ADAPT_EVERY, _ADAPT_UNTIL = 10, 20, 1000
+_ROW_SUM_TOLERANCE = 1e-10
 
 
 def canonical(pairs: NDArray[np.int64]) -> Edges:
@@ -105,30 +124,6 @@ def _refuse(wrong: Tensor, matrix: Tensor, what: str, allowed: str) -> None:
             f"The mixing matrix {what}: it is {float(matrix[i, j])} at ({i}, {j}) and {float(matrix[j, i])} at "
             f"({j}, {i}); allowed: {allowed}."
         )
-
-
-# The fastest mixing matrix of a graph: the one whose second largest modulus of an eigenvalue is least.
-#
-# Boyd, Diaconis, Xiao: Fastest Mixing Markov Chain on a Graph, SIAM Review 2004. The problem is to minimise |W - J|,
-# the largest modulus of an eigenvalue, J = 1/T everywhere, over the symmetric doubly stochastic W with weight on the
-# edges and the diagonal alone. It is convex, and solved here by the alternating direction method of multipliers with X
-# = W - J: both steps have closed forms or nearly so, and the multipliers give a bound, so the result is known to be
-# optimal up to a stated gap. The best matrix with one weight for all edges is tried first: it is the fastest one on
-# rings, square tori and other graphs whose edges are all alike, and its own bound proves it.
-#
-# Shapes: T nodes, E edges.
-
-MOST_NODES = 1000
-"""nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed"""
-MOST_ITERATIONS = 5000
-"""for up to 300 nodes; with more, as many as take the same time, as one costs T^3"""
-LARGEST_SHARE = 0.01
-"""of the spectral gap, 1 - value, that the distance from the optimum may be: on large sparse graphs the gap is tiny"""
-
-# Over-relaxation, the first penalty, and how often what is looked at: these change the time alone.
-_RELAXATION, _PENALTY = 1.7, 0.1
-_CHECK_EVERY, _ADAPT_EVERY, _ADAPT_UNTIL = 10, 20, 1000
-_ROW_SUM_TOLERANCE = 1e-10
 
 
 class Fastest(NamedTuple):

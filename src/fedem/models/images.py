@@ -1,4 +1,4 @@
-"""What models of images share: the shapes they take, and how pixels reach the first convolution.
+"""What models of images share: the shapes they take, how pixels reach the first convolution, weights from a file.
 
 Shapes: n images, C channels, height H, width W.
 """
@@ -18,6 +18,9 @@ from torch import Tensor, nn, stack
 
 from fedem.core.errors import UserError
 from fedem.models.base import ModelSpec
+
+INSTALLED = "imagenet"
+"""weights of an installed package, in place of a path"""
 
 
 def image_shape(
@@ -90,12 +93,6 @@ def draw_convolutions(module: nn.Module) -> None:
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
 
-# Networks that may start from weights in a file.
-
-INSTALLED = "imagenet"
-"""weights of an installed package, in place of a path"""
-
-
 @dataclass(frozen=True)
 class Pretrainable(ModelSpec):
     """A network for images whose last layer is its head, and whose other layers may start from a file.
@@ -128,7 +125,7 @@ class Pretrainable(ModelSpec):
 
     @abstractmethod
     def network(self, height: int, width: int, num_outputs: int) -> nn.Module:
-        """Return the freshly initialised network for images of three colours."""
+        """Return the freshly initialised network for images of three colours, of any size."""
 
     @property
     def title(self) -> str:

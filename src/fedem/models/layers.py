@@ -4,7 +4,7 @@ torch's own layers don't: dropout draws from a generator whose state depends on 
 normalisation sees the rows that pad a short batch, a linear layer copies its inputs for every model. A module is put
 into these forms by :func:`make_stackable`; what they must know of the batch besides its inputs is a :class:`Pass`.
 
-Shapes: n samples of a batch, padding included, C channels.
+Shapes: n samples of a batch, padding included, C channels, H x W pixels, h x w windows.
 """
 
 from __future__ import annotations
@@ -27,33 +27,24 @@ from fedem.models.lstm import StackableLSTM, call, stackable
 
 _LEVELS = 1 << 16  # a rate is rounded to 16 bits, so that one word serves four draws
 
-
-# Max-pooling that stacks without copies.
-#
-# torch's rule for vmap lays the models beside the samples; but a convolution's outputs have them beside the channels,
-# and putting them elsewhere copies the largest tensors of a network, forwards and backwards. Here they stay where they
-# are.
-#
-# Shapes: n samples, C channels, H x W pixels, h x w windows.
-
 Window = int | tuple[int, int]
 Geometry = tuple[Window, Window, Window, Window, bool]
 """kernel, stride, padding, dilation, whether windows may hang over the edge"""
 
 
 class StackableMaxPool2d(nn.MaxPool2d):
-    """``nn.MaxPool2d`` in a form that stacks."""
+    """``nn.MaxPool2d`` in a form that stacks without copies.
+
+    torch's rule for vmap lays the models beside the samples; but a convolution's outputs have them beside the channels,
+    and putting them elsewhere copies the largest tensors of a network, forwards and backwards. Here they stay where
+    they are.
+    """
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C, h, w]``, or without n."""
         stride = self.kernel_size if self.stride is None else self.stride
         geometry = (self.kernel_size, stride, self.padding, self.dilation, self.ceil_mode)
         return max_pool(inputs, geometry) if inputs.ndim == 4 else max_pool(inputs[None], geometry)[0]
-
-
-def is_plain(layer: nn.MaxPool2d) -> bool:
-    """Say whether a pooling returns its maxima alone."""
-    return not layer.return_indices
 
 
 def max_pool(inputs: Tensor, geometry: Geometry) -> Tensor:
@@ -136,18 +127,14 @@ class _Gradient(torch.autograd.Function):
 
 @dataclass
 class Pass:
-    """What the layers must know of one training pass over a batch.
-
-    Attributes:
-        mask: ``[n]`` bool, false where a row is padding; None where no row is.
-        key: int64, the source of the pass's random numbers.
-        draws: layers that have drawn so far; each has a stream of its own.
-
-    """
+    """What the layers must know of one training pass over a batch."""
 
     mask: Tensor | None
+    """``[n]`` bool, false where a row is padding; None where no row is"""
     key: Tensor
+    """int64, the source of the pass's random numbers"""
     draws: int = 0
+    """layers that have drawn so far; each has a stream of its own"""
 
     def next_key(self) -> Tensor:
         """Return the key of the next layer that draws."""
@@ -331,7 +318,7 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
 }
 _ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.Conv2d: is_widened,
-    nn.MaxPool2d: is_plain,
+    nn.MaxPool2d: lambda layer: not layer.return_indices,
     nn.LSTM: stackable,
 }
 

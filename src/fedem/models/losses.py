@@ -53,11 +53,9 @@ class _Classification(Loss):
         """K for a model with so many outputs; refuses a number that can't be."""
 
     def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """1 where the most probable class is the target."""
         return (predictions.argmax(-1) == targets).to(predictions.dtype)
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
-        """Targets must be integers from 0 to K - 1."""
         num_classes = self.num_classes(num_outputs)
         if targets.is_floating_point() or targets.ndim != 1:
             raise UserError(
@@ -78,17 +76,14 @@ class CrossEntropy(_Classification):
         return int(targets.max()) + 1
 
     def num_classes(self, num_outputs: int) -> int:
-        """One output a class."""
         if num_outputs < 2:
             raise UserError("The model puts out 1 number a sample; allowed for cross-entropy: one a class, at least 2.")
         return num_outputs
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[n]``."""
         return -torch.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """``[n, K]``."""
         return torch.softmax(outputs, -1)
 
 
@@ -97,11 +92,9 @@ class Logistic(_Classification):
     """-log sigmoid(+-output) for two classes and outputs ``[n, 1]``."""
 
     def num_outputs(self, targets: Tensor) -> int:
-        """One logit."""
         return 1
 
     def num_classes(self, num_outputs: int) -> int:
-        """Two, from one output."""
         if num_outputs != 1:
             raise UserError(
                 f"The model puts out {num_outputs} numbers a sample; allowed for two classes (logistic): 1, "
@@ -114,7 +107,6 @@ class Logistic(_Classification):
         return softplus((1 - 2 * targets) * outputs.squeeze(-1), threshold=40)
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """``[n, 2]``."""
         logits = outputs.squeeze(-1)
         return torch.stack([torch.sigmoid(-logits), torch.sigmoid(logits)], -1)
 
@@ -137,7 +129,6 @@ class SquaredError(Loss):
         return 1 if targets.ndim == 1 else targets.shape[1]
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
-        """Targets must be D numbers."""
         if (1 if targets.ndim == 1 else targets.shape[1]) != num_outputs:
             raise UserError(
                 f"Targets have shape {list(targets.shape)}; allowed for a model with {num_outputs} outputs: "
@@ -148,7 +139,6 @@ class SquaredError(Loss):
         return (predictions - targets.reshape(predictions.shape)).square()
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``[n]``."""
         constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2
         return self._errors(outputs, targets).sum(-1) / (2 * self.variance) + constant
 

@@ -85,5 +85,4 @@ class MobileNetV2(Pretrainable):
     head: ClassVar[str] = "classifier."
 
     def network(self, height: int, width: int, num_outputs: int) -> nn.Module:
-        """Any size will do: the layers pad, and the last ones average what is left."""
         return MobileNet(num_outputs, self.stem_stride, self.dropout)

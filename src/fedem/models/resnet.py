@@ -93,11 +93,9 @@ class ResNetSpec(Pretrainable):
 
     @property
     def title(self) -> str:
-        """Say where the stem is another."""
         return super().title + (" with small_images, whose stem is 3x3" if self.small_images else "")
 
     def network(self, height: int, width: int, num_outputs: int) -> nn.Module:
-        """Any size will do: the layers pad, and the last one averages what is left."""
         return ResNet(self.depths, num_outputs, self.stem_stride, self.small_images, self.dropout)
 
 

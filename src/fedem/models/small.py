@@ -1,4 +1,7 @@
-"""The linear model: one affine map of the flattened input."""
+"""Small models: linear, perceptron, two convolutional networks for handwritten characters, and an LSTM for text.
+
+Shapes: n samples, C channels, height H, width W, K outputs.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,8 @@ class Linear(ModelSpec):
     bias: bool = True
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        """Flatten, then map."""
         layer = nn.Linear(math.prod(input_shape), num_outputs, bias=self.bias)
         return layer if len(input_shape) == 1 else nn.Sequential(nn.Flatten(), layer)
-
-
-# The multilayer perceptron.
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,12 @@ class MLP(ModelSpec):
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        """Flatten, then layer after layer."""
         parts: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for _ in range(self.layers):
             parts += [nn.Linear(width, self.hidden), nn.ReLU(), nn.Dropout(self.dropout)]
             width = self.hidden
         return nn.Sequential(*parts, nn.Linear(width, num_outputs))
-
-
-# Two small convolutional networks for handwritten characters.
 
 
 class PooledConv2d(nn.Conv2d):
@@ -75,7 +70,7 @@ class PooledConv2d(nn.Conv2d):
 
 @dataclass(frozen=True)
 class CharacterModel(ModelSpec):
-    """What both have in common: pixels, from 0 to 1, are standardised by the mean and deviation of a data set's.
+    """A network for handwritten characters: pixels, from 0 to 1, are standardised by a data set's mean and deviation.
 
     Attributes:
         pixel_mean: what is subtracted from each pixel.
@@ -101,7 +96,6 @@ class CNN(CharacterModel):
     dense_dropout: float = field(default=0.5, metadata={"min": 0, "below": 1})
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        """Convolve twice, pool once, then two dense layers."""
         channels, height, width = image_shape("CNN", input_shape, smallest=6)
         return nn.Sequential(
             ScaledImages(self.pixel_mean, self.pixel_deviation),
@@ -131,7 +125,6 @@ class LeafCNN(CharacterModel):
     same_padding: bool = True
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        """Convolve and pool, twice, then two dense layers."""
         channels, height, width = image_shape("LeafCNN", input_shape, smallest=4 if self.same_padding else 16)
         padding, lost = (2, 0) if self.same_padding else (0, 4)
         for _ in range(2):
@@ -147,9 +140,6 @@ class LeafCNN(CharacterModel):
             nn.ReLU(),
             nn.Linear(2048, num_outputs),
         )
-
-
-# The stacked LSTM that predicts the next character.
 
 
 class CharacterLSTM(nn.Module):
@@ -186,7 +176,6 @@ class LSTM(ModelSpec):
     layers: int = field(default=2, metadata={"min": 1})
 
     def check(self, lowest: int, highest: int) -> None:
-        """Refuse data whose characters, from ``lowest`` to ``highest``, are not all in the vocabulary."""
         if lowest < 0 or highest >= self.vocabulary:
             raise UserError(
                 f"The inputs hold the numbers {lowest} to {highest}, but model.vocabulary is {self.vocabulary}; "
@@ -194,7 +183,6 @@ class LSTM(ModelSpec):
             )
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        """Embedding, LSTM, dense layer on the last time step."""
         if len(input_shape) != 1 or input_shape[0] < 1:
             raise UserError(
                 f"The inputs of LSTM have shape {list(input_shape)}; allowed: [window], at least 1 character a sample."
