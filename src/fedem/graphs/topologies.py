@@ -205,9 +205,9 @@ _Line = tuple[int, list[str]]
 @final
 @dataclass(frozen=True)
 class File(Topology):
-    """The graph in a file; or the graphs in a folder's files, one per round, in the order of their names, over and over.
+    """The graph in a file; or the graphs in a folder's files, one per round, in turn, in the order of their names.
 
-    A file is a list of edges, two names of clients per line, separated by commas in a .csv file and else by white space;
+    A file is a list of edges, two names of clients per line, with commas between them in a .csv file, else white space;
     lines that begin with # are comments. An edge counts once however often and either way round it is listed. Or it is
     an adjacency matrix of zeros and ones, whose rows are in the order of the federation's clients: .npy, .npz with one
     array, or .csv with more than two columns. A client that is its own neighbour is refused, and so are edges with
