@@ -67,7 +67,7 @@ def make_federation(num_clients: int, num_images: int) -> Federation:
     images = rng.integers(0, 256, (num_images, 1, 28, 28), dtype=np.uint8)
     collection = from_arrays(images, np.arange(num_images) % NUM_CLASSES)
     assignment = Dirichlet(num_clients=num_clients, alpha=0.4).assign(collection, SEED)
-    return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=SEED, origin=collection.fingerprint)
+    return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=SEED)
 
 
 def make_training(federation: Federation, device: torch.device, precision: str, **settings: Any) -> Training:

@@ -69,7 +69,7 @@ def download(
         return path
     needed(f"Downloading {remote.address}", "pooch")
     from pooch import HTTPDownloader
-    from requests import HTTPError, RequestException
+    from requests import RequestException
 
     # Not compressed for the way: lengths are those of the file.
     headers = {"User-Agent": "fedem", "Accept-Encoding": "identity"}
@@ -80,7 +80,7 @@ def download(
                 fetch(remote.address, part, None)
                 break
             except RequestException as error:
-                status = error.response.status_code if isinstance(error, HTTPError) else None
+                status = None if error.response is None else error.response.status_code
                 if not left or (status is not None and status < 500):
                     raise _unreachable(remote, path, f"HTTP {status}" if status else _cause(error)) from None
                 time.sleep(pause * (attempts - left - 1))

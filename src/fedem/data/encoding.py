@@ -5,7 +5,7 @@
 - true and false are 1 and 0.
 - Targets are classes (text, booleans, few different whole numbers) or numbers to regress on, standardised as well.
 
-Shapes: n rows, d inputs.
+Shapes: n rows, d inputs, D target dimensions.
 """
 
 from __future__ import annotations
@@ -23,23 +23,184 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
+TASKS = ("auto", "classification", "regression")
+_NAMED = 5
+"""names that a message lists"""
+_FEW = 20
+"""distinct numbers that may well be classes"""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """How one column becomes inputs."""
+
+    name: str
+    kind: str
+    """boolean, number or text"""
+    mean: float = 0.0
+    deviation: float = 1.0
+    categories: tuple[str, ...] = ()
+
+    @classmethod
+    def fit(
+        cls, table: Table, name: str, rows: NDArray[np.int64], *, standardize: bool = True, max_categories: int = 100
+    ) -> Feature:
+        """Learn from the training ``rows`` of a column."""
+        column = table.columns[name]
+        if column.kind == BOOLEAN:
+            return cls(name, BOOLEAN)
+        if column.kind == TEXT:
+            texts = column.texts(TEXT)
+            categories = tuple(sorted({texts[row] for row in rows.tolist()}))
+            if len(categories) > max_categories:
+                raise too_many(table, name, len(categories), max_categories)
+            return cls(name, TEXT, categories=categories)
+        numbers = table.numbers(name)
+        return cls(name, NUMBER, *(scale_of(numbers[rows]) if standardize else (0.0, 1.0)))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs that the column becomes."""
+        return tuple(f"{self.name}={category}" for category in self.categories) if self.kind == TEXT else (self.name,)
+
+    def encode(self, table: Table, out: NDArray[np.float32]) -> None:
+        """Write the column to ``out`` ``[n, inputs]``, which holds zeros."""
+        if self.kind == TEXT:
+            places = {category: place for place, category in enumerate(self.categories)}
+            codes = np.array([places.get(text, -1) for text in table.columns[self.name].texts(TEXT)], dtype=np.int64)
+            known = (codes >= 0).nonzero()[0]
+            out[known, codes[known]] = 1
+        elif self.kind == BOOLEAN:
+            out[:, 0] = table.booleans(self.name)
+        else:
+            with np.errstate(over="ignore"):
+                scaled = (table.numbers(self.name) - self.mean) / self.deviation
+            if (large := np.abs(scaled) > LARGEST).any():
+                raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
+            out[:, 0] = scaled
+
+
+def scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return mean and deviation of ``values`` ``[n]``; equal values have deviation 1."""
+    if values.min() == values.max():  # rounding may give them one of 1e-17
+        return float(values[0]), 1.0
+    return float(values.mean()), float(values.std()) or 1.0  # it is 0 where squares are too small for a float
+
+
+def too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
+    """Return the error for a column of text that has too many categories."""
+    column = table.columns[name]
+    numbers = np.isfinite(column.parsed) if column.written else np.zeros(len(table), dtype=bool)
+    odd = int((~numbers).argmax())
+    hint = (
+        f"{numbers.sum():,} of its values are numbers; the first that is none: {table.place(odd)}"
+        if numbers.any()
+        else f"such as {column.values[0]!r}; dates and identifiers are text as well"
+    )
+    return UserError(
+        f"Column {name!r} is text with {count:,} categories ({hint}); allowed: at most {allowed} "
+        f"(data.max_categories). Leave it out with data.ignore={name}, or turn it into numbers."
+    )
+
+
+def some(names: Sequence[str]) -> str:
+    """Name the first few."""
+    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+
+
+@dataclass(frozen=True)
+class Target:
+    """How the column of targets becomes classes or numbers."""
+
+    name: str
+    kind: str
+    """what the column held in training: boolean, whole, number or text"""
+    distinct: int
+    """number of different values"""
+    classes: tuple[str, ...] | None
+    """names of the classes, whose positions are the targets; None for regression"""
+    mean: float = 0.0
+    deviation: float = 1.0
+
+    @classmethod
+    def fit(cls, table: Table, *, task: str = "auto", max_categories: int = 100) -> Target:
+        """Find out from all rows what the targets are: classes that no training row has are classes too."""
+        name = table.target
+        column = table.complete([name]).columns[name]
+        kind = column.kind
+        if column.values.ndim > 1:
+            if task == "classification":
+                raise UserError(f"Targets {name!r} have shape {list(column.values.shape)}; allowed for classes: [n].")
+            return cls(name, NUMBER, len(np.unique(column.values)), None)
+        found = set(column.texts(kind))
+        if task == "regression" and kind == TEXT:
+            table.numbers(name)  # raises, naming the first value that is no number
+        if task == "auto" and kind == TEXT and len(found) > max_categories:
+            raise too_many(table, name, len(found), max_categories)
+        regression = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
+        regression = task == "regression" or (task == "auto" and regression)
+        if len(found) < 2:
+            allowed = "" if regression else " classes, or numbers (data.task=regression)"
+            value = next(iter(found), None)
+            raise UserError(
+                f"The target column {name!r} has one value only ({value!r}); allowed: at least two{allowed}."
+            )
+        if regression:
+            return cls(name, kind, len(found), None)
+        order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
+        return cls(name, kind, len(found), tuple(order))
+
+    def scaled(self, table: Table, rows: NDArray[np.int64]) -> Target:
+        """Standardise numbers by the training ``rows``.
+
+        A Gaussian likelihood of variance 1, by which samples are dealt to components, wants targets of that size.
+        """
+        if self.classes is not None or table.columns[self.name].values.ndim > 1:
+            return self
+        mean, deviation = scale_of(table.numbers(self.name)[rows])
+        return replace(self, mean=mean, deviation=deviation)
+
+    def encode(self, table: Table) -> NDArray[np.generic]:
+        """Return positions of classes, ``[n]`` int64, or numbers, float32; the table says which column it is."""
+        name = table.target
+        if name not in table.columns:
+            raise UserError(f"There is no column {name!r} of targets.")
+        table = table.as_text([name]) if self.kind == TEXT else table
+        column = table.complete([name]).columns[name]
+        if self.classes is None:
+            return ((table.numbers(name) - self.mean) / self.deviation).astype(np.float32)
+        if self.kind in (WHOLE, NUMBER):
+            table.numbers(name)
+        places = {label: place for place, label in enumerate(self.classes)}
+        codes = [places.get(text, -1) for text in column.texts(self.kind)]
+        if -1 in codes:
+            why = f"is none of the {len(places)} classes of training ({some(self.classes)})"
+            raise table.refusal(name, codes.index(-1), why)
+        return np.array(codes, dtype=np.int64)
+
+    def describe(self) -> str:
+        """Say what was made of the column."""
+        if self.classes is not None:
+            return f"target {self.name!r}: {len(self.classes)} classes ({some(self.classes)})"
+        why = "whole numbers" if self.kind == WHOLE else "numbers"
+        if self.kind == WHOLE or self.distinct <= _FEW:
+            why += "; data.task=classification makes them classes"
+        scale = f", standardised by mean {self.mean:.4g} and deviation {self.deviation:.4g}: an error of 1 is so much"
+        scale = "" if (self.mean, self.deviation) == (0.0, 1.0) else scale
+        return f"target {self.name!r}: regression ({self.distinct:,} distinct {why}){scale}"
+
 
 @dataclass(frozen=True)
 class Encoding:
-    """What was learnt of a table's columns.
-
-    Attributes:
-        features: in the order of the inputs; None where the inputs are an array, which is taken as it is.
-        target: the column of targets.
-        client: name of the column of clients.
-        ignored: names of columns that are left out.
-
-    """
+    """What was learnt of a table's columns."""
 
     features: tuple[Feature, ...] | None
+    """in the order of the inputs; None where the inputs are an array, which is taken as it is"""
     target: Target
     client: str = "client"
+    """name of the column of clients"""
     ignored: tuple[str, ...] = ()
+    """names of columns that are left out"""
 
     @classmethod
     def fit(
@@ -59,10 +220,8 @@ class Encoding:
             return cls(None, target, table.client, tuple(ignored))
         names = table.without(ignored).features
         table.complete(names)
-        features = tuple(
-            Feature.fit(table, name, train_rows, standardize=standardize, max_categories=max_categories)
-            for name in names
-        )
+        options: dict[str, Any] = {"standardize": standardize, "max_categories": max_categories}
+        features = tuple(Feature.fit(table, name, train_rows, **options) for name in names)
         return cls(features, target, table.client, tuple(ignored))
 
     @property
@@ -144,11 +303,10 @@ class Encoding:
         """Say in one line what was made of the columns."""
         if self.features is None:
             return f"{self.target.describe()}; inputs as they are"
-        kinds = {kind: [feature for feature in self.features if feature.kind == kind] for kind in (NUMBER, BOOLEAN)}
         said = [
-            f"{len(found)} {word} feature{'s' if len(found) > 1 else ''}"
-            for word, found in (("numeric", kinds[NUMBER]), ("true/false", kinds[BOOLEAN]))
-            if found
+            f"{count} {word} feature{'s' if count > 1 else ''}"
+            for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN))
+            if (count := sum(feature.kind == kind for feature in self.features))
         ]
         texts = [f"{f.name!r} with {len(f.categories)} categories" for f in self.features if f.kind == TEXT]
         if texts:
@@ -163,199 +321,11 @@ class Encoding:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Encoding:
         """Return the encoding that :meth:`to_json` wrote."""
-        features, target = content["features"], dict(content["target"])
-        classes = target.pop("classes")
-        return cls(
-            None if features is None else tuple(Feature(**_tuples(feature)) for feature in features),
-            Target(**target, classes=None if classes is None else tuple(classes)),
-            content["client"],
-            tuple(content["ignored"]),
-        )
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {**values, "categories": tuple(values["categories"])}
-
-
-# One column -> inputs: numbers standardised, text one-hot, true and false as 1 and 0; and columns that can't be.
-#
-# Shapes: n rows.
-
-_NAMED = 5
-
-
-@dataclass(frozen=True)
-class Feature:
-    """How one column becomes inputs."""
-
-    name: str
-    kind: str
-    """boolean, number or text"""
-    mean: float = 0.0
-    deviation: float = 1.0
-    categories: tuple[str, ...] = ()
-
-    @classmethod
-    def fit(
-        cls, table: Table, name: str, rows: NDArray[np.int64], *, standardize: bool = True, max_categories: int = 100
-    ) -> Feature:
-        """Learn from the training ``rows`` of a column."""
-        column = table.columns[name]
-        if column.kind == BOOLEAN:
-            return cls(name, BOOLEAN)
-        if column.kind == TEXT:
-            texts = column.texts(TEXT)
-            categories = tuple(sorted({texts[row] for row in rows.tolist()}))
-            if len(categories) > max_categories:
-                raise too_many(table, name, len(categories), max_categories)
-            return cls(name, TEXT, categories=categories)
-        numbers = table.numbers(name)
-        return cls(name, NUMBER, *(scale_of(numbers[rows]) if standardize else (0.0, 1.0)))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs that the column becomes."""
-        return tuple(f"{self.name}={category}" for category in self.categories) if self.kind == TEXT else (self.name,)
-
-    def encode(self, table: Table, out: NDArray[np.float32]) -> None:
-        """Write the column to ``out`` ``[n, inputs]``, which holds zeros."""
-        if self.kind == TEXT:
-            places = {category: place for place, category in enumerate(self.categories)}
-            codes = np.array([places.get(text, -1) for text in table.columns[self.name].texts(TEXT)], dtype=np.int64)
-            known = (codes >= 0).nonzero()[0]
-            out[known, codes[known]] = 1
-        elif self.kind == BOOLEAN:
-            out[:, 0] = table.booleans(self.name)
-        else:
-            with np.errstate(over="ignore"):
-                scaled = (table.numbers(self.name) - self.mean) / self.deviation
-            if (large := np.abs(scaled) > LARGEST).any():
-                raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
-            out[:, 0] = scaled
-
-
-def scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return mean and deviation of ``values`` ``[n]``; equal values have deviation 1."""
-    if values.min() == values.max():  # rounding may give them one of 1e-17
-        return float(values[0]), 1.0
-    return float(values.mean()), float(values.std()) or 1.0  # it is 0 where squares are too small for a float
-
-
-def too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
-    """Return the error for a column of text that has too many categories."""
-    column = table.columns[name]
-    numbers = np.isfinite(column.parsed) if column.written else np.zeros(len(table), dtype=bool)
-    odd = int((~numbers).argmax())
-    hint = (
-        f"{numbers.sum():,} of its values are numbers; the first that is none: {table.place(odd)}"
-        if numbers.any()
-        else f"such as {column.values[0]!r}; dates and identifiers are text as well"
-    )
-    return UserError(
-        f"Column {name!r} is text with {count:,} categories ({hint}); allowed: at most {allowed} "
-        f"(data.max_categories). Leave it out with data.ignore={name}, or turn it into numbers."
-    )
-
-
-def some(names: Sequence[str]) -> str:
-    """Name the first few."""
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-
-
-# The column of targets -> classes or numbers.
-#
-# Shapes: n rows, D target dimensions.
-
-_FEW = 20
-"""distinct numbers that may well be classes"""
-
-TASKS = ("auto", "classification", "regression")
-
-
-@dataclass(frozen=True)
-class Target:
-    """How the column of targets becomes classes or numbers."""
-
-    name: str
-    kind: str
-    """what the column held in training: boolean, whole, number or text"""
-    distinct: int
-    """number of different values"""
-    classes: tuple[str, ...] | None
-    """names of the classes, whose positions are the targets; None for regression"""
-    mean: float = 0.0
-    deviation: float = 1.0
-
-    @classmethod
-    def fit(cls, table: Table, *, task: str = "auto", max_categories: int = 100) -> Target:
-        """Find out from all rows what the targets are: classes that no training row has are classes too."""
-        name = table.target
-        column = table.complete([name]).columns[name]
-        kind = column.kind
-        if column.values.ndim > 1:
-            if task == "classification":
-                raise UserError(f"Targets {name!r} have shape {list(column.values.shape)}; allowed for classes: [n].")
-            return cls(name, NUMBER, len(np.unique(column.values)), None)
-        found = set(column.texts(kind))
-        if task == "regression" and kind == TEXT:
-            table.numbers(name)  # raises, naming the first value that is no number
-        if task == "auto" and kind == TEXT and len(found) > max_categories:
-            raise too_many(table, name, len(found), max_categories)
-        regression = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
-        if task == "regression" or (task == "auto" and regression):
-            if len(found) < 2:
-                value = next(iter(found), None)
-                raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: at least two.")
-            return cls(name, kind, len(found), None)
-        if len(found) < 2:
-            raise UserError(
-                f"The target column {name!r} has one value only ({next(iter(found), None)!r}); "
-                "allowed: at least two classes, or numbers (data.task=regression)."
-            )
-        order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
-        return cls(name, kind, len(found), tuple(order))
-
-    def scaled(self, table: Table, rows: NDArray[np.int64]) -> Target:
-        """Standardise numbers by the training ``rows``.
-
-        A Gaussian likelihood of variance 1, by which samples are dealt to components, wants targets of that size.
-        """
-        if self.classes is not None or table.columns[self.name].values.ndim > 1:
-            return self
-        mean, deviation = scale_of(table.numbers(self.name)[rows])
-        return replace(self, mean=mean, deviation=deviation)
-
-    def encode(self, table: Table) -> NDArray[np.generic]:
-        """Return positions of classes, ``[n]`` int64, or numbers, float32; the table says which column it is."""
-        name = table.target
-        if name not in table.columns:
-            raise UserError(f"There is no column {name!r} of targets.")
-        table = table.as_text([name]) if self.kind == TEXT else table
-        column = table.complete([name]).columns[name]
-        if self.classes is None:
-            return ((table.numbers(name) - self.mean) / self.deviation).astype(np.float32)
-        if self.kind in (WHOLE, NUMBER):
-            table.numbers(name)
-        places = {label: place for place, label in enumerate(self.classes)}
-        codes = [places.get(text, -1) for text in column.texts(self.kind)]
-        if -1 in codes:
-            why = f"is none of the {len(places)} classes of training ({some(self.classes)})"
-            raise table.refusal(name, codes.index(-1), why)
-        return np.array(codes, dtype=np.int64)
-
-    def describe(self) -> str:
-        """Say what was made of the column."""
-        if self.classes is not None:
-            return f"target {self.name!r}: {len(self.classes)} classes ({some(self.classes)})"
-        why = "whole numbers" if self.kind == WHOLE else "numbers"
-        if self.kind == WHOLE or self.distinct <= _FEW:
-            why += "; data.task=classification makes them classes"
-        scale = ""
-        if (self.mean, self.deviation) != (0.0, 1.0):
-            scale = (
-                f", standardised by mean {self.mean:.4g} and deviation {self.deviation:.4g}: an error of 1 is so much"
-            )
-        return f"target {self.name!r}: regression ({self.distinct:,} distinct {why}){scale}"
+        features, target = content["features"], content["target"]
+        if features is not None:
+            features = tuple(Feature(**{**entry, "categories": tuple(entry["categories"])}) for entry in features)
+        classes = None if target["classes"] is None else tuple(target["classes"])
+        return cls(features, Target(**{**target, "classes": classes}), content["client"], tuple(content["ignored"]))
 
 
 def plain_targets(table: Table) -> NDArray[np.generic]:

@@ -444,7 +444,7 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
     # In a column of Python objects the values say what they are.
     gone = np.array([value is None or _is_nothing(value) for value in values], dtype=bool)
     kinds = {type(value) for value, nothing in zip(values, gone, strict=True) if not nothing}
-    numbers = [0 if nothing else value for value, nothing in zip(values, gone, strict=True)]
+    numbers: list[Any] = [0 if nothing else value for value, nothing in zip(values, gone, strict=True)]
     if kinds and not text and all(issubclass(kind, bool) for kind in kinds):
         return Column(np.array(numbers, dtype=bool), gone)
     if kinds and not text and not any(issubclass(kind, bool) for kind in kinds):
