@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.data.download import Remote
-from fedem.data.store import Block, Public, opened, pick, plain_images
+from fedem.data.store import Block, Public, opened, pick
 
 _SHAPE = (3, 32, 32)
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -85,12 +85,9 @@ class Cifar10(Public):
     )
     patterns: ClassVar[tuple[str, ...]] = ("cifar-10-batches-py",)
     labels: ClassVar[tuple[str, ...]] = tuple(_TEN.split())
+    images: ClassVar[tuple[int, int, int]] = _SHAPE
 
     def read(self, source: Path) -> Iterator[Block]:
-        """Read the archive, its folder, or a plain npz."""
-        if source.suffix == ".npz":
-            yield from plain_images(source, _SHAPE, owned=False)
-            return
         names = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
         for images, labels in _batches(source, names, (b"labels",)):
             yield Block(images, labels)
@@ -109,11 +106,9 @@ class Cifar100(Public):
     )
     patterns: ClassVar[tuple[str, ...]] = ("cifar-100-python",)
     labels: ClassVar[tuple[str, ...]] = tuple(_HUNDRED.split())
+    images: ClassVar[tuple[int, int, int]] = _SHAPE
+    has_coarse: ClassVar[bool] = True
 
     def read(self, source: Path) -> Iterator[Block]:
-        """Read the archive, its folder, or a plain npz that has ``coarse`` as well."""
-        if source.suffix == ".npz":
-            yield from plain_images(source, _SHAPE, owned=False, coarse=True)
-            return
         for images, labels, groups in _batches(source, ("train", "test"), (b"fine_labels", b"coarse_labels")):
             yield Block(images, labels, coarse=groups)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.data.download import Remote
-from fedem.data.store import ROWS, Block, Files, Public, opened, pick, plain_images
+from fedem.data.store import ROWS, Block, Files, Public, opened, pick
 
 SHAPE = (1, 28, 28)
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
@@ -76,12 +76,9 @@ class Emnist(Public):
     )
     patterns: ClassVar[tuple[str, ...]] = ("emnist",)
     labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
+    images: ClassVar[tuple[int, int, int]] = SHAPE
 
     def read(self, source: Path) -> Iterator[Block]:
-        """Read the official zip, a folder of its files, or a plain npz of upright images."""
-        if source.suffix == ".npz":
-            yield from plain_images(source, SHAPE, owned=False)
-            return
         with opened(source) as files:
             for part in ("train", "test"):
                 for images, labels in _pairs(files, source, part):

@@ -185,7 +185,8 @@ class Target:
         why = "whole numbers" if self.kind == WHOLE else "numbers"
         if self.kind == WHOLE or self.distinct <= _FEW:
             why += "; data.task=classification makes them classes"
-        scale = f", standardised by mean {self.mean:.4g} and deviation {self.deviation:.4g}: an error of 1 is so much"
+        deviation = f"{self.deviation:.4g}"
+        scale = f", standardised by mean {self.mean:.4g} and deviation {deviation}: an error of 1 is {deviation}"
         scale = "" if (self.mean, self.deviation) == (0.0, 1.0) else scale
         return f"target {self.name!r}: regression ({self.distinct:,} distinct {why}){scale}"
 

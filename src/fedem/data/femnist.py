@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.data.download import Remote
 from fedem.data.emnist import CHARACTERS, SHAPE
-from fedem.data.store import Block, Files, Public, opened, plain_images
+from fedem.data.store import Block, Files, Public, opened
 
 _NIST = ("by_class", "by_write")
 
@@ -70,10 +70,8 @@ def _label(code: str, path: str) -> int:
 
 def _image(content: bytes) -> NDArray[np.uint8]:
     """Decode an image and bring it to ``[1, 28, 28]``."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError("Reading images needs the package pillow, which is not installed.") from None
+    from PIL import Image
+
     with Image.open(io.BytesIO(content)) as image:
         grey = image.convert("L")
     if grey.size != SHAPE[1:]:
@@ -134,13 +132,10 @@ class Femnist(Public):
     )
     patterns: ClassVar[tuple[str, ...]] = ("femnist",)
     labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
+    images: ClassVar[tuple[int, int, int]] = SHAPE
     hint: ClassVar[str] = "Or make LEAF's json files with LEAF's scripts (they have no address) and name their folder."
 
     def read(self, source: Path) -> Iterator[Block]:
-        """Read LEAF's files, NIST's archives, a tree of images, or a plain npz with ``client``."""
-        if source.suffix == ".npz":
-            yield from plain_images(source, SHAPE, owned=True)
-            return
         folder = source if source.is_dir() else source.parent
         pair = [
             next((path for path in (folder / f"{name}.zip", folder / name) if path.exists()), None) for name in _NIST

@@ -414,10 +414,26 @@ class Public(Pooled):
     """names of the classes"""
     hint: ClassVar[str] = ""
     """what else may be read, for those who can't download"""
+    images: ClassVar[tuple[int, int, int] | None] = None
+    """C, H, W: an npz of such images (:func:`plain_images`) is read as well"""
+    has_coarse: ClassVar[bool] = False
+    """whether its labels have groups"""
 
     @abstractmethod
     def read(self, source: Path) -> Iterator[Block]:
-        """Read an official file or folder, or a plain one, block by block; the first error stops it."""
+        """Read an official file or folder block by block; the first error stops it."""
+
+    def blocks(self, source: Path) -> Iterator[Block]:
+        """Read an official file or folder, or a plain npz of images; errors of reading name the source."""
+        try:
+            if self.images is not None and source.suffix == ".npz":
+                yield from plain_images(source, self.images, owned=self.usual == "natural", coarse=self.has_coarse)
+            else:
+                yield from self.read(source)
+        except UserError:
+            raise
+        except _DAMAGED as error:
+            raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None
 
     @property
     def variant(self) -> str:
@@ -490,8 +506,7 @@ def prepare(
             if again or not (place / ABOUT).exists():
                 raw = _raw_files(data, source) or _downloaded(data, progress)
                 hashes = {path.name: digest_of(path) for path in raw}
-                blocks = _reading(raw[0], data.read(raw[0]))
-                _write_canonical(place, data.variant, data.labels, hashes, blocks, progress)
+                _write_canonical(place, data.variant, data.labels, hashes, data.blocks(raw[0]), progress)
     except OSError as error:
         raise UserError(f"{place} can't be written: {error.strerror or error}.") from None
     return place
@@ -522,13 +537,3 @@ def _downloaded(data: Public, progress: Progress) -> list[Path]:
         return [download(remote, folder, partial(progress, remote.file)) for remote in data.remotes]
     except UserError as error:
         raise UserError(f"{error} {data.hint}".strip()) from None
-
-
-def _reading(source: Path, blocks: Iterator[Block]) -> Iterator[Block]:
-    """Turn errors of reading, but not those of writing, into one that names the source."""
-    try:
-        yield from blocks
-    except UserError:
-        raise
-    except _DAMAGED as error:
-        raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None
