@@ -22,14 +22,14 @@ def _write(path: Path, content: str | bytes) -> Path:
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut short"])
 def test_files_that_are_no_archives(tmp_path: Path, content: bytes) -> None:
-    with pytest.raises(UserError, match="is no npz archive"):
+    with pytest.raises(UserError, match="is not an npz archive"):
         read_table(_write(tmp_path / "t.npz", content))
 
 
 def test_archives_of_something_else(tmp_path: Path) -> None:
     with (tmp_path / "t.npz").open("wb") as file:
         np.save(file, np.ones(3))
-    with pytest.raises(UserError, match="is no npz archive"):
+    with pytest.raises(UserError, match="is not an npz archive"):
         read_table(tmp_path / "t.npz")
     np.savez(tmp_path / "u.npz", x=np.ones((2, 2)), y=np.array(1))
     with pytest.raises(UserError, match="'y' is a single value"):

@@ -122,7 +122,7 @@ class TestNewTables:
         [
             ({"a": [1]}, "The columns are a; allowed: a, b, as in training"),
             ({"a": [1], "c": ["u"]}, "The columns are a, c; allowed: a, b, as in training"),
-            ({"a": ["much"], "b": ["u"]}, r"t\.csv, line 2, column 'a': 'much' is no number"),
+            ({"a": ["much"], "b": ["u"]}, r"t\.csv, line 2, column 'a': 'much' is not a number"),
         ],
     )
     def test_other_columns_are_refused(self, columns: dict[str, Any], message: str) -> None:

@@ -62,7 +62,7 @@ class TestTargets:
         assert Target.fit(table, task="classification").classes == ("1", "2.5")
         assert Target.fit(table_of(a=[1, 2], y=["3", "4"]), task="regression").classes is None
         assert len(Target.fit(table_of(a=[1] * 101, y=list(range(101))), task="classification").classes or ()) == 101
-        with pytest.raises(UserError, match=r"t\.csv, line 3, column 'y': 'x' is no number"):
+        with pytest.raises(UserError, match=r"t\.csv, line 3, column 'y': 'x' is not a number"):
             Target.fit(table_of(a=[1, 2], y=["3", "x"]), task="regression")
         with pytest.raises(UserError, match=r"Unknown FromFile\.task 'clasification'"):
             FromFile(task="clasification")

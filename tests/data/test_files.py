@@ -121,7 +121,12 @@ class TestCsv:
 
     @pytest.mark.parametrize(
         ("text", "why"),
-        [("tall", "is no number"), ("inf", "is not finite"), ("-Infinity", "is not finite"), ("1e39", "is not finite")],
+        [
+            ("tall", "is not a number"),
+            ("inf", "is not finite"),
+            ("-Infinity", "is not finite"),
+            ("1e39", "is not finite"),
+        ],
     )
     def test_what_is_no_number_is_named(self, tmp_path: Path, text: str, why: str) -> None:
         # A field of two lines: lines are counted, not rows.
@@ -237,7 +242,7 @@ class TestFolder:
     def test_a_place_names_its_own_file(self, tmp_path: Path) -> None:
         write_csv(tmp_path / "a.csv", "x", "1", "2")
         write_csv(tmp_path / "b.csv", "x", "3", "red")
-        with pytest.raises(UserError, match=r"b\.csv, line 3, column 'x': 'red' is no number"):
+        with pytest.raises(UserError, match=r"b\.csv, line 3, column 'x': 'red' is not a number"):
             read_table(tmp_path).numbers("x")
 
     def test_what_is_no_table_is_refused(self, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class TestFemnist:
     def test_a_tree_of_writers_and_classes(self, tmp_path: Path) -> None:
         files = {f"{w}/{ord(CHARACTERS[Y[k]]):02x}/{k}.png": png(X[k]) for k, w in enumerate(WRITERS)}
         assert by_owner(write(tmp_path / "tree", files)) == EXPECTED
-        with pytest.raises(ValueError, match="'2b' is no hexadecimal code of a digit or letter"):
+        with pytest.raises(ValueError, match="'2b' is not a hexadecimal code of a digit or letter"):
             by_owner(write(tmp_path / "tree", {"f0001_01/2b/x.png": png(X[0])}))
 
     def test_large_images_are_made_small(self) -> None:

@@ -76,7 +76,7 @@ class TestNpz:
     def test_pickled_objects_are_refused(self, tmp_path: Path, name: str) -> None:
         arrays = {"x": INPUTS, "y": TARGETS, "client": CLIENTS}
         arrays[name] = arrays[name].astype(object)
-        with pytest.raises(UserError, match=r"samples\.npz is no npz archive of plain arrays"):
+        with pytest.raises(UserError, match=r"samples\.npz is not an npz archive of plain arrays"):
             read_table(write_npz(tmp_path / "samples.npz", **arrays))
 
     def test_a_pickle_is_not_run(self, tmp_path: Path) -> None:
@@ -92,12 +92,12 @@ class TestNpz:
         content = bytearray(npz.read_bytes())
         content[content.index(INPUTS.tobytes())] ^= 0xFF
         npz.write_bytes(bytes(content))
-        with pytest.raises(UserError, match=r"samples\.npz is no npz archive of plain arrays"):
+        with pytest.raises(UserError, match=r"samples\.npz is not an npz archive of plain arrays"):
             read_table(npz)
 
     def test_a_file_that_is_no_archive_is_refused(self, tmp_path: Path) -> None:
         path = write_csv(tmp_path / "samples.npz", HEADER, "1,2,0,ann")
-        with pytest.raises(UserError, match=r"samples\.npz is no npz archive of plain arrays"):
+        with pytest.raises(UserError, match=r"samples\.npz is not an npz archive of plain arrays"):
             read_table(path)
 
 

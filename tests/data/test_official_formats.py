@@ -117,7 +117,7 @@ class TestCifar:
         files = {f"c/data_batch_{k}": pickle.dumps({b"data": _Touch(marker)}) for k in range(1, 6)} | {
             "c/test_batch": b""
         }
-        with pytest.raises(UserError, match=r"UnpicklingError: it asks for .*, which is no data"):
+        with pytest.raises(UserError, match=r"UnpicklingError: it asks for .*, which is not data"):
             prepare(Cifar10(folder=str(tmp_path / "out")), tar(tmp_path / "evil.tar.gz", files))
         assert not marker.exists()
 

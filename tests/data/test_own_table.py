@@ -163,7 +163,7 @@ def test_new_categories_are_told_and_wrong_files_refused(run: Run, tmp_path: Pat
             NEW,
             "The columns are weekday, price, promotion; allowed: weekday,",
         ),
-        (COLUMNS[:-1], [row | {"price": "high"} for row in NEW], "line 2, column 'price': 'high' is no number"),
+        (COLUMNS[:-1], [row | {"price": "high"} for row in NEW], "line 2, column 'price': 'high' is not a number"),
         (COLUMNS[:-1], [*NEW[:3], NEW[3] | {"price": ""}], "1 in column 'price' (first: "),
     ):
         code, _, err = run("predict", tmp_path / "r", "--data", write_shops(path, rows, columns), "--out", "p.csv")

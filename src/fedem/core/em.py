@@ -99,11 +99,11 @@ def fit_log_weights(
 
     Args:
         losses: ``[M, n]``; with no samples the weights stay uniform.
-        max_iterations: so many updates of EM, one being the paper's rule for unseen clients; None for convergence.
-        prior: so many samples more, in equal shares each certainly of one component, count where it converges: the mode
-            under a Dirichlet distribution of 1 + prior / M. 0 is the greatest likelihood, which for a single sample
-            is one component alone.
-        tolerance: convergence is when the mean log-likelihood is provably within so much of its maximum.
+        max_iterations: updates of EM, one being the paper's rule for unseen clients; None for convergence.
+        prior: pseudo-count, shared equally by the components, where it converges: the mode under a Dirichlet
+            distribution of 1 + prior / M. 0 is the greatest likelihood, which for a single sample is one component
+            alone.
+        tolerance: how far the mean log-likelihood may provably be from its maximum at convergence.
 
     Returns:
         log weights ``[M]``, in ``losses``'s type

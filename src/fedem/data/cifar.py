@@ -48,7 +48,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the few names that arrays need."""
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no data")
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
         return _ALLOWED[module, name]
 
 

@@ -15,7 +15,7 @@ from fedem.core.errors import UserError, needed
 _PIECE = 1 << 18
 
 Listener = Callable[[int, int | None], None]
-"""told the bytes that are there and, where it is known, how many there will be"""
+"""called with the bytes that are there and, where it is known, how many there will be"""
 
 
 class Remote(NamedTuple):

@@ -35,7 +35,7 @@ def idx_blocks(file: IO[bytes] | gzip.GzipFile, rows: int = ROWS) -> Iterator[ND
     """Read an idx file of bytes, ``rows`` entries of its first axis at a time."""
     zeros, kind, axes = struct.unpack(">HBB", _exactly(file, 4))
     if zeros or kind != _BYTES or not axes:
-        raise ValueError("it is no idx file of bytes")
+        raise ValueError("it is not an idx file of bytes")
     count, *shape = struct.unpack(f">{axes}I", _exactly(file, 4 * axes))
     for start in range(0, count, rows):
         size = min(rows, count - start)

@@ -134,7 +134,7 @@ class Target:
             return cls(name, NUMBER, len(np.unique(column.values)), None)
         found = set(column.texts(kind))
         if task == "regression" and kind == TEXT:
-            table.numbers(name)  # raises, naming the first value that is no number
+            table.numbers(name)  # raises, naming the first value that is not a number
         if task == "auto" and kind == TEXT and len(found) > max_categories:
             raise too_many(table, name, len(found), max_categories)
         regression = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)

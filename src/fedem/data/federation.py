@@ -112,7 +112,7 @@ class Federation:
         triples = list(clients)
         for position, triple in enumerate(triples):
             if not isinstance(triple, tuple | list) or len(triple) != 3:
-                raise UserError(f"Item {position} of the generator is no triple (name, inputs, targets).")
+                raise UserError(f"Item {position} of the generator is not a triple (name, inputs, targets).")
         return cls.from_clients(((x, y) for _, x, y in triples), [name for name, _, _ in triples], **options)
 
     @classmethod

@@ -65,7 +65,7 @@ def _label(code: str, path: str) -> int:
     try:
         return CHARACTERS.index(chr(int(code, 16)))
     except ValueError:
-        raise ValueError(f"{path}: {code!r} is no hexadecimal code of a digit or letter") from None
+        raise ValueError(f"{path}: {code!r} is not a hexadecimal code of a digit or letter") from None
 
 
 def _image(content: bytes) -> NDArray[np.uint8]:

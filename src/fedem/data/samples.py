@@ -199,7 +199,7 @@ def _as_tensor(name: str, what: str, values: Any) -> Tensor:
             array = np.asarray(values)
             tensor = torch.from_numpy(np.require(array, requirements=["C", "W"] if array.ndim else ["W"]))
     except (TypeError, ValueError) as error:
-        raise UserError(f"Client {name!r} has {what} that are no array of numbers ({error}).") from None
+        raise UserError(f"Client {name!r} has {what} that are not an array of numbers ({error}).") from None
     if tensor.ndim == 0:
         raise UserError(f"Client {name!r} has a single number as {what}; allowed: an array of shape [n, ...].")
     return tensor

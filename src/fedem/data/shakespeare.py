@@ -3,7 +3,7 @@
 The text is Project Gutenberg's #100 in the layout of 1994: a role's name and a full stop, indented by two spaces, start
 a speech; lines indented by four go on with it; the Comedy of Errors has no indents. LEAF's rules, kept here:
 
-- A client is a role in a play, PLAY_ROLE, the role in capitals. Works with fewer than two roles are no plays.
+- A client is a role in a play, PLAY_ROLE, the role in capitals. Works with fewer than two roles are not plays.
 - Roles of fewer than three lines are dropped (the paper says two; its number of samples is LEAF's), and so are those
   whose text is no longer than a window.
 - A role's lines are joined by spaces, several spaces become one, and a window slides over that text by one character.
@@ -134,8 +134,8 @@ class Shakespeare(Public):
     def read(self, source: Path) -> Iterator[Block]:
         """Read the text; roles with many lines come first, so that a minimum is a matter of where to stop."""
         roles: dict[str, list[str]] = defaultdict(list)
-        for title, parts in plays(_text(source)):
-            for role, lines in parts.items():
+        for title, lines_by_role in plays(_text(source)):
+            for role, lines in lines_by_role.items():
                 if len(lines) >= FEWEST_LINES:
                     roles[re.sub(r"\W+", "_", f"{title}_{role}".replace(" ", "_"))] += lines
         if not roles:

@@ -499,7 +499,7 @@ def prepare(
         return there
     place = there or (Path(data.folder) if data.folder else _writable_folder() / "canonical" / data.variant)
     if not _writable(place.parent):
-        raise UserError(f"{place} can't be written: {place.parent} is no folder we may write to.")
+        raise UserError(f"{place} can't be written: {place.parent} is not a folder we may write to.")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with locked(place.parent / f".{data.name}.lock", wait=True):

@@ -193,7 +193,7 @@ class Table:
         column = self.complete([name]).columns[name]
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
-            raise self.refusal(name, row, "is no number")
+            raise self.refusal(name, row, "is not a number")
         large = ~(np.abs(column.parsed) <= LARGEST)
         if large.any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
@@ -303,7 +303,7 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
             present = ", ".join(archive.files)
     except _DAMAGED as error:
         raise UserError(
-            f"{path} is no npz archive of plain arrays, or it is damaged ({type(error).__name__})."
+            f"{path} is not an npz archive of plain arrays, or it is damaged ({type(error).__name__})."
         ) from None
     if "x" not in found:
         raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")

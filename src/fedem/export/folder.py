@@ -43,7 +43,7 @@ _START = {"weights": "", "jitter": 0.0}
 
 @dataclass(frozen=True)
 class Exported:
-    """What came of an export."""
+    """The result of an export."""
 
     path: Path
     differences: Mapping[str, float]
@@ -148,7 +148,9 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / _FACTS} is no description of a model ({type(error).__name__}: {error}).") from None
+        raise UserError(
+            f"{folder / _FACTS} is not a description of a model ({type(error).__name__}: {error})."
+        ) from None
     count = len(mixture.log_weights)
     wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
     if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:

@@ -119,7 +119,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep torch from telling users what is none of theirs: that TorchScript is no longer developed, and the like."""
+    """Keep torch from warning users of what does not concern them: TorchScript is no longer developed, ..."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     with warnings.catch_warnings():

@@ -89,7 +89,7 @@ class Ring(Laid):
 @final
 @dataclass(frozen=True)
 class StarGraph(Laid):
-    """One client, the first by key, is everybody's neighbour. It is no server: it trains like the others."""
+    """One client, the first by key, is everybody's neighbour. It is not a server: it trains like the others."""
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         others = np.arange(1, len(keys))
@@ -271,7 +271,7 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 def _has_weights(lines: list[_Line]) -> bool:
-    """Whether lines have three columns and are no square of zeros and ones: a pair and its weight, it seems."""
+    """Whether lines have three columns and are not a square of zeros and ones: a pair and its weight, it seems."""
     if any(len(words) != 3 for _, words in lines):
         return False
     try:
@@ -288,8 +288,8 @@ def _refuse_header(path: Path, lines: list[_Line], positions: dict[int, int]) ->
     unknown = not any(key in positions for key in client_keys(words).tolist())
     if unknown and all(key in positions for key in client_keys(after).tolist()):
         raise UserError(
-            f"{path}, line {number} names {words[0]!r} and {words[1]!r}, who are no clients, before lines that do name "
-            "clients. It looks like a header; allowed: names of clients, and comments that begin with #."
+            f"{path}, line {number} names {words[0]!r} and {words[1]!r}, who are not clients, before lines that do "
+            "name clients. It looks like a header; allowed: names of clients, and comments that begin with #."
         )
 
 

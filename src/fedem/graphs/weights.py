@@ -142,7 +142,7 @@ def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fas
     """Find the fastest mixing matrix of a connected graph.
 
     It stops once the value is proven to be within ``tolerance`` of the optimum and within 1% of the spectral gap, or
-    after ``MOST_ITERATIONS``: the result tells both the value and the bound. What was found is remembered.
+    after ``MOST_ITERATIONS``: the result has both the value and the bound. Results are cached.
     """
     if num_nodes > MOST_NODES:
         raise UserError(

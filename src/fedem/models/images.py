@@ -168,7 +168,7 @@ def _read(path: Path, modified: int) -> Mapping[str, Tensor]:
             unreadable: tuple[type[Exception], ...] = (SafetensorError, OSError)
             weights = load_file(path)
         else:
-            # What torch raises for a file cut short, for one that is no archive, and for one that holds more than data.
+            # What torch raises for a file cut short, for one that is not an archive, for one that holds more than data.
             unreadable = (RuntimeError, EOFError, ValueError, KeyError, OSError, pickle.UnpicklingError)
             weights = torch.load(path, map_location="cpu", weights_only=True)
     except unreadable as error:

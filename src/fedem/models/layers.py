@@ -192,7 +192,7 @@ class KeyedChannelDropout(nn.Dropout):
 
 
 class MaskedBatchNorm(_BatchNorm):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are no padding.
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are not padding.
 
     A channel with a single number can't be normalised by its own batch: it is by the running statistics, which then
     stay as they are.

@@ -50,7 +50,7 @@ class _Classification(Loss):
 
     @abstractmethod
     def num_classes(self, num_outputs: int) -> int:
-        """K for a model with so many outputs; refuses a number that can't be."""
+        """Return K for a model with ``num_outputs`` outputs; refuse a number that does not fit."""
 
     def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
         return (predictions.argmax(-1) == targets).to(predictions.dtype)
@@ -77,7 +77,9 @@ class CrossEntropy(_Classification):
 
     def num_classes(self, num_outputs: int) -> int:
         if num_outputs < 2:
-            raise UserError("The model puts out 1 number a sample; allowed for cross-entropy: one a class, at least 2.")
+            raise UserError(
+                "The model puts out 1 number per sample; allowed for cross-entropy: one per class, at least 2."
+            )
         return num_outputs
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class Logistic(_Classification):
     def num_classes(self, num_outputs: int) -> int:
         if num_outputs != 1:
             raise UserError(
-                f"The model puts out {num_outputs} numbers a sample; allowed for two classes (logistic): 1, "
+                f"The model puts out {num_outputs} numbers per sample; allowed for two classes (logistic): 1, "
                 'or loss = "cross_entropy".'
             )
         return 2

@@ -48,12 +48,12 @@ class MLP(ModelSpec):
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
-        parts: list[nn.Module] = [nn.Flatten()]
+        layers: list[nn.Module] = [nn.Flatten()]
         width = math.prod(input_shape)
         for _ in range(self.layers):
-            parts += [nn.Linear(width, self.hidden), nn.ReLU(), nn.Dropout(self.dropout)]
+            layers += [nn.Linear(width, self.hidden), nn.ReLU(), nn.Dropout(self.dropout)]
             width = self.hidden
-        return nn.Sequential(*parts, nn.Linear(width, num_outputs))
+        return nn.Sequential(*layers, nn.Linear(width, num_outputs))
 
 
 class PooledConv2d(nn.Conv2d):
@@ -185,6 +185,6 @@ class LSTM(ModelSpec):
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         if len(input_shape) != 1 or input_shape[0] < 1:
             raise UserError(
-                f"The inputs of LSTM have shape {list(input_shape)}; allowed: [window], at least 1 character a sample."
+                f"The inputs of LSTM have shape {list(input_shape)}; allowed: [window], at least 1 character each."
             )
         return CharacterLSTM(self.vocabulary, self.embedding, self.hidden, self.layers, num_outputs)
