@@ -23,7 +23,7 @@ def test_public_names_are_there_and_sorted() -> None:
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     script = """
 import sys
-absent = "scipy rich typer click tensorboard safetensors matplotlib networkx cvxpy optuna flwr onnx"
+absent = "scipy rich typer click tensorboard safetensors matplotlib networkx pandas pyarrow pooch optuna flwr onnx"
 for name in absent.split():
     sys.modules[name] = None  # importing it is then an error
 import fedem
