@@ -29,7 +29,6 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor, sharpness: float =
 
     >>> log_responsibilities(torch.tensor([[1e30], [1e30]]), torch.tensor([0.25, 0.75]).log()).exp().flatten()
     tensor([0.2500, 0.7500])
-
     """
     _, relative = _from_least(losses)
     return torch.log_softmax(log_weights[:, None] - _finite(sharpness * relative), dim=0)
@@ -62,7 +61,6 @@ def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
 
     >>> update_log_weights(torch.tensor([[0.5, 1.0], [0.5, 0.0]]).log(), torch.tensor([True, True])).exp()
     tensor([0.7500, 0.2500])
-
     """
     totals = torch.logsumexp(log_responsibilities.masked_fill(~mask, -math.inf), dim=1)
     return torch.log_softmax(totals, dim=0)

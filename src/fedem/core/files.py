@@ -63,7 +63,6 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
     Yields:
         Whether the lock is held: False when another process has it and this one does not wait.
-
     """
     from filelock import FileLock, Timeout
 

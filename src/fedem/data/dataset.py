@@ -70,7 +70,6 @@ class DataSource(Settings, ABC):
             seed: decides everything that is random.
             partition: makes the clients; the usual one with its own settings when not given.
             unseen: share of the clients that will be held out (by the same seed): nothing may be fitted on them.
-
         """
 
 
@@ -81,7 +80,6 @@ class Pooled(DataSource):
     Attributes:
         validation: share of each client's samples for validation, by which the best state is chosen.
         test: share for testing. Together they must be below 1; at least one sample of a client is for training.
-
     """
 
     validation: float = field(default=0.2, metadata={"min": 0, "below": 1})

@@ -73,7 +73,6 @@ class Federation:
             validation: share of each client's samples used for validation.
             test: share used for testing. At least one sample always stays for training.
             seed: decides the split, together with the client's name alone.
-
         """
         pairs = list(clients)
         labels = check_names(names, len(pairs))

@@ -48,7 +48,6 @@ class Tabular(Pooled):
             the targets of a regression as well.
         max_categories: different values that a column of text may have, and that whole numbers may have to be guessed
             classes.
-
     """
 
     target_column: str = "y"
@@ -97,7 +96,6 @@ class Tabular(Pooled):
             encoding: of all clients.
             seed: decides the split, together with the clients' names and the content of their rows.
             owner: whose the rows are, where no column says so.
-
         """
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
@@ -164,7 +162,6 @@ class FromFile(Tabular):
 
     Attributes:
         path: where the file or folder is; ``--data PATH`` sets it.
-
     """
 
     path: str = ""
@@ -241,7 +238,6 @@ def from_frame(
         seed: decides the split; train with the same.
         unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
         **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
-
     """
     return _made(read_frame(frame, target, client), seed, unseen, options)
 
@@ -308,7 +304,6 @@ def from_huggingface(
         seed: decides the split; train with the same.
         unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
         **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
-
     """
     needed("Reading Hugging Face data sets", "datasets", extra="huggingface")
     from datasets import Dataset as HuggingFace

@@ -139,7 +139,6 @@ class Partition(Settings, ABC):
     Attributes:
         share: how much of the samples is kept, chosen uniformly.
         min_samples: no client has fewer; where one would, the partition is refused.
-
     """
 
     share: float = field(default=1.0, metadata={"above": 0, "max": 1})
@@ -164,7 +163,6 @@ class Dealing(Partition):
 
     Attributes:
         num_clients: T, to whom samples are dealt.
-
     """
 
     num_clients: int = field(default=100, metadata={"min": 1})
@@ -260,7 +258,6 @@ class Concentrated(Dealing):
     Attributes:
         min_samples: no client has fewer; where one would, all shares are drawn again.
         alpha: concentration of the shares; the smaller, the fewer clients have most of a label.
-
     """
 
     min_samples: int = field(default=10, metadata={"min": 1})
@@ -302,7 +299,6 @@ class LabelGroups(Concentrated):
 
     Attributes:
         num_groups: G, at most as many as there are labels.
-
     """
 
     num_groups: int = field(default=3, metadata={"min": 1})
@@ -331,7 +327,6 @@ class Pachinko(Dealing):
         samples_per_client: the same for all; 0 stands for as many as there are for everybody.
         alpha: concentration of a client's shares of the coarse labels; the smaller, the fewer it has.
         beta: concentration of its shares of a coarse label's fine labels; likewise.
-
     """
 
     samples_per_client: int = field(default=600, metadata={"min": 0})
@@ -368,7 +363,6 @@ class Pachinko(Dealing):
 
         Returns:
             ``[F, T]``
-
         """
         unused = unused.copy()
         counts = np.zeros((len(parents), self.num_clients), dtype=np.int64)
@@ -418,7 +412,6 @@ class Shards(Dealing):
 
     Attributes:
         shards_per_client: about as many as a client then has labels, since few shards hold two.
-
     """
 
     shards_per_client: int = field(default=2, metadata={"min": 1})
@@ -447,7 +440,6 @@ class Natural(Partition):
         share: how much of the clients is kept, each with all its samples.
         min_samples: clients with fewer are left out beforehand.
         max_clients: how many are kept at most; 0: all.
-
     """
 
     min_samples: int = field(default=2, metadata={"min": 1})

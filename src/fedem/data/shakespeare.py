@@ -109,7 +109,6 @@ class Shakespeare(Public):
     Attributes:
         window: L, characters that are seen before the one to predict.
         min_lines: roles of fewer lines are left out.
-
     """
 
     window: int = field(default=80, metadata={"min": 1, "max": 1000})

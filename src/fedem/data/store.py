@@ -261,7 +261,6 @@ def _write_canonical(
         raw: hashes of what the samples are read from.
         blocks: the samples.
         progress: called with the number of samples that are written.
-
     """
     begun, old = (place.with_name(f".{place.name}.{ending}") for ending in ("tmp", "old"))
     for leftover in (begun, old):  # of a process that was killed
@@ -399,7 +398,6 @@ class Public(Pooled):
 
     Attributes:
         folder: where its canonical form is, when that is not the usual place.
-
     """
 
     folder: str = ""
@@ -489,7 +487,6 @@ def prepare(
         source: the file or folder to read; None for the official one, found in the data folder or downloaded.
         again: whether to do it again where it is done already.
         progress: called with bytes that are downloaded and samples that are converted.
-
     """
     if source is not None and not source.exists():
         raise UserError(f"There is no file or folder {source}.")

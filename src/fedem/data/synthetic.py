@@ -72,7 +72,6 @@ class Synthetic(DataSource):
         noise_scale: standard deviation of the noise added to the logits; 0 leaves it out.
         num_validation: validation samples of each client.
         num_test: test samples of each client.
-
     """
 
     num_clients: int = field(default=300, metadata={"min": 1})

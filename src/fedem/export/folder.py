@@ -63,7 +63,6 @@ def export_client(
         out: the folder, which must not be there yet.
         formats: some of "safetensors", which :func:`load_exported` reads, "torchscript" and "onnx".
         which: "last" or "best".
-
     """
     if client is None:
         nothing = torch.zeros(0, *result.recipe.format.inputs, dtype=result.recipe.format.input_dtype)
@@ -129,7 +128,6 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         path: the folder.
         model: the user's own model, if the run was trained with one.
         device: where to put it.
-
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

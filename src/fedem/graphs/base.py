@@ -68,7 +68,6 @@ class Topology(Settings, ABC):
         scale: what is scaled by T n_t / n, so that clients count by their numbers of samples. "steps": every local
             step, as the paper does; "updates": what all steps of a round come to, for any method and solver; "none".
         start: whether all clients start from the same models ("alike") or each from its own ("apart").
-
     """
 
     weights: str = field(default="fmmc", metadata={"choices": ("fmmc", "max_degree", "metropolis")})

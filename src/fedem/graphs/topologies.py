@@ -47,7 +47,6 @@ class ErdosRenyi(Laid):
 
     Attributes:
         probability: of an edge; also the share of all pairs that are edges, on average.
-
     """
 
     probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
@@ -103,7 +102,6 @@ class Grid(Laid):
 
     Attributes:
         torus: whether the last of a row or column is a neighbour of the first.
-
     """
 
     torus: bool = True
@@ -130,7 +128,6 @@ class SmallWorld(Laid):
     Attributes:
         neighbours: of each client on the ring, half of them on either side: an even number, below that of the clients.
         rewiring: probability that one end of an edge moves to a client drawn at random.
-
     """
 
     neighbours: int = field(default=4, metadata={"min": 2})
@@ -160,7 +157,6 @@ class Regular(Laid):
 
     Attributes:
         degree: neighbours of each client, fewer than there are clients; one of the two numbers must be even.
-
     """
 
     degree: int = field(default=4, metadata={"min": 1})
@@ -215,7 +211,6 @@ class File(Topology):
 
     Attributes:
         path: where the file or folder is.
-
     """
 
     path: str = ""

@@ -96,7 +96,6 @@ def check_mixing(matrix: Tensor, edges: Edges | None) -> None:
     Args:
         matrix: the mixing matrix.
         edges: who may average with whom, beside each with itself; None for everybody with everybody.
-
     """
     if matrix.ndim != 2 or len(matrix) != matrix.shape[-1] or not len(matrix):
         raise UserError(f"The mixing matrix has the shape {list(matrix.shape)}; allowed: a square [T, T].")
@@ -246,7 +245,6 @@ def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
 
     Returns:
         X, and what was cut off, of nuclear norm ``radius`` at most: ``radius`` times a subgradient of |X|.
-
     """
     matrix = matrix - matrix.mean(0)
     matrix -= matrix.mean(1)[:, None]
@@ -275,7 +273,6 @@ def project(
 
     Returns:
         The matrix and y.
-
     """
     from scipy.linalg import solve
 

@@ -56,7 +56,6 @@ class Model:
         loss: the negative log-likelihood of its outputs.
         dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
         precision: of products; "bfloat16" computes in that type where torch deems it safe.
-
     """
 
     def __init__(

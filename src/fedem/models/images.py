@@ -106,7 +106,6 @@ class Pretrainable(ModelSpec):
             components differ everywhere.
         stem_stride: of the first convolution; 1 keeps more of small images than the original 2.
         dropout: rate before the head.
-
     """
 
     head: ClassVar[str]

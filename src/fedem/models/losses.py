@@ -119,7 +119,6 @@ class SquaredError(Loss):
 
     Attributes:
         variance: v, of a target around its prediction. The smaller, the more surely samples are dealt to components.
-
     """
 
     metric: ClassVar[str] = "mean_squared_error"

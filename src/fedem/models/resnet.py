@@ -82,7 +82,6 @@ class ResNetSpec(Pretrainable):
     Attributes:
         small_images: take a 3x3 stem of stride 1 without pooling, as is usual for CIFAR, in place of the 7x7 stem and
             its ``stem_stride``. Weights for the 7x7 stem do not fit it.
-
     """
 
     head: ClassVar[str] = "fc."

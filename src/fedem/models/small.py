@@ -22,7 +22,6 @@ class Linear(ModelSpec):
 
     Attributes:
         bias: whether there is a constant beside the linear map.
-
     """
 
     bias: bool = True
@@ -40,7 +39,6 @@ class MLP(ModelSpec):
         hidden: units of each hidden layer.
         layers: how many hidden layers there are.
         dropout: rate after each hidden layer.
-
     """
 
     hidden: int = field(default=200, metadata={"min": 1})
@@ -75,7 +73,6 @@ class CharacterModel(ModelSpec):
     Attributes:
         pixel_mean: what is subtracted from each pixel.
         pixel_deviation: what the difference is divided by.
-
     """
 
     pixel_mean: float = 0.0
@@ -89,7 +86,6 @@ class CNN(CharacterModel):
     Attributes:
         dropout: rate after pooling.
         dense_dropout: rate after the dense layer.
-
     """
 
     dropout: float = field(default=0.25, metadata={"min": 0, "below": 1})
@@ -119,7 +115,6 @@ class LeafCNN(CharacterModel):
     Attributes:
         same_padding: pad so that convolutions keep the image's size, as LEAF does; the authors' code of FedEM has the
             same layers without padding (false).
-
     """
 
     same_padding: bool = True
@@ -167,7 +162,6 @@ class LSTM(ModelSpec):
         embedding: numbers that a character becomes.
         hidden: units of each layer.
         layers: how many LSTM layers stand one above the other.
-
     """
 
     vocabulary: int = field(default=128, metadata={"min": 1})
