@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +70,9 @@ class Topology(Settings, ABC):
         start: whether all clients start from the same models ("alike") or each from its own ("apart").
     """
 
+    remedy: ClassVar[str] = "another graph"
+    """what helps where the graph is not connected, with names of settings in braces"""
+
     weights: str = field(default="fmmc", metadata={"choices": ("fmmc", "max_degree", "metropolis")})
     laziness: float = field(default=0.0, metadata={"min": 0, "below": 1})
     activity: str = field(default="all", metadata={"choices": ("all", "matchings", "random_matching")})
@@ -91,11 +94,6 @@ class Topology(Settings, ABC):
 
         There is one phase, unless the graph changes from round to round.
         """
-
-    @property
-    def remedy(self) -> str:
-        """What helps where the graph is not connected."""
-        return "another graph"
 
     def matrices(self, keys: Tensor, seed: int) -> Tensor:
         """Return the mixing matrices of a cycle, ``[tau, T, T]`` float64, before anything random.
@@ -188,10 +186,10 @@ class Topology(Settings, ABC):
         """Refuse phases whose edges together leave clients apart."""
         together = canonical(np.concatenate(phases))
         if (components := num_components(num_clients, together)) > 1:
-            least = int(degrees(num_clients, together).min())
+            least, remedy = int(degrees(num_clients, together).min()), self.remedy.format(**vars(self))
             raise UserError(
                 f"The graph has {components} components, and the client with the fewest neighbours has {least}; "
-                f"allowed: a connected graph, or clients could never agree. What helps: {self.remedy}."
+                f"allowed: a connected graph, or clients could never agree. What helps: {remedy}."
             )
 
     def _check_size(self, num_clients: int, num_phases: int) -> None:

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,11 +49,9 @@ class ErdosRenyi(Laid):
         probability: of an edge; also the share of all pairs that are edges, on average.
     """
 
-    probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
+    remedy: ClassVar[str] = "a graph.probability larger than {probability}, or another run.seed"
 
-    @property
-    def remedy(self) -> str:
-        return f"a graph.probability larger than {self.probability}, or another run.seed"
+    probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         pairs = _all_pairs(len(keys))
@@ -130,13 +128,10 @@ class SmallWorld(Laid):
         rewiring: probability that one end of an edge moves to a client drawn at random.
     """
 
+    remedy: ClassVar[str] = "graph.neighbours above {neighbours}, graph.rewiring below {rewiring}, or another run.seed"
+
     neighbours: int = field(default=4, metadata={"min": 2})
     rewiring: float = field(default=0.1, metadata={"min": 0, "max": 1})
-
-    @property
-    def remedy(self) -> str:
-        settings = f"graph.neighbours above {self.neighbours}, graph.rewiring below {self.rewiring}"
-        return f"{settings}, or another run.seed"
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         from networkx import watts_strogatz_graph
@@ -159,11 +154,9 @@ class Regular(Laid):
         degree: neighbours of each client, fewer than there are clients; one of the two numbers must be even.
     """
 
-    degree: int = field(default=4, metadata={"min": 1})
+    remedy: ClassVar[str] = "a graph.degree larger than {degree}, or another run.seed"
 
-    @property
-    def remedy(self) -> str:
-        return f"a graph.degree larger than {self.degree}, or another run.seed"
+    degree: int = field(default=4, metadata={"min": 1})
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
         from networkx import random_regular_graph
@@ -213,11 +206,9 @@ class File(Topology):
         path: where the file or folder is.
     """
 
-    path: str = ""
+    remedy: ClassVar[str] = "more edges in {path}"
 
-    @property
-    def remedy(self) -> str:
-        return f"more edges in {self.path}"
+    path: str = ""
 
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
         path = Path(self.path)
