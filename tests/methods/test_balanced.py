@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from centralised_em import CentralizedEM, EMState
 from helpers import DIMENSION, advance, make_federation, make_training
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from fedem.methods.fedem import BalancedFedEM
 from fedem.runs.rounds import State, Training
 from fedem.solvers import SGD, Newton
 from fedem.solvers.schedules import Constant
-from fedem.studies.centralised import CentralizedEM, EMState
 
 
 def test_one_gradient_step_is_fedems_with_rates_divided_by_the_components_masses() -> None:

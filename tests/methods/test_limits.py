@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from centralised_em import CentralizedEM, EMState
 from helpers import LOSSES, advance, make_federation, make_model, make_training, stacked
 
 from fedem.core.random import COMPONENTS, derive
@@ -14,7 +15,6 @@ from fedem.engines import Batching, Engine, OneByOne
 from fedem.methods.fedem import FedEM
 from fedem.runs.rounds import State
 from fedem.solvers import Newton
-from fedem.studies.centralised import CentralizedEM, EMState
 
 every_loss = pytest.mark.parametrize("loss", LOSSES)
 

@@ -17,11 +17,11 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.report.studies import comparison_markdown, comparison_table, draw
 from fedem.runs.folder import RunFolder
-from fedem.studies.comparison import Comparison, Point, Row, Spread, summarize
-from fedem.studies.sweep import Cell
+from fedem.studies.comparison import Comparison, Point, Row, summarize
+from fedem.studies.sweep import Entry, Spread
 
 
-def written_cell(folder: Path, method: str, seed: int, **figures: object) -> Cell:
+def written(folder: Path, method: str, seed: int, **figures: object) -> Entry:
     """A complete run, hand-made."""
     config = fedem.Config.build({"method": {"name": method}, "run": {"seed": seed, "rounds": 2}})
     place = RunFolder(folder / f"{method}-seed{seed}")
@@ -33,7 +33,7 @@ def written_cell(folder: Path, method: str, seed: int, **figures: object) -> Cel
     lines = [{"round": 1, name: 0.5}, {"round": 2, name: figures[name]}]
     (place.path / "metrics.jsonl").write_text("".join(RunFolder.line(line) for line in lines))
     place.finish(summary, [])
-    return Cell(method, seed, config, place)
+    return Entry({"method": method}, seed, config, place)
 
 
 def hand_made(folder: Path) -> Comparison:
@@ -41,7 +41,7 @@ def hand_made(folder: Path) -> Comparison:
     figures = {"fedavg": (0.5, 0.625, 0.75), "local": (0.25, 0.25, 1.0), "fedem": (0.75, 0.75, 0.75)}
     return summarize(
         [
-            written_cell(folder, method, seed, test_accuracy=values[seed], train_accuracy=0.5, test_loss=0.5, **oracle)
+            written(folder, method, seed, test_accuracy=values[seed], train_accuracy=0.5, test_loss=0.5, **oracle)
             for seed in range(3)
             for method, values in figures.items()
         ]
@@ -77,9 +77,7 @@ def test_rows_are_aggregated_over_seeds_and_sorted(tmp_path: Path) -> None:
 
 def test_errors_are_sorted_from_the_smallest_and_what_diverged_comes_last(tmp_path: Path) -> None:
     scores = {"fedavg": 2.0, "local": 0.5, "fedem": None}
-    found = summarize(
-        [written_cell(tmp_path, name, 0, test_mean_squared_error=score) for name, score in scores.items()]
-    )
+    found = summarize([written(tmp_path, name, 0, test_mean_squared_error=score) for name, score in scores.items()])
     assert [row.method for row in found.rows] == ["local", "fedavg", "fedem"]
     assert not found.oracle
     assert found.rows[2].figures["test_mean_squared_error"] == (None, None)
@@ -88,10 +86,10 @@ def test_errors_are_sorted_from_the_smallest_and_what_diverged_comes_last(tmp_pa
 
 
 def test_a_run_that_is_not_complete_is_not_summed_up(tmp_path: Path) -> None:
-    cell = written_cell(tmp_path, "local", 0, test_accuracy=0.5)
-    (cell.folder.path / "summary.json").unlink()
+    entry = written(tmp_path, "local", 0, test_accuracy=0.5)
+    (entry.folder.path / "summary.json").unlink()
     with pytest.raises(UserError, match="is not complete"):
-        summarize([cell])
+        summarize([entry])
 
 
 def test_what_is_saved_is_what_was_found(tmp_path: Path) -> None:

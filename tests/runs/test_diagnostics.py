@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from centralised_em import CentralizedEM, EMState
 from helpers import DIMENSION, LOSSES, advance, make_federation, make_model, make_training
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,6 @@ from fedem.methods.decentralised import Graph
 from fedem.models import Model
 from fedem.runs.measures import Diagnosis, check_diagnosable, diagnose, estimate_dissimilarity
 from fedem.runs.rounds import State, Training
-from fedem.studies.centralised import CentralizedEM, EMState
 
 EXACT = {"rtol": 1e-10, "atol": 1e-13}
 

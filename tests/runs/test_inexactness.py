@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from centralised_em import CentralizedEM, EMState
 from helpers import DIMENSION, LOSSES, SIZES, advance, make_federation, make_model, make_training, scores_of
 from scipy.optimize import minimize
 from torch import nn
@@ -24,7 +25,6 @@ from fedem.models import Model
 from fedem.runs.measures import Inexactness, choose_clients, measure_alpha
 from fedem.runs.rounds import State
 from fedem.solvers import LBFGS, SGD, Newton, Solver, Various
-from fedem.studies.centralised import CentralizedEM, EMState
 
 DECAY = 0.01
 SOLVERS: dict[str, Solver] = {

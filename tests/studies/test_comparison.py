@@ -13,7 +13,8 @@ from comparisons import TWO, table_of
 import fedem
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Trainer
-from fedem.studies.sweep import plan, prepare
+from fedem.studies.comparison import plan
+from fedem.studies.sweep import SharedData, check
 
 
 def test_one_seed_has_no_deviation(run, tmp_path: Path) -> None:
@@ -62,12 +63,15 @@ def test_the_data_are_made_once_a_seed(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(fedem.Synthetic, "make", make)
     shared = {"data": {"num_clients": 6, "dimension": 4, "num_test": 20}}
-    pending = prepare(plan(tmp_path / "c", ["local", "fedavg", "fedem"], [0, 4], [shared], {}))
+    entries, data = plan(tmp_path / "c", ["local", "fedavg", "fedem"], [0, 4], [shared], {}), SharedData(most=2)
+    assert check(entries, data) == []
     assert made == [0, 4]
-    assert [(entry.cell.method, entry.cell.seed) for entry in pending][2:4] == [("fedem", 0), ("local", 4)]
-    assert pending[0].dataset is pending[2].dataset
+    assert [(entry.labels["method"], entry.seed) for entry in entries][2:4] == [("fedem", 0), ("local", 4)]
+    assert data.of(entries[0].config) is data.of(entries[2].config)
+    assert made == [0, 4]
     # Nothing may be fitted on the clients that a method holds out, so these are other data.
-    prepare(plan(tmp_path / "c", ["local", "fedavg"], [0], [shared], {"fedavg": [{"run": {"unseen": 0.5}}]}))
+    others = plan(tmp_path / "c", ["local", "fedavg"], [0], [shared], {"fedavg": [{"run": {"unseen": 0.5}}]})
+    check(others, SharedData(most=2))
     assert made == [0, 4, 0, 0]
     assert not (tmp_path / "c").exists()
 

@@ -10,8 +10,7 @@ from commands import TINY
 
 import fedem
 from fedem.core.errors import UserError
-from fedem.studies import sweep as cells
-from fedem.studies.sweep import plan, resolve_methods, sort_settings
+from fedem.studies.comparison import plan, resolve_methods, sort_settings
 
 
 def test_settings_are_sorted_by_whose_they_are() -> None:
@@ -24,8 +23,8 @@ def test_settings_are_sorted_by_whose_they_are() -> None:
         "local": [],
     }
     found = plan(Path("c"), ["fedem", "local"], [0], shared, own)
-    assert [cell.config.schedule.learning_rate for cell in found] == [0.5, 0.1]
-    assert all(cell.config.values("data")["num_clients"] == 6 for cell in found)
+    assert [entry.config.schedule.learning_rate for entry in found] == [0.5, 0.1]
+    assert all(entry.config.values("data")["num_clients"] == 6 for entry in found)
     alone = fedem.Config.build({"method": {"name": "local"}})
     assert set(found[1].config.differences(alone)) == {"data.num_clients"}
     assert sort_settings(["data.path=C:/x=y.csv"], ["local"])[0] == [{"data": {"path": "C:/x=y.csv"}}]
@@ -34,7 +33,7 @@ def test_settings_are_sorted_by_whose_they_are() -> None:
 def test_methods_by_name() -> None:
     assert resolve_methods(["all"]) == list(fedem.METHODS)
     assert resolve_methods(["hypcluster", "local"]) == ["ifca", "local"]
-    assert cells.resolve_method("hypcluster") == "ifca"
+    assert fedem.methods.resolve_method("hypcluster") == "ifca"
 
 
 @pytest.mark.parametrize(

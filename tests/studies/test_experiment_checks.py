@@ -13,7 +13,8 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.report.studies import experiment_markdown
 from fedem.runs.config import Config
-from fedem.studies.experiments import LatestData, check, plan, sort_settings, tabulate, work_off
+from fedem.studies.experiments import check, plan, sort_settings, tabulate
+from fedem.studies.sweep import SharedData, work_off
 
 ROUNDS = [{"run": {"rounds": 3}}]
 TWO_DATA_SETS = """
@@ -89,7 +90,7 @@ def test_checking_makes_data_once_a_seed_and_leaves_the_first_at_hand(tmp_path: 
         made.append(config.run.seed)
         return config.make_data()
 
-    data = LatestData(make)
+    data = SharedData(make)
     check(entries, data)
     assert made == [1, 0]
     assert not (tmp_path / "out").exists()
@@ -114,11 +115,11 @@ def test_runs_with_other_settings_are_not_mixed_in(run, tmp_path: Path) -> None:
     (begun.folder.path / "summary.json").unlink()
     others = plan(small, tmp_path / "out", [0], {axis: [label] for axis, label in begun.labels.items()}, ROUNDS)
     with pytest.raises(UserError, match=rf"{begun.title}: .*other settings \(run\.rounds\)"):
-        check(others, LatestData())
+        check(others, SharedData())
     # Another process is at it, and will tell.
     with (tmp_path / "out" / ".claims" / begun.folder.path.name).open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        check(others, LatestData())
+        check(others, SharedData())
 
 
 def test_the_users_settings_win_over_those_of_a_short_trial(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_ratio_is_to_the_run_of_the_same_seed_with_another_label(tmp_path: Pat
     text = SMALL.replace('"recovery.component_distances"', '"test_loss / FedAvg"').partition("[paper]")[0]
     small = declare(tmp_path, text)
     entries = plan(small, tmp_path / "out", [0, 1])
-    work_off(entries, nobody_watches, LatestData())
+    work_off(entries, nobody_watches, SharedData())
     losses = {
         (*entry.labels.values(), entry.seed): summary["test_loss"]
         for entry in entries

@@ -16,14 +16,13 @@ from fedem.report.studies import experiment_markdown
 from fedem.runs.config import Config
 from fedem.studies.experiments import (
     Experiment,
-    LatestData,
     find,
     listed,
     plan,
     sort_settings,
     tabulate,
-    work_off,
 )
+from fedem.studies.sweep import SharedData, work_off
 
 DECLARED = Path(__file__).parents[2] / "experiments"
 
@@ -67,10 +66,10 @@ def test_runs_share_their_data_and_are_never_done_twice(small: Experiment, tmp_p
         made.append(config.run.seed)
         return config.make_data()
 
-    assert work_off(entries[:2], nobody_watches, LatestData(make)) == {}
+    assert work_off(entries[:2], nobody_watches, SharedData(make)) == {}
     assert made == [0]
     before = {entry.title: (entry.folder.path / "summary.json").stat().st_mtime_ns for entry in entries[:2]}
-    assert work_off(entries, nobody_watches, LatestData(make)) == {}
+    assert work_off(entries, nobody_watches, SharedData(make)) == {}
     assert made == [0, 0, 1]
     assert all(entry.is_complete for entry in entries)
     for entry in entries[:2]:
@@ -86,9 +85,9 @@ def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_p
     (tmp_path / "out" / ".claims").mkdir(parents=True)
     with (tmp_path / "out" / ".claims" / entries[1].folder.path.name).open("w") as claim:
         fcntl.flock(claim, fcntl.LOCK_EX)
-        work_off(entries, nobody_watches, LatestData())
+        work_off(entries, nobody_watches, SharedData())
         assert [entry.is_complete for entry in entries] == [True, False, True]
-    work_off(entries, nobody_watches, LatestData())
+    work_off(entries, nobody_watches, SharedData())
     assert all(entry.is_complete for entry in entries)
 
 
@@ -104,12 +103,12 @@ def test_a_killed_run_is_gone_on_with(small: Experiment, tmp_path: Path) -> None
         yield listen
 
     with pytest.raises(KeyboardInterrupt):
-        work_off(entries, killing, LatestData())
+        work_off(entries, killing, SharedData())
     assert entries[0].folder.exists()
     assert not entries[0].is_complete
-    work_off(entries, nobody_watches, LatestData())
+    work_off(entries, nobody_watches, SharedData())
     whole = plan(small, tmp_path / "whole", [0])
-    work_off(whole, nobody_watches, LatestData())
+    work_off(whole, nobody_watches, SharedData())
     for entry, reference in zip(entries, whole, strict=True):
         first, second = entry.folder.summary(), reference.folder.summary()
         assert first is not None
@@ -120,14 +119,14 @@ def test_a_killed_run_is_gone_on_with(small: Experiment, tmp_path: Path) -> None
 def test_one_failure_does_not_stop_the_others(small: Experiment, tmp_path: Path) -> None:
     shared, own = sort_settings(small, ["FedAvg:schedule.learning_rate=1e30"])
     entries = plan(small, tmp_path / "out", [0], asked=shared, own=own)
-    failed = work_off(entries, nobody_watches, LatestData())
+    failed = work_off(entries, nobody_watches, SharedData())
     assert [entry.is_complete for entry in entries if entry.labels["method"] == "FedEM"] == [True, True]
     assert set(failed) <= {"FedAvg, fast, seed 0"}
 
 
 def test_our_figures_stand_beside_the_papers(small: Experiment, tmp_path: Path) -> None:
     entries = plan(small, tmp_path / "out", [0, 1])
-    work_off([entry for entry in entries if entry.labels["method"] == "FedEM"], nobody_watches, LatestData())
+    work_off([entry for entry in entries if entry.labels["method"] == "FedEM"], nobody_watches, SharedData())
     lines = {tuple(line.labels.values()): line for line in tabulate(small, entries)}
     fast = lines["FedEM", "fast"]
     summaries = [entry.folder.summary() for entry in entries if entry.labels == fast.labels]

@@ -14,10 +14,9 @@ from scipy import sparse
 from scipy.stats import linregress, t
 
 from fedem.core.errors import UserError
-from fedem.models.base import measure
 from fedem.report.studies import draw_study, plot_diagnostics, study_remarks, study_table
 from fedem.runs.config import Config
-from fedem.runs.measures import Diagnosis
+from fedem.runs.measures import Diagnosis, diagnose
 from fedem.runs.rounds import mixer_seed
 from fedem.runs.trainer import Trainer
 from fedem.studies.theory import ASSUMED, QUANTITIES, SMALL, Study, fit_trend, is_due, study
@@ -54,7 +53,7 @@ def test_means_are_over_all_rounds_and_seeds() -> None:
             states = [training.init()]
             for _ in range(point.rounds):
                 states.append(training.step(states[-1])[0])
-            values += [measure(training, *pair) for pair in pairwise(states)]
+            values += [diagnose(training, *pair) for pair in pairwise(states)]
         for name in QUANTITIES:
             assert point.means[name] == pytest.approx(np.mean([getattr(value, name) for value in values]), rel=1e-5)
 
@@ -177,7 +176,7 @@ def test_a_runs_diagnostics_are_drawn(tmp_path: Path) -> None:
         ({"a0": float("nan")}, "a0 is nan"),
         ({"every": 0}, "every is 0; allowed: at least 1"),
         ({"seeds": ()}, "seeds are none"),
-        ({"seeds": (1, 1)}, "seeds are 1, 1; allowed: one or more, all different"),
+        ({"seeds": (1, 1)}, "seeds are 1, 1; allowed: one or several, each once"),
         ({"config": "fedprox"}, "FedProx can't be diagnosed"),
         ({"config": "local"}, "mixed by Alone can't be diagnosed"),
         ({"config": "fedavg+"}, "run.fine_tune_epochs is 1; allowed in a study of the theorems, .*: 0"),
@@ -283,13 +282,13 @@ def test_the_command_prints_slopes_beside_rates(command, tmp_path: Path) -> None
         (["--method", "ditto"], "Ditto can't be diagnosed"),
         (["--set", "run.local_layers=batch_norm"], "run.local_layers is 'batch_norm'; allowed in a study"),
         (["--set", "solver.momentum=0.5"], "solver.momentum is 0.5; allowed in a study"),
-        (["--set", "schedule.learning_rate=1"], "other than schedule.learning_rate, which --a0 decides on"),
-        (["--set", "schedule.name=step"], "other than schedule.name, which --a0 decides on"),
+        (["--set", "schedule.learning_rate=1"], "schedule.learning_rate is given by --a0"),
+        (["--set", "schedule.name=step"], "schedule.name is given by --a0"),
         (
             ["--set", "run.rounds=5"],
-            "--set got 'run.rounds=5'; allowed: settings other than run.rounds, which",
+            "--set got 'run.rounds=5'; run.rounds is given by --rounds",
         ),
-        (["--set", "run.seed=5"], "other than run.seed, which --seeds decides on"),
+        (["--set", "run.seed=5"], "run.seed is given by --seeds"),
         (["--out", "file"], "file can't be written"),
     ],
 )

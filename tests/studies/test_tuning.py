@@ -219,7 +219,7 @@ GRID = ["--grid", f"{RATE}=1e-6,0.3"]
         (["--grid", "batching.batch_size=8,-1"], "batching.batch_size is -1"),
         ([*GRID, "--set", f"{RATE}=0.1"], "schedule.learning_rate is both set and searched"),
         (["--set", f"{RATE}=0.1"], "There is no setting to search"),
-        (["--set", "run.seed=1"], "--set got 'run.seed=1'; allowed: settings other than those of --seeds"),
+        (["--set", "run.seed=1"], "--set got 'run.seed=1'; run.seed is given by --seeds"),
         (["--sampler", "bayes"], "Unknown sampler 'bayes'; allowed: grid, random, tpe"),
         (["--sampler", "tpe", "--trials", "0"], "--trials is 0; allowed: at least 1"),
         (["--trials", "3"], "--trials is 3, but a grid is tried as a whole"),

@@ -1,13 +1,14 @@
-"""``fedem compare``."""
+"""Commands that train many runs: ``fedem compare``, ``experiment``, ``tune`` and ``theory``."""
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -28,49 +29,76 @@ from fedem.cli.options import (
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method
+from fedem.report import studies as reports
 from fedem.report.console import console, errors, progress, waiting, writing
-from fedem.report.studies import (
-    cells_progress,
-    comparison_markdown,
-    comparison_remarks,
-    comparison_table,
-    draw,
-    draw_study,
-    experiment_markdown,
-    experiment_table,
-    experiments_table,
-    status_table,
-    study_remarks,
-    study_table,
-    trials_table,
-    tuning_remarks,
-)
 from fedem.runs.config import Config, Layer, parse_assignment, to_toml
 from fedem.runs.folder import RunFolder, new_folder
-from fedem.studies.comparison import Comparison, summarize
-from fedem.studies.experiments import Entry, Experiment, LatestData, check, find, read, tabulate, work_off
-from fedem.studies.experiments import listed as names_in
-from fedem.studies.experiments import plan as plan_entries
-from fedem.studies.experiments import sort_settings as sort_entry_settings
-from fedem.studies.sweep import Cell, check_folder, plan, prepare, resolve_methods, sort_settings
+from fedem.studies import comparison, experiments, sweep
+from fedem.studies.experiments import Experiment
+from fedem.studies.sweep import Entry, SharedData
 from fedem.studies.theory import ASSUMED, SMALL, study
-from fedem.studies.tuning import SAMPLERS, Search, Tuned, read_grids, usual_grids
+from fedem.studies.tuning import SAMPLERS, Search, read_grids, usual_grids
 from fedem.studies.tuning import tune as carry_out
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-def compare(
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting: section.key=value. May be given several times."),
+]
+_TRIALS = 20
+
+
+def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        read, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (reader, command))
+
+        @wraps(command)
+        def wrapped(**options: Any) -> None:
+            command(reader(**{option.name: options.pop(option.name) for option in read}), **options)
+
+        parameters = [*read, *own[1:]]
+        wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate
+
+
+class _Asked(NamedTuple):
+    """What the options of all methods ask for."""
+
+    layer: Layer
+    data: str
+    """a word for the name of a folder"""
+
+
+def _read_asked(
     data: Data = None,
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
+    rounds: Rounds = None,
+    clients_per_round: ClientsPerRound = None,
+    unseen: Unseen = None,
+    device: TrainingDevice = None,
+) -> _Asked:
+    run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, device=device)
+    layer = {"run": run, "data": data_section(data, target_column, client_column)}
+    return _Asked(layer, Path(data).stem if data else "synthetic")
+
+
+@_taking(_read_asked)
+def compare(
+    asked: _Asked,
     methods: Annotated[
         str, typer.Option(help=f"Methods, with commas between them, or all. There are: {', '.join(METHODS)}.")
     ] = "local,fedavg,fedem",
     seeds: Annotated[
         str, typer.Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
     ] = "3",
-    rounds: Rounds = None,
-    clients_per_round: ClientsPerRound = None,
-    unseen: Unseen = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,14 +107,13 @@ def compare(
             "fedem:schedule.learning_rate=0.5. May be given several times.",
         ),
     ] = None,
-    device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train several methods on the same data and splits, for several seeds, and put what comes out side by side.
+    """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
 
     Each method has the settings shipped for it. OUT/METHOD-seedS is a run like any other. The table is saved as
     comparison.md, .csv and .json, and the test scores against the rounds as accuracy.png and .svg.
@@ -99,102 +126,98 @@ def compare(
       fedem compare --data mine.csv --out runs/mine --resume
 
     """
-    if resume and out is None:
-        raise UserError("--resume needs the folder of the comparison to go on with: give it as --out.")
-    names = resolve_methods(listed(methods))
-    asked: Layer = {
-        "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, device=device),
-        "data": data_section(data, target_column, client_column),
-    }
-    shared, own = sort_settings(settings or [], names)
+    _check_resumed("comparison", out, resume)
+    names = comparison.resolve_methods(listed(methods))
+    shared, own = comparison.sort_settings(settings or [], names)
     numbers = read_seeds(seeds)
-    place = out or new_folder(Path("runs"), f"compare-{Path(data).stem if data else 'synthetic'}")
-    cells = plan(place, names, numbers, [asked, *shared], own)
-    check_folder(place, resume)
-    with waiting("Making the data, checking every run", quiet):
-        queue = deque(prepare(cells))
-    for note in dict.fromkeys(entry.note for entry in queue if entry.note):
-        errors.print(f"note: {note}", highlight=False)
-    if not quiet and len(queue) < len(cells):
-        errors.print(f"{len(cells) - len(queue)} of {len(cells)} runs are complete already.", highlight=False)
-    failed: dict[str, str] = {}
-    with cells_progress(errors, [entry.cell for entry in queue], quiet) as watch:
-        while queue:
-            # Once taken from the queue, a seed's data can go with its last run.
-            entry = queue.popleft()
-            try:
-                with watch(entry.cell) as listener:
-                    entry.carry_out(listener)
-            except UserError as error:  # the other methods can go on without it
-                failed.setdefault(entry.cell.method, f"{entry.cell.folder.path}: {error}")
-    complete = [cell for cell in cells if cell.method not in failed]
+    place = out or new_folder(Path("runs"), f"compare-{asked.data}")
+    entries = comparison.plan(place, names, numbers, [asked.layer, *shared], own)
+    comparison.check_folder(place, resume)
+    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, reports.method_and_seed)
+    left_out: dict[str, str] = {}
+    for entry in entries:
+        if entry.title in failed:
+            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {failed[entry.title]}")
+    complete = [entry for entry in entries if entry.labels["method"] not in left_out]
     if complete:
-        comparison = _save(complete, place)
-        if not quiet:
-            _print(comparison)
-    if failed:
-        raise UserError(f"{', '.join(failed)} left out of the table. {' '.join(failed.values())}")
+        found, command = comparison.summarize(complete), _command()
+        with writing(place):
+            found.save(place, command)
+            write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
+            for ending, content in reports.draw(found).items():
+                write_atomically(place / f"{found.metric}.{ending}", content)
+        _show(quiet, reports.comparison_table(found), reports.comparison_remarks(found))
+    if left_out:
+        raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
     console.print(f"Comparison: {place}", soft_wrap=True, highlight=False)
 
-
-def _print(comparison: Comparison) -> None:
-    console.print(comparison_table(comparison))
-    for line in comparison_remarks(comparison):
-        console.print(line, highlight=False)
-
-
-def _save(cells: Sequence[Cell], place: Path) -> Comparison:
-    comparison = summarize(cells)
-    command = shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])
-    with writing(place):
-        comparison.save(place, command)
-        write_atomically(place / "comparison.md", comparison_markdown(comparison, command).encode())
-        for ending, content in draw(comparison).items():
-            write_atomically(place / f"{comparison.metric}.{ending}", content)
-    return comparison
-
-
-# ``fedem experiment``: list, run, status, table.
 
 experiment_group = typer.Typer(
     help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True
 )
-
-Name = Annotated[str, typer.Argument(help="The experiment; fedem experiment list tells them.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="The experiment; fedem experiment list shows them.", show_default=False)]
 Place = Annotated[Path, typer.Option("--experiments", help="The folder of the experiments.")]
-Only = Annotated[
-    list[str] | None, typer.Option("--only", help="Leave out other choices: axis=label,label. May be repeated.")
-]
-DataAxis = Annotated[str | None, typer.Option(help="Short for --only data=...: data sets, with commas between them.")]
-Seeds = Annotated[str | None, typer.Option(help="How many seeds, or which: 0,4,7; as declared when not given.")]
-Asked = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any setting, of all runs or of those with a label: EMNIST:partition.share=0.7."),
-]
-Quick = Annotated[bool, typer.Option("--quick", help="A short trial of the whole: its figures mean nothing.")]
-Out = Annotated[Path | None, typer.Option(help="Where all runs are; runs/experiments/NAME when not given.")]
+
+
+class _Planned(NamedTuple):
+    """An experiment, its runs, and the folder in which they lie."""
+
+    experiment: Experiment
+    entries: list[Entry]
+    folder: Path
+
+    @property
+    def table(self) -> Table:
+        """Our figures beside the paper's."""
+        return reports.experiment_table(self.experiment, experiments.tabulate(self.experiment, self.entries))
+
+
+def _plan(
+    name: Name,
+    data: Annotated[
+        str | None, typer.Option(help="Short for --only data=...: data sets, with commas between them.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Leave out other choices: axis=label,label. May be repeated.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="How many seeds, or which: 0,4,7; as declared when not given.")
+    ] = None,
+    rounds: Rounds = None,
+    device: TrainingDevice = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting, of all runs or of those with a label: EMNIST:partition.share=0.7."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A short trial of the whole: its figures mean nothing.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
+    place: Place = Path("experiments"),
+) -> _Planned:
+    experiment = experiments.find(place, name)
+    chosen: dict[str, list[str]] = {}
+    for text in [*(only or []), *([] if data is None else [f"data={data}"])]:
+        axis, equals, labels = text.partition("=")
+        if not equals or not labels.strip():
+            raise UserError(f"--only got {text!r}; allowed: axis=label,label, such as method=FedEM,FedAvg.")
+        chosen.setdefault(axis.strip(), []).extend(listed(labels))
+    shared, own = experiments.sort_settings(experiment, settings or [])
+    numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
+    folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
+    asked = [{"run": given(rounds=rounds, device=device)}, *shared]
+    return _Planned(experiment, experiments.plan(experiment, folder, numbers, chosen, asked, own, quick), folder)
 
 
 @experiment_group.command("list")
 def list_experiments(place: Place = Path("experiments")) -> None:
     """List the experiments."""
-    console.print(experiments_table([read(place / name) for name in names_in(place)]))
+    console.print(reports.experiments_table([experiments.read(place / name) for name in experiments.listed(place)]))
 
 
 @experiment_group.command()
-def run(
-    name: Name,
-    data: DataAxis = None,
-    only: Only = None,
-    seeds: Seeds = None,
-    rounds: Rounds = None,
-    device: TrainingDevice = None,
-    settings: Asked = None,
-    quick: Quick = False,
-    out: Out = None,
-    place: Place = Path("experiments"),
-    quiet: Quiet = False,
-) -> None:
+@_taking(_plan)
+def run(planned: _Planned, quiet: Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
     All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
@@ -206,115 +229,37 @@ def run(
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
 
     """
-    experiment, entries, folder = _planned(name, place, data, only, seeds, rounds, device, settings, quick, out)
-    pending = [entry for entry in entries if not entry.is_complete]
-    if not quiet and len(pending) < len(entries):
-        errors.print(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.", highlight=False)
-    made = LatestData()
-    with waiting("Making the data, checking every run", quiet):
-        check(entries, made)
-    with cells_progress(errors, pending, quiet) as watch:
-        failed = work_off(pending, watch, made)
-    _write(experiment, entries, folder)
-    if not quiet:
-        console.print(experiment_table(experiment, tabulate(experiment, entries)))
+    experiment, entries, folder = planned
+    failed = _work(entries, experiments.check, SharedData(), quiet)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        content = reports.experiment_markdown(experiment, experiments.tabulate(experiment, entries))
+        write_atomically(folder / "table.md", content.encode())
+    _show(quiet, planned.table)
     if failed:
-        raise UserError(" ".join(_told(failed)))
-    left = sum(not entry.is_complete for entry in entries)
-    if left:
+        raise UserError(" ".join(_summed_up(failed)))
+    if left := sum(not entry.is_complete for entry in entries):
         errors.print(f"{left} runs are being trained by other processes.", highlight=False)
     console.print(f"Experiment: {folder}", soft_wrap=True, highlight=False)
 
 
 @experiment_group.command()
-def status(
-    name: Name,
-    data: DataAxis = None,
-    only: Only = None,
-    seeds: Seeds = None,
-    rounds: Rounds = None,
-    settings: Asked = None,
-    quick: Quick = False,
-    out: Out = None,
-    place: Place = Path("experiments"),
-) -> None:
-    """Tell how far each run has come."""
-    _, entries, _ = _planned(name, place, data, only, seeds, rounds, None, settings, quick, out)
-    console.print(status_table(entries))
+@_taking(_plan)
+def status(planned: _Planned) -> None:
+    """Show how far each run has come."""
+    console.print(reports.status_table(planned.entries))
 
 
 @experiment_group.command()
-def table(
-    name: Name,
-    data: DataAxis = None,
-    only: Only = None,
-    seeds: Seeds = None,
-    rounds: Rounds = None,
-    settings: Asked = None,
-    quick: Quick = False,
-    out: Out = None,
-    place: Place = Path("experiments"),
-) -> None:
+@_taking(_plan)
+def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
-    experiment, entries, _ = _planned(name, place, data, only, seeds, rounds, None, settings, quick, out)
-    console.print(experiment_table(experiment, tabulate(experiment, entries)))
+    console.print(planned.table)
 
 
-def _planned(
-    name: str,
-    place: Path,
-    data: str | None,
-    only: list[str] | None,
-    seeds: str | None,
-    rounds: int | None,
-    device: str | None,
-    settings: list[str] | None,
-    quick: bool,
-    out: Path | None,
-) -> tuple[Experiment, list[Entry], Path]:
-    experiment = find(place, name)
-    chosen: dict[str, list[str]] = {}
-    for axis, labels in [*map(_only, only or []), *([] if data is None else [("data", listed(data))])]:
-        chosen.setdefault(axis, []).extend(labels)
-    shared, own = sort_entry_settings(experiment, settings or [])
-    numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
-    folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
-    asked = [{"run": given(rounds=rounds, device=device)}, *shared]
-    return experiment, plan_entries(experiment, folder, numbers, chosen, asked, own, quick), folder
-
-
-def _told(failed: dict[str, str]) -> Iterator[str]:
-    """Say what went wrong, once for all runs with which the same did."""
-    for message in dict.fromkeys(failed.values()):
-        titles = [title for title, own in failed.items() if own == message]
-        others = f" and {len(titles) - 1} other runs" if len(titles) > 1 else ""
-        yield f"{titles[0]}{others}: {message}"
-
-
-def _only(text: str) -> tuple[str, list[str]]:
-    axis, equals, labels = text.partition("=")
-    if not equals or not labels.strip():
-        raise UserError(f"--only got {text!r}; allowed: axis=label,label, such as method=FedEM,FedAvg.")
-    return axis.strip(), listed(labels)
-
-
-def _write(experiment: Experiment, entries: list[Entry], folder: Path) -> None:
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        content = experiment_markdown(experiment, tabulate(experiment, entries))
-        write_atomically(folder / "table.md", content.encode())
-
-
-# ``fedem tune``.
-
-_TRIALS = 20
-_SEARCH_OPTIONS = {"run.seed": "--seeds", "method.name": "--method"}
-
-
+@_taking(_read_asked)
 def tune(
-    data: Data = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    asked: _Asked,
     method: Annotated[str, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
     grid: Annotated[
         list[str] | None,
@@ -334,14 +279,7 @@ def tune(
     seeds: Annotated[
         str, typer.Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
     ] = "1",
-    rounds: Rounds = None,
-    clients_per_round: ClientsPerRound = None,
-    unseen: Unseen = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other setting: section.key=value. May be given several times."),
-    ] = None,
-    device: TrainingDevice = None,
+    settings: Settings = None,
     out: Annotated[
         Path | None, typer.Option(help="Where all is written; runs/tune-DATA-METHOD when not given.")
     ] = None,
@@ -363,56 +301,28 @@ def tune(
       fedem train runs/tune-synthetic-fedem/chosen.toml
 
     """
-    if resume and out is None:
-        raise UserError("--resume needs the folder of the search to go on with: give it as --out.")
+    _check_resumed("search", out, resume)
     name = resolve_method(method)
-    asked: Layer = {
-        "data": data_section(data, target_column, client_column),
-        "method": {"name": name},
-        "run": given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, device=device),
-    }
-    layers = (asked, *map(_search_setting, settings or []))
+    further = _read_settings(settings, {"run.seed": "--seeds", "method.name": "--method"})
+    layers = (asked.layer, {"method": {"name": name}}, *further)
     number = _TRIALS if trials is None and sampler != "grid" else trials
     grids = read_grids(grid) if grid else usual_grids(name, *layers)
     search = Search(layers, grids, sampler, number, tuple(read_seeds(seeds)))
     search.check()
-    place = out or new_folder(Path("runs"), f"tune-{Path(data).stem if data else 'synthetic'}-{name}")
+    place = out or new_folder(Path("runs"), f"tune-{asked.data}-{name}")
     total = search.count * len(search.seeds) * search.base.run.rounds
     with progress(METHODS[name].title, total, quiet) as listener:
         tuned = carry_out(search, place, resume=resume, listener=listener)
-    _save_search(tuned, place)
-    if not quiet:
-        console.print(trials_table(tuned))
-        for line in tuning_remarks(tuned):
-            console.print(line, highlight=False, markup=False)
+    with writing(place):
+        write_json(place / "tune.json", {"command": _command(), **tuned.record()})
+        if tuned.best is not None:
+            chosen = to_toml(search.chosen_layer(tuned.best.values))
+            origin = "# Chosen by the validation part; tune.json tells how."
+            write_atomically(place / "chosen.toml", f"{origin}\n\n{chosen}".encode())
+    _show(quiet, reports.trials_table(tuned), reports.tuning_remarks(tuned))
     if tuned.best is None:
         raise UserError(f"No trial came to an end, so nothing is chosen. {tuned.trials[0].error}")
     console.print(f"Chosen settings: {place / 'chosen.toml'}", soft_wrap=True, highlight=False)
-
-
-def _save_search(tuned: Tuned, place: Path) -> None:
-    command = shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])
-    with writing(place):
-        write_json(place / "tune.json", {"command": command, **tuned.record()})
-        if tuned.best is not None:
-            chosen = to_toml(tuned.search.chosen_layer(tuned.best.values))
-            told = "# Chosen by the validation part; tune.json tells how."
-            write_atomically(place / "chosen.toml", f"{told}\n\n{chosen}".encode())
-
-
-def _search_setting(text: str) -> Layer:
-    """Parse a setting; refuse one that an option gives."""
-    layer = parse_assignment(text)
-    ((section, values),) = layer.items()
-    option = _SEARCH_OPTIONS.get(f"{section}.{next(iter(values))}")
-    if option is not None:
-        raise UserError(f"--set got {text!r}; allowed: settings other than those of {option}.")
-    return layer
-
-
-# ``fedem theory``.
-
-_OPTIONS = {"run.rounds": "--rounds", "run.seed": "--seeds"}
 
 
 def theory(
@@ -430,10 +340,7 @@ def theory(
         int, typer.Option(help="Rounds between two measurements at most; the first rounds are all measured.")
     ] = 10,
     seeds: Annotated[int, typer.Option(help="Runs of each length, whose means are taken.")] = 3,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any other setting: section.key=value. May be given several times."),
-    ] = None,
+    settings: Settings = None,
     device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
     quiet: Quiet = False,
@@ -453,42 +360,81 @@ def theory(
     name = resolve_method(method)
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; allowed: at least 1.")
-    lengths = _lengths(rounds)
+    try:
+        lengths = [int(word) for word in listed(rounds)]
+    except ValueError:
+        raise UserError(f"--rounds is {rounds!r}; allowed: whole numbers, such as 50,100,200,400.") from None
     own = data_section(data, target_column, client_column)
     asked: Layer = {"method": {"name": name}, "data": own, "run": given(device=device)}
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
-    config = Config.build(ASSUMED, small, asked, *map(_setting, settings or []))
+    further = _read_settings(settings, {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"})
+    config = Config.build(ASSUMED, small, asked, *further)
     place = out or new_folder(Path("runs"), f"theory-{name}")
     if (place / "theory.json").exists():
         raise UserError(f"{place} holds a study already; choose another folder.")
     RunFolder(place).prepare(resume=True)
     with progress(name, sum(lengths) * seeds, quiet) as listener:
         found = study(config, lengths, a0, every, range(seeds), listener)
-    command = shlex.join(["fedem", *sys.argv[1:]])
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
-        write_json(place / "theory.json", {"command": command, **found.record()})
-        write_atomically(place / "theory.png", draw_study(found))
-    if not quiet:
-        console.print(study_table(found))
-        for line in study_remarks(found):
-            console.print(line, highlight=False)
+        write_json(place / "theory.json", {"command": _command(), **found.record()})
+        write_atomically(place / "theory.png", reports.draw_study(found))
+    _show(quiet, reports.study_table(found), reports.study_remarks(found))
     console.print(f"Study: {place}", soft_wrap=True, highlight=False)
 
 
-def _setting(text: str) -> Layer:
-    """Parse a setting; refuse one that an option gives."""
-    layer = parse_assignment(text)
-    ((section, values),) = layer.items()
-    (key,) = values
-    option = "--a0" if section == "schedule" else _OPTIONS.get(f"{section}.{key}")
-    if option is not None:
-        raise UserError(f"--set got {text!r}; allowed: settings other than {section}.{key}, which {option} decides on.")
-    return layer
+def _check_resumed(what: str, out: Path | None, resume: bool) -> None:
+    if resume and out is None:
+        raise UserError(f"--resume needs the folder of the {what} to go on with: give it as --out.")
 
 
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(word) for word in listed(text)]
-    except ValueError:
-        raise UserError(f"--rounds is {text!r}; allowed: whole numbers, such as 50,100,200,400.") from None
+def _read_settings(texts: Sequence[str] | None, options: Mapping[str, str]) -> list[Layer]:
+    """Read ``section.key=value``; refuse what one of the ``options``, by key or section, gives."""
+    layers: list[Layer] = []
+    for text in texts or []:
+        layer = parse_assignment(text)
+        ((section, (key,)),) = layer.items()
+        place = f"{section}.{key}"
+        if option := options.get(place) or options.get(section):
+            raise UserError(f"--set got {text!r}; {place} is given by {option}.")
+        layers.append(layer)
+    return layers
+
+
+def _work(
+    entries: Sequence[Entry],
+    check: Callable[[Sequence[Entry], SharedData], list[str]],
+    data: SharedData,
+    quiet: bool,
+    title: Callable[[Entry], str] = lambda entry: entry.title,
+) -> dict[str, str]:
+    """Check all runs and train those that are not complete; returns what went wrong, by the title of the run."""
+    pending = [entry for entry in entries if not entry.is_complete]
+    if not quiet and len(pending) < len(entries):
+        errors.print(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.", highlight=False)
+    with waiting("Making the data, checking every run", quiet):
+        notes = check(entries, data)
+    for note in notes:
+        errors.print(f"note: {note}", highlight=False)
+    with reports.runs_progress(errors, pending, quiet, title) as watch:
+        return sweep.work_off(pending, watch, data)
+
+
+def _summed_up(failed: Mapping[str, str]) -> Iterator[str]:
+    """Say what went wrong, once for all runs with which the same did."""
+    for message in dict.fromkeys(failed.values()):
+        titles = [title for title, own in failed.items() if own == message]
+        others = f" and {len(titles) - 1} other runs" if len(titles) > 1 else ""
+        yield f"{titles[0]}{others}: {message}"
+
+
+def _show(quiet: bool, table: Table, remarks: Sequence[str] = ()) -> None:
+    if not quiet:
+        console.print(table)
+        for line in remarks:
+            console.print(line, highlight=False, markup=False)
+
+
+def _command() -> str:
+    """Return the command that was called, but for what is said of going on."""
+    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])

@@ -30,7 +30,7 @@ from fedem.report.studies import plot_diagnostics
 from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
-from fedem.studies.sweep import configure, resolve_methods, without_own, without_shipped
+from fedem.studies.comparison import configure, resolve_methods, without_own, without_shipped
 
 
 class _Run(NamedTuple):

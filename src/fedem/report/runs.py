@@ -6,7 +6,6 @@ Shapes: T clients, M components.
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ from fedem.report.studies import look, look_at
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import MANIFEST, RunFolder
-from fedem.studies.comparison import Comparison, Spread, summarize
-from fedem.studies.sweep import Cell
+from fedem.studies.comparison import Comparison, summarize
+from fedem.studies.sweep import Entry, Spread
 
 Numbers = NDArray[np.float64]
 
@@ -372,24 +371,23 @@ def _told(place: str, value: Any) -> str:
 def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     """Sum up each entry over the seeds that it has."""
     seeds = {run.seed: run for runs in entries.values() for run in runs}
-    whole = summarize([_cell("", seeds[seed]) for seed in sorted(seeds)])
-    parts = [summarize([_cell(entry, run) for run in runs]) for entry, runs in entries.items()]
+    whole = summarize([_entry("", seeds[seed]) for seed in sorted(seeds)])
+    parts = [summarize([_entry(name, run) for run in runs]) for name, runs in entries.items()]
     # Some have figures that others lack: a score of the clients held out.
     names = {name for part in parts for name in part.rows[0].figures}
-    score, sign = f"test_{whole.metric}", -1 if whole.larger_is_better else 1
+    score = f"test_{whole.metric}"
     rows = []
     for part, (entry, runs) in zip(parts, entries.items(), strict=True):
         (row,) = part.rows
         title = row.title if entry == runs[0].method else _name(entry, runs[0].method)
         rows.append(replace(row, title=title, figures={name: row.figures.get(name, Spread.of(())) for name in names}))
-    means = {row.method: row.figures[score].mean for row in rows}
-    rows.sort(key=lambda row: math.inf if (mean := means[row.method]) is None else sign * mean)
+    rows.sort(key=lambda row: row.figures[score].rank(whole.larger_is_better))
     lines = {part.rows[0].method: part.runs for part in parts}
     return replace(whole, rows=rows, runs=[line for row in rows for line in lines[row.method]])
 
 
-def _cell(entry: str, run: Run) -> Cell:
-    return Cell(entry, run.seed, run.config, run.folder)
+def _entry(name: str, run: Run) -> Entry:
+    return Entry({"method": name}, run.seed, run.config, run.folder)
 
 
 def _name(entry: str, method: str) -> str:

@@ -1,11 +1,12 @@
-"""Methods side by side: what came out of the runs of a comparison, over several seeds."""
+"""Methods side by side: a sweep whose one axis is the methods, and its figures over the seeds.
+
+All methods of a seed have the same data and the same clients held out; each has the settings shipped for it.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,31 +14,123 @@ from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
-from fedem.methods import title_of
-from fedem.runs.config import Config
+from fedem.methods import METHODS, resolve_method, title_of
+from fedem.runs.config import UNNAMED, Config, Layer, Sections, parse_assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.studies.sweep import Cell
+from fedem.studies import sweep
+from fedem.studies.sweep import Entry, Spread, check_new, outcomes
 
+# What every method has for itself; and what none may have for itself, or they could not be compared.
+_OWN = ("method", "graph", "solver", "schedule")
+_OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
+_SAME = ("data", "loss", "run.rounds", "run.unseen")
+_GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
+_POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
 _COSTS = ("seconds_per_round", "bytes_up_per_round", "bytes_down_per_round")
+_ORACLE = {"test_{}": "oracle_{}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
 
 
-class Spread(NamedTuple):
-    """A figure over the seeds."""
+def resolve_methods(names: Sequence[str]) -> list[str]:
+    """Return the methods called ``names``, each once; "all" is every one there is."""
+    chosen = list(METHODS) if list(names) == ["all"] else [resolve_method(name) for name in names]
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(f"The methods are {', '.join(names) or 'none'}; allowed: all, or one or several, each once.")
+    return chosen
 
-    mean: float | None
-    deviation: float | None
-    """of the sample; None for one seed"""
 
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread:
-        """Sum up one value a seed; a figure that some seed lacks has no mean, which would flatter it."""
-        known = list(values)
-        numbers = [float(value) for value in known if value is not None]
-        if not numbers or len(numbers) < len(known):
-            return cls(None, None)
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
+def configure(shared: Sequence[Layer], method: str) -> Config:
+    """Return the run that ``shared`` describes with ``method``, with the settings shipped for it."""
+    return Config.build(*shared, {"method": {"name": method}})
+
+
+def without_own(layers: Iterable[Layer]) -> list[Layer]:
+    """Leave out what another method does not take over: how one method is set, solved and tuned."""
+    kept: list[Layer] = []
+    for layer in layers:
+        common = {section: values for section, values in layer.items() if section not in _OWN}
+        if "run" in common:
+            common["run"] = {key: value for key, value in common["run"].items() if key not in _OWN_OF_RUN}
+        kept.append(common)
+    return kept
+
+
+def without_shipped(layer: Layer, main: Config) -> Layer:
+    """Leave out of the file of ``main`` what is shipped for its method: another has what is shipped for that one."""
+    shipped = Config.build({"data": main.sections["data"], "method": {"name": main.name("method")}}).sections
+    return {
+        section: {key: value for key, value in values.items() if shipped[section].get(key) != value}
+        if section in UNNAMED
+        else values
+        for section, values in layer.items()
+    }
+
+
+def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:
+    """Sort ``[METHOD:]section.key=value`` into the layers of all methods and those of each."""
+    shared: list[Layer] = []
+    own: dict[str, list[Layer]] = {name: [] for name in methods}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        whose, colon, place = key.rpartition(":")
+        layer = parse_assignment(f"{place}{equals}{value}")
+        _check_setting(text, whose.strip() if colon else None, place.strip(), methods)
+        (own[resolve_method(whose.strip())] if colon else shared).append(layer)
+    return shared, own
+
+
+def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[str]) -> None:
+    section = place.partition(".")[0]
+    if place in _GIVEN:
+        raise UserError(f"--set got {text!r}; {place} is given by {_GIVEN[place]}.")
+    if whose is None:
+        if section in _OWN:
+            raise UserError(
+                f"--set got {text!r}, but every method has a [{section}] of its own; "
+                f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
+            )
+        return
+    if resolve_method(whose) not in methods:
+        raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
+    if section in _SAME or place in _SAME:
+        raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
+
+
+def plan(
+    out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
+) -> list[Entry]:
+    """Return the runs, seed by seed; every configuration is checked.
+
+    Unless the settings say how often to evaluate, it is so often that curves can be drawn.
+
+    Args:
+        out: where the runs' folders lie: OUT/METHOD-seedS.
+        methods: names of methods.
+        seeds: one run of each method for each.
+        shared: settings of all methods.
+        own: further settings of some.
+
+    """
+    rounds = configure(shared, methods[0]).run.rounds
+    usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
+    return sweep.plan(
+        {"method": methods},
+        seeds,
+        lambda labels: [usual, *shared, {"method": {"name": labels["method"]}}, *own.get(labels["method"], ())],
+        lambda labels, seed: out / f"{labels['method']}-seed{seed}",
+    )
+
+
+def check_folder(out: Path, resume: bool) -> None:
+    """Refuse a folder that can't be written or, unless it is to be resumed, holds anything; changes nothing."""
+    folder = RunFolder(out)
+    if folder.exists():
+        raise UserError(f"{out} holds a run, not a comparison; choose another folder.")
+    if resume and not out.is_dir():
+        raise UserError(f"There is no comparison to resume in {out} (no such folder).")
+    check_new(out, resume)
+    folder.prepare(resume)
 
 
 class Point(NamedTuple):
@@ -61,7 +154,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out: a row a method, the best first."""
+    """The result: one row per method, the best first."""
 
     data: str
     metric: str
@@ -73,7 +166,7 @@ class Comparison:
     oracle: dict[str, Spread]
     """empty when the truth is not known"""
     runs: list[Record]
-    """a record a method and seed"""
+    """one record per method and seed"""
 
     @property
     def larger_is_better(self) -> bool:
@@ -81,17 +174,17 @@ class Comparison:
         return self.metric == "accuracy"
 
     def save(self, folder: Path, command: str) -> None:
-        """Write comparison.csv, a line a method and seed, and comparison.json, what they come to."""
+        """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
         text = io.StringIO()
         writer = csv.DictWriter(text, list(self.runs[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.runs)
         write_atomically(folder / "comparison.csv", text.getvalue().encode())
-        write_json(folder / "comparison.json", {"command": command} | self._plain())
+        write_json(folder / "comparison.json", {"command": command} | self._record())
 
-    def _plain(self) -> Record:
-        facts = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
-        return {name: getattr(self, name) for name in facts} | {
+    def _record(self) -> Record:
+        names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
+        return {name: getattr(self, name) for name in names} | {
             "methods": [
                 {"method": row.method, "title": row.title}
                 | {"figures": {name: spread._asdict() for name, spread in row.figures.items()}}
@@ -102,53 +195,43 @@ class Comparison:
         }
 
 
-def summarize(cells: Sequence[Cell]) -> Comparison:
-    """Read what came out of the cells, which are all complete."""
-    summaries = {(cell.method, cell.seed): _outcome(cell.folder) for cell in cells}
-    histories = {(cell.method, cell.seed): cell.folder.metrics() for cell in cells}
-    methods, seeds = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("method", "seed"))
-    first = summaries[methods[0], seeds[0]]
+def summarize(entries: Sequence[Entry]) -> Comparison:
+    """Read the figures of runs that are all complete."""
+    if (missing := next((entry for entry in entries if not entry.is_complete), None)) is not None:
+        raise UserError(f"The run in {missing.folder.path} is not complete.")
+    summaries = {method: by_seed for (method,), by_seed in outcomes(entries).items()}
+    seeds = list(dict.fromkeys(entry.seed for entry in entries))
+    baseline = next(iter(summaries.values()))
+    first = baseline[seeds[0]]
     metric = "accuracy" if any(key.endswith("_accuracy") for key in first) else "mean_squared_error"
-    names = [name.format(metric) for name in _SCORES]
-    if not any(names[2] in summary for summary in summaries.values()):
-        del names[2]
-    names += ["test_loss", *_COSTS]
+    score, unseen = f"test_{metric}", f"unseen_test_{metric}"
+    names = [*(name.format(metric) for name in _SCORES), "test_loss", *_COSTS]
+    if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
+        names.remove(unseen)
     rows = []
-    for method in methods:
-        found = [summaries[method, seed] for seed in seeds]
+    for method, by_seed in summaries.items():
+        own = {entry.seed: entry for entry in entries if entry.labels["method"] == method}
+        found = [by_seed[seed] for seed in seeds]
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
-        curve = list(_curve([histories[method, seed] for seed in seeds], f"test_{metric}"))
-        training = _training(next(cell.config for cell in cells if cell.method == method))
-        rows.append(Row(method, _title(found[0]), figures, curve, training))
-    sign = -1 if metric == "accuracy" else 1
-    rows.sort(key=lambda row: _rank(row.figures[f"test_{metric}"].mean, sign))
-    known = {f"test_{metric}": f"oracle_{metric}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
-    oracle = {
-        name: Spread.of(summaries[methods[0], seed].get(key) for seed in seeds)
-        for name, key in known.items()
-        if key in first
-    }
-    columns = [*names, *(key for key in known.values() if key in first)]
+        curve = list(_curve([own[seed].folder.metrics() for seed in seeds], score))
+        rows.append(Row(method, _title(found[0]), figures, curve, _training(own[seeds[0]].config)))
+    rows.sort(key=lambda row: row.figures[score].rank(metric == "accuracy"))
+    known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
+    oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in known.items()}
     runs = [
-        {"method": row.method, "seed": seed, "rounds": summaries[row.method, seed]["rounds"]}
-        | {name: summaries[row.method, seed].get(name) for name in columns}
+        {"method": row.method, "seed": seed, "rounds": summary["rounds"]}
+        | {name: summary.get(name) for name in (*names, *known.values())}
         for row in rows
         for seed in seeds
+        for summary in [summaries[row.method][seed]]
     ]
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
-    return Comparison(_data_name(cells[0]), metric, *sizes, seeds, rows, oracle, runs)
+    return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs)
 
 
-def _outcome(folder: RunFolder) -> dict[str, Any]:
-    summary = folder.summary()
-    if summary is None:
-        raise UserError(f"The run in {folder.path} is not complete.")
-    return summary
-
-
-def _data_name(cell: Cell) -> str:
-    path = cell.config.values("data").get("path")
-    return Path(path).name if path else cell.config.name("data")
+def data_name(config: Config) -> str:
+    """Return what the data are called in a table: a file's name, or the data set's."""
+    return Path(config.values("data").get("path") or config.name("data")).name
 
 
 def _training(config: Config) -> dict[str, Any]:
@@ -162,10 +245,6 @@ def _training(config: Config) -> dict[str, Any]:
 def _title(summary: Mapping[str, Any]) -> str:
     components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
     return title_of(summary["method"]) + components
-
-
-def _rank(mean: float | None, sign: int) -> float:
-    return math.inf if mean is None else sign * mean
 
 
 def _curve(histories: Sequence[Sequence[Record]], name: str) -> Iterator[Point]:

@@ -1,193 +1,250 @@
-"""The runs of a comparison: which they are, what they share, and which of them are still to be trained.
+"""A set of runs: planned from axes and seeds, checked before any work starts, worked off, and read over the seeds.
 
-A cell is one method with one seed: an ordinary run in a folder of its own. All cells of a seed have the same data and
-the same clients held out; each method has the settings shipped for it.
+A comparison is such a set with one axis, the methods; a declared experiment has several; a search of settings draws its
+axis while it goes on. Each entry is an ordinary run in a folder of its own. What is complete is never run again, and
+several processes may work on one set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError
-from fedem.data.dataset import Dataset, DataSource
-from fedem.data.partitions import Partition
-from fedem.methods import METHODS, resolve_method
-from fedem.runs.config import UNNAMED, Config, Layer, Sections, parse_assignment
+from fedem.core.files import locked
+from fedem.data.dataset import Dataset
+from fedem.runs.config import Config, Layer
+from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
 
-# What every method has for itself; and what none may have for itself, or they could not be compared.
-_OWN = ("method", "graph", "solver", "schedule")
-_OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
-_SAME = ("data", "loss", "run.rounds", "run.unseen")
-_POINTS = 20
+Labels = Mapping[str, str]
+"""A place on the axes: the label of the choice on each."""
 
 
-class Cell(NamedTuple):
-    """One method with one seed, and the folder of its run."""
+class Entry(NamedTuple):
+    """One run of the set."""
 
-    method: str
+    labels: Labels
     seed: int
     config: Config
     folder: RunFolder
 
     @property
     def title(self) -> str:
-        """The method's name and the seed."""
-        return f"{METHODS[self.method].title} seed {self.seed}"
+        """Its labels and seed."""
+        return _title(self.labels, self.seed)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.folder.summary() is not None
 
 
-class Pending(NamedTuple):
-    """A cell that was checked and is not complete yet."""
+class Spread(NamedTuple):
+    """A figure over the seeds."""
 
-    cell: Cell
-    dataset: Dataset
-    note: str | None
+    mean: float | None
+    deviation: float | None
+    """of the sample; None for one seed"""
 
-    def carry_out(self, listener: Listener | None = None) -> None:
-        """Train the cell, from where it was stopped if it was."""
-        trainer = Trainer.prepare(self.cell.config, self.dataset, fresh=False)
-        folder = self.cell.folder
-        carry_out(trainer, out=folder.path, resume=folder.exists(), listener=listener)
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread:
+        """Sum up one value per seed; a figure that some seed lacks has no mean, which would flatter it."""
+        known = list(values)
+        numbers = [float(value) for value in known if value is not None]
+        if not numbers or len(numbers) < len(known):
+            return cls(None, None)
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
-
-def configure(shared: Sequence[Layer], method: str, own: Sequence[Layer] = ()) -> Config:
-    """Return the run that ``shared`` describes with ``method``, with the settings shipped for it but for its own."""
-    return Config.build(*shared, {"method": {"name": method}}, *own)
-
-
-def without_own(layers: Iterable[Layer]) -> list[Layer]:
-    """Leave out what another method does not take over: how one method is set, solved and tuned."""
-    kept: list[Layer] = []
-    for layer in layers:
-        common = {section: values for section, values in layer.items() if section not in _OWN}
-        if "run" in common:
-            common["run"] = {key: value for key, value in common["run"].items() if key not in _OWN_OF_RUN}
-        kept.append(common)
-    return kept
+    def rank(self, larger_is_better: bool) -> float:
+        """Return a key that sorts the best first, and what has no mean last."""
+        return math.inf if self.mean is None else -self.mean if larger_is_better else self.mean
 
 
-def without_shipped(layer: Layer, main: Config) -> Layer:
-    """Leave out of the file of ``main`` what is shipped for its method: another has what is shipped for that one."""
-    shipped = Config.build({"data": main.sections["data"], "method": {"name": main.name("method")}}).sections
-    return {
-        section: {key: value for key, value in values.items() if shipped[section].get(key) != value}
-        if section in UNNAMED
-        else values
-        for section, values in layer.items()
-    }
+class SharedData:
+    """Makes the data of runs, and keeps those made last: runs with the same data come one after the other."""
 
+    def __init__(self, make: Callable[[Config], Dataset] = Config.make_data, most: int = 1):
+        self._make, self._most = make, most
+        self._kept: list[tuple[Any, Dataset]] = []
 
-def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:
-    """Sort ``[METHOD:]section.key=value`` into the layers of all methods and those of each."""
-    shared: list[Layer] = []
-    own: dict[str, list[Layer]] = {name: [] for name in methods}
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        whose, colon, place = key.rpartition(":")
-        layer = parse_assignment(f"{place}{equals}{value}")
-        _check_setting(text, whose.strip() if colon else None, place.strip(), methods)
-        if colon:
-            own[resolve_method(whose.strip())].append(layer)
-        else:
-            shared.append(layer)
-    return shared, own
-
-
-def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[str]) -> None:
-    section = place.partition(".")[0]
-    if place in ("run.seed", "method.name"):
-        raise UserError(f"--set got {text!r}; {place} is given by --{'seeds' if section == 'run' else 'methods'}.")
-    if whose is None:
-        if section in _OWN:
-            raise UserError(
-                f"--set got {text!r}, but every method has a [{section}] of its own; "
-                f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
-            )
-        return
-    if resolve_method(whose) not in methods:
-        raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
-    if section in _SAME or place in _SAME:
-        raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
-
-
-def resolve_methods(names: Sequence[str]) -> list[str]:
-    """Return the methods called ``names``, each once; "all" is every one there is."""
-    chosen = list(METHODS) if list(names) == ["all"] else [resolve_method(name) for name in names]
-    twice = next((name for name in chosen if chosen.count(name) > 1), None)
-    if twice is not None or not chosen:
-        raise UserError(f"The methods are {', '.join(names) or 'none'}; allowed: all, or one or several, each once.")
-    return chosen
+    def of(self, config: Config) -> Dataset:
+        """Return a run's data."""
+        wanted = _data_key(config)
+        found = next((dataset for key, dataset in self._kept if key == wanted))
+        if found is None:
+            del self._kept[: max(0, len(self._kept) + 1 - self._most)]  # first, lest one too many be in memory
+            found = self._make(config)
+            self._kept.append((wanted, found))
+        return found
 
 
 def plan(
-    out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
-) -> list[Cell]:
-    """Return the cells, seed by seed; every configuration is checked.
-
-    Unless the settings say how often to evaluate, it is so often that curves can be drawn.
+    axes: Mapping[str, Iterable[str]],
+    seeds: Sequence[int],
+    layers: Callable[[Labels], Iterable[Layer]],
+    folder: Callable[[Labels, int], Path],
+    without: Sequence[Labels] = (),
+) -> list[Entry]:
+    """Return the runs, those with the same seed and data together; configurations and complete runs are checked.
 
     Args:
-        out: where the cells' folders lie: OUT/METHOD-seedS.
-        methods: names of methods.
-        seeds: one run of each method for each.
-        shared: settings of all methods.
-        own: further settings of some.
+        axes: the labels on each axis; there is a run for every combination of them and every seed.
+        seeds: each once.
+        layers: the settings of the runs with these labels, but for the seed.
+        folder: where the run with these labels and this seed lies.
+        without: combinations that are left out.
 
     """
+    check_seeds(seeds)
+    entries = []
+    for labels in (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values())):
+        if any(gap.items() <= labels.items() for gap in without):
+            continue
+        for seed in seeds:
+            with naming(_title(labels, seed)):
+                config = Config.build(*layers(labels), {"run": {"seed": seed}})
+            entries.append(Entry(labels, seed, config, RunFolder(folder(labels, seed))))
+    if not entries:
+        raise UserError("No run is left: every one is excluded.")
+    for entry in entries:
+        _check_complete(entry)
+    return sorted(entries, key=lambda entry: (seeds.index(entry.seed), repr(_data_key(entry.config))))
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse no seeds, and the same one twice."""
     if not seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or several, each once.")
-    rounds = configure(shared, methods[0]).run.rounds
-    usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
-    cells = []
-    for seed in seeds:
-        for method in methods:
-            config = configure([usual, *shared, {"run": {"seed": seed}}], method, own.get(method, ()))
-            cells.append(Cell(method, seed, config, RunFolder(out / f"{method}-seed{seed}")))
-    return cells
 
 
-def check_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that can't be written or, unless it is to be resumed, holds anything; changes nothing."""
-    folder = RunFolder(out)
-    if folder.exists():
-        raise UserError(f"{out} holds a run, not a comparison; choose another folder.")
-    if resume and not out.is_dir():
-        raise UserError(f"There is no comparison to resume in {out} (no such folder).")
+def check_new(out: Path, resume: bool) -> None:
+    """Refuse a folder that holds anything, unless the work in it is to be resumed."""
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
-    folder.prepare(resume)
 
 
-def prepare(cells: Iterable[Cell]) -> list[Pending]:
-    """Make the data, once a seed, and check every cell on it; returns those that are not complete, seed by seed."""
-    made: dict[tuple[DataSource, Partition, int, float], Dataset] = {}
-    pending = []
-    for cell in cells:
-        recipe = (cell.config.data, cell.config.partition, cell.seed, cell.config.run.unseen)
-        if recipe not in made:
-            made[recipe] = cell.config.make_data()
-        # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
-        try:
-            trainer = Trainer.prepare(cell.config, made[recipe], fresh=not cell.folder.exists())
-        except UserError as error:
-            raise UserError(f"{cell.method}, seed {cell.seed}: {error}") from None
-        if cell.folder.exists():
-            _check_cell(cell.folder, trainer)
-        else:
-            cell.folder.prepare()
-        if cell.folder.summary() is None:
-            pending.append(Pending(cell, made[recipe], trainer.note))
-    return pending
+def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> list[str]:
+    """Prepare every run on its data, and refuse all where one can't be trained; nothing is written.
+
+    Args:
+        entries: of a plan. Complete ones need not be among them, unless their data may have changed.
+        data: makes the runs' data.
+        shared: whether a run that another process is training is left to it, or refused.
+
+    Returns:
+        what the runs that are not complete have to note, each once
+
+    """
+    entries, notes = list(entries), []
+    for entry in entries:
+        if not entry.folder.exists():
+            entry.folder.prepare()
+    for entry in entries:
+        with naming(entry.title):
+            begun = entry.folder.exists()
+            # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
+            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
+            if begun:
+                _check_begun(entry, trainer, shared)
+        if trainer.note and not entry.is_complete:
+            notes.append(trainer.note)
+    return list(dict.fromkeys(notes))
 
 
-def _check_cell(folder: RunFolder, trainer: Trainer) -> None:
+def work_off(
+    entries: Iterable[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
+) -> dict[str, str]:
+    """Train what is not complete, one run after the other; those that another process is training are left to it.
+
+    Args:
+        entries: of a plan, checked.
+        watch: a context for each run, which yields the listener of its rounds.
+        data: makes the runs' data.
+
+    Returns:
+        what went wrong, by the title of the run
+
+    """
+    failed: dict[str, str] = {}
+    for entry in entries:
+        if entry.is_complete:
+            continue
+        with _claimed(entry) as mine:
+            if not mine or entry.is_complete:
+                continue
+            try:
+                dataset, begun = data.of(entry.config), entry.folder.exists()
+                with watch(entry) as listener:
+                    # What is made at a run's start, such as a graph, was tried when all were checked.
+                    trainer = Trainer.prepare(entry.config, dataset, fresh=False)
+                    carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
+            except UserError as error:  # the others can go on without it
+                failed[entry.title] = str(error)
+    return failed
+
+
+def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record]]:
+    """Read what is complete: summaries by seed, for every combination of labels in the order of the plan."""
+    found: dict[tuple[str, ...], dict[int, Record]] = {}
+    for entry in entries:
+        by_seed = found.setdefault(tuple(entry.labels.values()), {})
+        if (summary := entry.folder.summary()) is not None:
+            by_seed[entry.seed] = summary
+    return found
+
+
+@contextmanager
+def naming(title: str) -> Iterator[None]:
+    """Say in an error which run it is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{title}: {error}") from error
+
+
+def _title(labels: Labels, seed: int) -> str:
+    return ", ".join([*labels.values(), f"seed {seed}"])
+
+
+def _data_key(config: Config) -> tuple[Any, ...]:
+    """Return what makes a run's data."""
+    return config.data, config.partition, config.run.seed, config.run.unseen
+
+
+def _check_complete(entry: Entry) -> None:
+    """Refuse a complete run with other settings than those asked for: its figures would pass for theirs."""
+    if not entry.is_complete:
+        return
+    made = entry.folder.config()
+    # What was settled with the data in hand can't be known without them.
+    settled = entry.config.replace("run", partition_hash=made.run.partition_hash)
+    if settled.loss is None:
+        settled = settled.replace("loss", **made.sections["loss"])
+    entry.folder.reopen(settled)
+
+
+def _check_begun(entry: Entry, trainer: Trainer, shared: bool) -> None:
     """Refuse a run that was begun with other settings or other data, or that another process is training."""
-    with folder.locked():
-        if not folder.reopen(trainer.config):
+    with _claimed(entry) as mine:
+        if shared and not mine:
             return
-        _, facts = folder.load()
-    if facts.get("data") != trainer.federation.fingerprint:
-        raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
+        with entry.folder.locked():
+            if not entry.folder.reopen(trainer.config):
+                return
+            _, saved = entry.folder.load()
+    if saved.get("data") != trainer.federation.fingerprint:
+        raise UserError(f"The data are not those that the run in {entry.folder.path} was trained on.")
+
+
+def _claimed(entry: Entry) -> AbstractContextManager[bool]:
+    """Yield whether the run is ours: no other process works on it as long as this one does."""
+    place = entry.folder.path.parent / ".claims"
+    place.mkdir(parents=True, exist_ok=True)
+    return locked(place / entry.folder.path.name)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedem.core.errors import UserError
-from fedem.data.dataset import Dataset
-from fedem.methods.mixer import Mixer
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
 from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
 from fedem.runs.trainer import Trainer
+from fedem.studies.sweep import check_seeds, naming
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
+# The theorems' exponents of K, by quantity.
 _SERVER_RATES = {"gradient_norm2": -0.5, "improvement": -0.75}
 _GRAPH_RATES = {"gradient_norm2": -0.5, "weights_kl": -1.0, "consensus": -0.5}
 _LEAST_RUNS = 3  # a line through two points has no error
@@ -95,7 +95,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """What came out."""
+    """The result: means for each K, and the slopes fitted through them."""
 
     config: Config
     initial_rate: float
@@ -141,36 +141,35 @@ def study(
             speak of, such as momentum, is refused.
         rounds: the numbers K of communication rounds, three or more, increasing.
         a0: the learning rate is a0 / sqrt(K) in all K rounds.
-        every: the first rounds are all measured, then the gaps widen to a tenth of the rounds gone by, and to so many
-            rounds at most; between them the mean over all rounds interpolates.
+        every: the first rounds are all measured, then the gaps widen to a tenth of the rounds gone by, and to this
+            many rounds at most; between them the mean over all rounds interpolates.
         seeds: of the runs: means are over these as well, as the theorems speak of expectations.
-        listener: told of the progress, the number of rounds done in all as a record's "round".
+        listener: called with the progress, the number of rounds done in all as a record's "round".
 
     """
     _check(rounds, a0, every, seeds)
     _check_assumptions(config)
     data = config.make_data()
     scheduled = config.replace("schedule", name="inverse_sqrt", learning_rate=a0)
-    trainers = {(length, seed): _prepare(scheduled, data, length, seed) for length in rounds for seed in seeds}
+    trainers: dict[tuple[int, int], Trainer] = {}
+    for length, seed in product(rounds, seeds):
+        # Whatever is wrong with a run may be wrong for its seed alone, such as the graph that it draws.
+        with naming(f"K = {length}, seed {seed}"):
+            trainers[length, seed] = Trainer.prepare(scheduled.replace("run", rounds=length, seed=seed), data)
     first = next(iter(trainers.values()))
     check_diagnosable(first.training.algorithm, first.training.mixer)
     done, measured = 0, {}
-    for place, trainer in trainers.items():
-        measured[place] = _measured(trainer, every, done, listener)
-        done += trainer.config.run.rounds
+    for (length, seed), trainer in trainers.items():
+        measured[length, seed] = _measured(trainer, every, done, listener)
+        done += length
     points = tuple(
         Point(length, a0 / math.sqrt(length), _means([measured[length, seed] for seed in seeds], length))
         for length in rounds
     )
-    rates = rates_of(first.training.mixer)
+    rates = _GRAPH_RATES if first.training.mixer.over_graph else _SERVER_RATES
     trends = {name: fit_trend(rounds, [point.means[name] for point in points], rates.get(name)) for name in QUANTITIES}
     everything = [line for lines in measured.values() for line in lines]
     return Study(scheduled, a0, tuple(seeds), points, trends, estimate_dissimilarity(everything))
-
-
-def rates_of(mixer: Mixer) -> dict[str, float]:
-    """Return the theorem's exponents of K, by quantity."""
-    return _GRAPH_RATES if mixer.over_graph else _SERVER_RATES
 
 
 def fit_trend(rounds: Sequence[int], means: Sequence[float], rate: float | None) -> Trend | None:
@@ -193,14 +192,6 @@ def is_due(number: int, num_rounds: int, every: int) -> bool:
     """Whether round ``number`` (from 1) is measured: what falls as a power of the rounds gone by is then known well."""
     gap = min(every, max(1, number // 10))
     return number % gap == 0 or number == num_rounds
-
-
-def _prepare(config: Config, data: Dataset, length: int, seed: int) -> Trainer:
-    """Prepare one run; whatever is wrong with it may be wrong for its seed alone, such as the graph that it draws."""
-    try:
-        return Trainer.prepare(config.replace("run", rounds=length, seed=seed), data)
-    except UserError as error:
-        raise UserError(f"K = {length}, seed {seed}: {error}") from error
 
 
 def _measured(trainer: Trainer, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
@@ -256,5 +247,4 @@ def _check(rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -
         raise UserError(f"a0 is {a0:g}; allowed: a number above 0.")
     if every < 1:
         raise UserError(f"every is {every}; allowed: at least 1.")
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or more, all different.")
+    check_seeds(seeds)

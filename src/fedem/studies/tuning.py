@@ -1,11 +1,20 @@
-"""Settings chosen on the validation part: what is tried, and what comes of it."""
+"""Settings chosen on the validation part: a sweep whose axis is the trials, which a sampler draws one after the other.
+
+========================  ==========================================================
+base/config.toml          the run whose settings are tried
+search.json               what is searched, on which data
+trials/NNN/trial.json     a trial's values and, once it is over, their scores
+trials/NNN/seedS/         its runs (see :mod:`fedem.runs.folder`)
+========================  ==========================================================
+
+The next trial's values are a function of the trials before, so a search that was killed goes on as if it never was.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
@@ -23,33 +32,24 @@ from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_as
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
-from fedem.studies.comparison import Spread
+from fedem.studies import sweep
+from fedem.studies.sweep import Entry, SharedData, Spread, check_new, check_seeds
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-
-__all__ = ["SAMPLERS", "Search", "Trial", "Tuned", "check_place", "read_grids", "tune", "usual_grids", "without_test"]
-
-
-# What a search tries: values by ``section.key``, the paper's unless others are asked for, and the next of them.
-
 Grids = Mapping[str, Sequence[Any]]
 """The values to try of each setting, by ``section.key``."""
 Tried = tuple[Values, float | None]
-"""Values and the score that they came to; None where training failed."""
+"""Values and their score; None where training failed."""
 
+_DIVERGED = "Training diverged"
 SAMPLERS = ("grid", "random", "tpe")
 RATE = "schedule.learning_rate"
 # The paper's grids: of every method's learning rate, and of the weight of a penalty.
 _RATES = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
 _WEIGHTS = tuple(10.0**exponent for exponent in (1, 0, -1, -2, -3))
-_WEIGHT_OF = {
-    "fedprox": "method.mu",
-    "pfedme": "method.pull",
-    "ditto": "method.pull",
-    "mocha": "method.penalty",
-}
+_WEIGHT_OF = {"fedprox": "method.mu", "pfedme": "method.pull", "ditto": "method.pull", "mocha": "method.penalty"}
 # The learning rates that the paper's grid search came to, as base-10 logarithms.
 _COLUMNS = ("fedavg", "fedprox", "fedavg+", "clustered", "pfedme", "fedem")
 _FOUND = {
@@ -74,7 +74,7 @@ def usual_grids(method: str, *given: Layer) -> Grids:
 
 
 def paper_rate(data: str, method: str) -> float | None:
-    """Return the learning rate that the paper found for a method on a data set; None where it tells none."""
+    """Return the learning rate that the paper found for a method on a data set; None where it has none."""
     if data not in _FOUND or method not in _COLUMNS:
         return None
     return float(10.0 ** _FOUND[data][_COLUMNS.index(method)])
@@ -129,21 +129,17 @@ def next_values(grids: Grids, sampler: str, seed: int, tried: Sequence[Tried], m
     ranges = {key: _range(values) for key, values in grids.items()}
     number = int(np.random.SeedSequence([seed, len(tried)]).generate_state(1)[0])
     kind = optuna.samplers.RandomSampler if sampler == "random" else optuna.samplers.TPESampler
-    with _silent():
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # or it reports every study that is made
+    try:
         study = optuna.create_study(sampler=kind(seed=number), direction="maximize" if maximize else "minimize")
-        for values, score in tried:
-            # What is pruned ranks below all that has a score: so the sampler keeps away from where training fails.
-            state = TrialState.PRUNED if score is None else TrialState.COMPLETE
-            study.add_trial(create_trial(state=state, value=score, params=dict(values), distributions=ranges))
-        return dict(study.ask(ranges).params)
-
-
-def check_sampler(sampler: str) -> None:
-    """Refuse a sampler that there is not, or that is not installed."""
-    if sampler not in SAMPLERS:
-        raise unknown("sampler", sampler, SAMPLERS)
-    if sampler != "grid":
-        needed(f"The sampler {sampler}", "optuna", extra="tune")
+    finally:
+        optuna.logging.set_verbosity(before)
+    for values, score in tried:
+        # What is pruned ranks below all that has a score: so the sampler keeps away from where training fails.
+        state = TrialState.PRUNED if score is None else TrialState.COMPLETE
+        study.add_trial(create_trial(state=state, value=score, params=dict(values), distributions=ranges))
+    return dict(study.ask(ranges).params)
 
 
 def edge_of(values: Sequence[Any], chosen: Any, sampler: str) -> str | None:
@@ -173,40 +169,18 @@ def _range(values: Sequence[Any]) -> BaseDistribution:
     return FloatDistribution(low, high, log=low > 0)
 
 
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep optuna from telling of every study that is made."""
-    from optuna import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-# What a search is: a run, the values to try of some of its settings, and all that can be checked before it starts.
-
-
 @dataclass(frozen=True)
 class Search:
-    """What is searched.
-
-    Attributes:
-        layers: the run whose settings are tried, the method's name among them.
-        grids: the values to try of each setting, by ``section.key``.
-        sampler: one of :data:`fedem.studies.tuning.SAMPLERS`.
-        num_trials: how many; None where the sampler is "grid", which tries all combinations.
-        seeds: a trial is one run for each.
-
-    """
+    """A run, and the values to try of some of its settings."""
 
     layers: tuple[Layer, ...]
+    """the run whose settings are tried, the method's name among them"""
     grids: Grids
     sampler: str = "grid"
     num_trials: int | None = None
+    """None where the sampler is "grid", which tries all combinations"""
     seeds: tuple[int, ...] = (0,)
+    """a trial is one run for each"""
 
     @property
     def count(self) -> int:
@@ -223,13 +197,21 @@ class Search:
         """Return the run that has these values."""
         return Config.build(*self.layers, *layers_of(values), {"run": {"seed": seed}})
 
+    def entries(self, values: Mapping[str, Any], place: Path) -> list[Entry]:
+        """Return the runs of a trial, one per seed."""
+        layers = [*self.layers, *layers_of(values)]
+        return sweep.plan({}, self.seeds, lambda _: layers, lambda _, seed: place / f"seed{seed}")
+
     def chosen_layer(self, values: Mapping[str, Any]) -> Sections:
         """Return what the user asked for, and the values chosen: what is to be written over the shipped settings."""
         return {name: section for name, section in overlay(*self.layers, *layers_of(values)).items() if section}
 
     def check(self) -> None:
         """Refuse what can't be searched, before any data are made."""
-        check_sampler(self.sampler)
+        if self.sampler not in SAMPLERS:
+            raise unknown("sampler", self.sampler, SAMPLERS)
+        if self.sampler != "grid":
+            needed(f"The sampler {self.sampler}", "optuna", extra="tune")
         given = overlay(*self.layers)
         if not self.grids:
             raise UserError("There is no setting to search; allowed: one or several, each as --grid section.key=...")
@@ -239,9 +221,7 @@ class Search:
                 raise UserError(f"The grid of {key} is empty; allowed: one value or several.")
             if name in given.get(section, {}):
                 raise UserError(f"{key} is both set and searched; allowed: one of --set and --grid.")
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            listed = ", ".join(map(str, self.seeds)) or "none"
-            raise UserError(f"The seeds are {listed}; allowed: one or several, each once.")
+        check_seeds(self.seeds)
         if self.sampler == "grid" and self.num_trials is not None:
             raise UserError(
                 f"--trials is {self.num_trials}, but a grid is tried as a whole; allowed: with --sampler random or tpe."
@@ -251,22 +231,27 @@ class Search:
         for combination in self._each_value():
             self.config(combination, self.seeds[0])
 
-    def prepare(self) -> tuple[dict[int, Dataset], str]:
+    def prepare(self) -> tuple[SharedData, str]:
         """Make every seed's data, without their test part, and check the runs on them; returns them and the metric."""
-        data = {seed: without_test(self.config(self._first, seed).make_data()) for seed in self.seeds}
-        metric = ""
-        for seed, dataset in data.items():
-            trainer = Trainer.prepare(self.config(self._first, seed), dataset)
+        data, metric = SharedData(lambda config: without_test(config.make_data()), len(self.seeds)), ""
+        for config in self.first_configs:
+            trainer = Trainer.prepare(config, data.of(config))
             metric = trainer.recipe.model.loss.metric
             if not len(trainer.federation.validation):
                 raise UserError(
-                    f"The data of seed {seed} have no validation samples to choose by; allowed: a share or number of "
-                    "them above 0 (data.validation, data.num_validation)."
+                    f"The data of seed {config.run.seed} have no validation samples to choose by; allowed: a share or "
+                    "number of them above 0 (data.validation, data.num_validation)."
                 )
         for values in self._each_value():
             # What is made at a run's start, such as a graph, was tried above.
-            Trainer.prepare(self.config(values, self.seeds[0]), data[self.seeds[0]], fresh=False)
+            config = self.config(values, self.seeds[0])
+            Trainer.prepare(config, data.of(config), fresh=False)
         return data, metric
+
+    @property
+    def first_configs(self) -> list[Config]:
+        """The runs with every setting's first value, one per seed."""
+        return [self.config(self._first, seed) for seed in self.seeds]
 
     def record(self) -> Record:
         """Name what decides which trials there are."""
@@ -296,28 +281,14 @@ def without_test(dataset: Dataset) -> Dataset:
     return dataset._replace(federation=dropped(dataset.federation))
 
 
-# The trials of a search, one after the other: each an ordinary run a seed, scored on the validation part alone.
-#
-# ========================  ==========================================================
-# base/config.toml          the run whose settings are tried
-# search.json               what is searched, on which data
-# trials/NNN/trial.json     a trial's values and, once it is over, what they came to
-# trials/NNN/seedS/         its runs (see :mod:`fedem.runs.folder`)
-# ========================  ==========================================================
-#
-# The next trial's values are a function of the trials before, so a search that was killed goes on as if it never was.
-
-_DIVERGED = "Training diverged"
-
-
 @dataclass(frozen=True)
 class Trial:
-    """Values that were tried, and what they came to."""
+    """Values that were tried, and their scores."""
 
     number: int
     values: Values
     scores: tuple[float, ...] | None = None
-    """the validation score after the last round, one a seed; None where training failed, or is not over"""
+    """the validation score after the last round, one per seed; None where training failed, or is not over"""
     seconds: float | None = None
     """of all runs together"""
     error: str | None = None
@@ -335,8 +306,7 @@ class Trial:
 
     def record(self) -> Record:
         """Name all figures, for a file."""
-        facts = ("number", "values", "scores", "seconds", "error")
-        return {name: getattr(self, name) for name in facts} | self.spread._asdict()
+        return vars(self) | self.spread._asdict()
 
     @classmethod
     def read(cls, path: Path) -> Trial:
@@ -351,7 +321,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came out: the trials, the best first and the failed last."""
+    """The result: the trials, the best first and the failed last."""
 
     search: Search
     metric: str
@@ -361,12 +331,7 @@ class Tuned:
     @classmethod
     def of(cls, search: Search, metric: str, trials: Iterable[Trial]) -> Tuned:
         """Rank the trials by their means; of equals, the first one tried stays first."""
-        sign = -1 if metric == "accuracy" else 1
-
-        def rank(trial: Trial) -> float:
-            return math.inf if (mean := trial.spread.mean) is None else sign * mean
-
-        return cls(search, metric, tuple(sorted(trials, key=rank)))
+        return cls(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(metric == "accuracy"))))
 
     @property
     def best(self) -> Trial | None:
@@ -382,7 +347,7 @@ class Tuned:
 
     @property
     def paper_rate(self) -> float | None:
-        """The paper's learning rate, where it tells one and ours was searched."""
+        """The paper's learning rate, where it has one and ours was searched."""
         base = self.search.base
         return paper_rate(base.name("data"), base.name("method")) if RATE in self.search.grids else None
 
@@ -402,16 +367,6 @@ class Tuned:
         }
 
 
-def check_place(out: Path, resume: bool) -> None:
-    """Refuse a folder that can't be written, that holds no search to resume or, unless resumed, anything."""
-    base = RunFolder(out / "base")
-    if resume and not base.exists():
-        raise UserError(f"There is no search to resume in {out}.")
-    if not resume and out.is_dir() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
-    base.prepare(resume)
-
-
 def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener | None = None) -> Tuned:
     """Carry out a search in a folder.
 
@@ -419,13 +374,16 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
         search: what to try.
         out: the folder.
         resume: go on with the search in ``out``; trials that are over are not made again.
-        listener: told of the progress, the number of rounds done in all as a record's "round".
+        listener: called with the progress, the number of rounds done in all as a record's "round".
 
     """
     search.check()
-    check_place(out, resume)
-    data, metric = search.prepare()
     base = RunFolder(out / "base")
+    if resume and not base.exists():
+        raise UserError(f"There is no search to resume in {out}.")
+    check_new(out, resume)
+    base.prepare(resume)
+    data, metric = search.prepare()
     if not resume:
         base.create(search.base)
     # One process at a time: a trial that is not over then was stopped, and is nobody else's.
@@ -446,15 +404,16 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
     return Tuned.of(search, metric, trials)
 
 
-def _check_same(out: Path, search: Search, data: Mapping[int, Dataset]) -> None:
+def _check_same(out: Path, search: Search, data: SharedData) -> None:
     """Write down what is searched; refuse to mix it with another search."""
     path = out / "search.json"
-    facts = search.record() | {"data": [dataset.federation.fingerprint for dataset in data.values()]}
+    prints = [data.of(config).federation.fingerprint for config in search.first_configs]
+    content = search.record() | {"data": prints}
     if not path.exists():
-        write_json(path, facts)
+        write_json(path, content)
         return
     before = json.loads(path.read_text(encoding="utf-8"))
-    changed = sorted(name for name, value in plain(facts).items() if before.get(name) != value)
+    changed = sorted(name for name, value in plain(content).items() if before.get(name) != value)
     if changed == ["data"]:
         raise UserError(f"The data are not those that the search in {out} was begun on.")
     if changed:
@@ -465,7 +424,7 @@ def _check_same(out: Path, search: Search, data: Mapping[int, Dataset]) -> None:
 
 
 def _carry_out(
-    trial: Trial, search: Search, data: Mapping[int, Dataset], metric: str, out: Path, listener: Listener | None
+    trial: Trial, search: Search, data: SharedData, metric: str, out: Path, listener: Listener | None
 ) -> Trial:
     """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
     place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
@@ -474,21 +433,20 @@ def _carry_out(
     write_json(place / "trial.json", trial.record())
     done, scores, seconds = trial.number * len(search.seeds) * rounds, [], 0.0
     try:
-        for seed in search.seeds:
-            watch = None if listener is None else _shifted(listener, done)
-            try:
-                config = search.config(trial.values, seed)
-            except UserError as error:  # values that don't go together
-                raise _FailedError(error) from None
-            summary = _run(config, data[seed], RunFolder(place / f"seed{seed}"), watch)
-            if has_diverged(summary):
-                raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
-            scores.append(_finite(summary[f"validation_{metric}"]))
-            seconds += summary["seconds_total"]
-            done += rounds
+        search.config(trial.values, search.seeds[0])
+    except UserError as error:  # values that don't go together
+        trial = replace(trial, error=f"seed {search.seeds[0]}: {error}")
+    for entry in search.entries(trial.values, place) if trial.error is None else ():
+        try:
+            summary = _run(entry, data.of(entry.config), None if listener is None else _shifted(listener, done))
+            scores.append(_score(summary, metric))
+        except _FailedError as failed:
+            trial = replace(trial, error=f"seed {entry.seed}: {failed}")
+            break
+        seconds += summary["seconds_total"]
+        done += rounds
+    if trial.error is None:
         trial = replace(trial, scores=tuple(scores), seconds=seconds)
-    except _FailedError as failed:
-        trial = replace(trial, error=f"seed {seed}: {failed}")
     write_json(place / "trial.json", trial.record())
     return trial
 
@@ -497,16 +455,17 @@ class _FailedError(Exception):
     """Training can't come to an end with a trial's values."""
 
 
-def _run(config: Config, dataset: Dataset, folder: RunFolder, listener: Listener | None) -> Mapping[str, Any]:
+def _run(entry: Entry, dataset: Dataset, listener: Listener | None) -> Mapping[str, Any]:
     """Carry out one run, unless it is complete; returns its summary."""
-    if (summary := folder.summary()) is not None:
+    if (summary := entry.folder.summary()) is not None:
         return summary
+    begun = entry.folder.exists()
     try:
-        trainer = Trainer.prepare(config, dataset, fresh=not folder.exists())
+        trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
     except UserError as error:
         raise _FailedError(error) from None
     try:
-        return carry_out(trainer, out=folder.path, resume=folder.exists(), listener=listener).summary
+        return carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
     except UserError as error:
         # Whatever else goes wrong, such as a folder that can't be written, is not the values' fault.
         if not str(error).startswith(_DIVERGED):
@@ -514,7 +473,11 @@ def _run(config: Config, dataset: Dataset, folder: RunFolder, listener: Listener
         raise _FailedError(error) from None
 
 
-def _finite(score: float | None) -> float:
+def _score(summary: Mapping[str, Any], metric: str) -> float:
+    """Return the score to choose by; training that diverged has none."""
+    if has_diverged(summary):
+        raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
+    score = summary[f"validation_{metric}"]
     if score is None or not math.isfinite(score):
         raise _FailedError("the validation score is not finite")
     return float(score)
