@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import SMALL
+from commands import SMALL, TINY
 
 import fedem
 from fedem.runs.config import Config
@@ -109,7 +109,7 @@ def test_baselines_keep_their_own_settings_when_resumed_or_run_from_a_config(run
         return {name: fedem.Result.load(tmp_path / folder / "baselines" / name).config for name in ("fedavg", "mocha")}
 
     settings = ["--set", "batching.batch_size=16"]
-    run("train", *SMALL, *settings, "--baselines", "fedavg,mocha", "--out", tmp_path / "r", "-q")
+    run("train", *TINY, *settings, "--rounds", "1", "--baselines", "fedavg,mocha", "--out", tmp_path / "r", "-q")
     expected, main = configs("r"), fedem.Result.load(tmp_path / "r").config
     assert expected["fedavg"].schedule.learning_rate != main.schedule.learning_rate
     # Batches are everybody's, for they were asked for; passes over the samples are shipped with the method.
