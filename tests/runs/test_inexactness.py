@@ -159,6 +159,7 @@ def test_every_method_that_trains_so_can_be_measured(method: str) -> None:
     assert 0 <= found.max < 1
 
 
+@pytest.mark.slow
 def test_fedem_reaches_about_the_same_loss_with_every_solver() -> None:
     data = fedem.Synthetic(num_clients=5, dimension=4, num_test=10, max_samples=100).make(0)
     model = Model(lambda: nn.Linear(4, 1), LOSSES["logistic"], torch.float64)

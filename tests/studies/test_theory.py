@@ -114,6 +114,7 @@ def test_what_is_zero_is_not_fitted_and_each_theorem_has_its_rates(
         assert {name for name, mean in point.means.items() if mean == 0} == zero
 
 
+@pytest.mark.slow
 def test_a_convex_problem_falls_as_the_theorem_says() -> None:
     """One model for all: no plateau before the components part, so few rounds are enough."""
     config = _config("fedavg", data={"num_clients": 10, "max_samples": 60, "dimension": 5})
