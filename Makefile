@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what is used when it is first used; compiling all that is installed takes longer than the training.
+# Training uses little of what is installed, and Python compiles that itself; tests start many processes, see below.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 # What stands in .venv: what training needs; and, on top, what tests, checks, documents and benchmarks need.
 INSTALLED := $(VENV)/.installed
@@ -42,6 +42,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(INSTALLED_ALL): $(INSTALLED)
 	@echo "Installing what tests, checks and documents need on top: a few minutes."
 	@$(PIP) --quiet --no-build-isolation --editable '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # a few packages ship templates that are not Python
 	@touch $@
 
 check: install
