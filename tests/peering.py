@@ -24,7 +24,7 @@ from patience import patient
 from torch import Tensor
 
 from fedem.deploy.node import Kept
-from fedem.deploy.peers.meeting import Desk, make_key
+from fedem.deploy.peers.meeting import AgentFolder, make_key
 from fedem.deploy.peers.work import Peer, Task
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
@@ -197,7 +197,7 @@ class Member:
     def __init__(self, threads: Threads, rank: int):
         self.threads, self.rank, self.size = threads, rank, threads.size
 
-    def tell_all(self, content: Any) -> list[Any]:
+    def gather(self, content: Any) -> list[Any]:
         return [json.loads(text) for text in self.threads.gather(self.rank, json.dumps(content))]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
@@ -224,10 +224,10 @@ def work_together(deployment: Deployment, processes: list[list[str]], folder: Pa
 
     def run(rank: int) -> list[str]:
         told: list[str] = []
-        desk = Desk(folder / f"desk{rank}", 0, 1)
-        desk.folder.mkdir(exist_ok=True)
-        Peer(as_group(Member(threads, rank)), members[rank], desk, told.append).carry_on()
-        assert desk.has_met
+        agent = AgentFolder(folder / f"agent{rank}", 0, 1)
+        agent.path.mkdir(exist_ok=True)
+        Peer(as_group(Member(threads, rank)), members[rank], agent, told.append).run_rounds()
+        assert agent.run
         return told
 
     with ThreadPoolExecutor(len(processes)) as pool:

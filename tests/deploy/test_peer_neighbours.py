@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedem.core.random import client_keys
-from fedem.deploy.peers.neighbours import Neighbourhood, Present, refusals, round_to_go_on_with, routes
+from fedem.deploy.peers.neighbours import PeerGraph, PresentClient, refusals, round_to_go_on_with, routes
 from fedem.graphs import GRAPHS, Complete, ErdosRenyi, Grid, Regular, Ring, Topology, check_mixing
 
 NAMES = [f"client{number}" for number in range(7)]
@@ -19,11 +19,11 @@ NAMES = [f"client{number}" for number in range(7)]
 
 def client(
     name: str, rank: int, *, version: str = "1", plan: str = "p", run: str = "", met: bool = False, done: int = 0
-) -> Present:
-    return Present(name, 10, done, version, plan, run, met, rank)
+) -> PresentClient:
+    return PresentClient(name, 10, done, version, plan, run, met, rank)
 
 
-def refused(*present: Present) -> dict[int, str]:
+def refused(*present: PresentClient) -> dict[int, str]:
     return refusals(present, Path("state"))
 
 
@@ -82,7 +82,7 @@ def test_nobody_goes_back(rounds: list[int]) -> None:
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name != "file"])
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_any_number_of_survivors_has_a_matrix(name: str, count: int) -> None:
-    found = Neighbourhood.around(GRAPHS[name](), NAMES[:count], 0)
+    found = PeerGraph.over(GRAPHS[name](), NAMES[:count], 0)
     matrix = found.matrix(0, 0)
     check_mixing(matrix, None)
     assert len(matrix) == count
@@ -90,7 +90,7 @@ def test_any_number_of_survivors_has_a_matrix(name: str, count: int) -> None:
 
 def test_without_a_loss_the_matrix_is_the_simulators() -> None:
     topology, keys = ErdosRenyi(probability=0.6, link_failure=0.2), client_keys(NAMES)
-    found = Neighbourhood.around(topology, NAMES, 3)
+    found = PeerGraph.over(topology, NAMES, 3)
     assert found.remark == ""
     assert torch.equal(found.matrix(5, 9), topology.draw(topology.matrices(keys, 3), 5, keys, 9))
 
@@ -100,10 +100,10 @@ def test_a_graph_that_falls_apart_is_mixed_in_its_pieces(settings: dict[str, Any
     topology = ErdosRenyi(probability=0.05, **settings)
     keys = client_keys(NAMES)
     (edges,) = topology.edges(keys, 1)
-    found = Neighbourhood.around(topology, NAMES, 1)
-    assert len(found.pieces) > 1
-    assert f"{len(found.pieces)} pieces" in found.remark
-    assert sorted(torch.cat([piece.members for piece in found.pieces]).tolist()) == list(range(len(NAMES)))
+    found = PeerGraph.over(topology, NAMES, 1)
+    assert len(found.components) > 1
+    assert f"{len(found.components)} pieces" in found.remark
+    assert sorted(torch.cat([piece.members for piece in found.components]).tolist()) == list(range(len(NAMES)))
     linked = torch.eye(len(NAMES), dtype=torch.bool)
     linked[edges[:, 0], edges[:, 1]] = linked[edges[:, 1], edges[:, 0]] = True
     total = torch.zeros(len(NAMES), len(NAMES), dtype=torch.float64)
@@ -118,7 +118,7 @@ def test_a_graph_that_falls_apart_is_mixed_in_its_pieces(settings: dict[str, Any
 
 @pytest.mark.parametrize("topology", [Grid(), Regular(degree=3)])
 def test_where_there_is_no_such_graph_they_take_a_ring(topology: Topology) -> None:
-    found = Neighbourhood.around(topology, NAMES[:5], 0)
+    found = PeerGraph.over(topology, NAMES[:5], 0)
     assert "ring" in found.remark
     assert torch.equal(found.matrix(0, 0), Ring().matrices(client_keys(NAMES[:5]), 0)[0])
 
@@ -141,5 +141,5 @@ def test_what_one_sends_the_other_expects(ranks: list[int], seed: int) -> None:
 
 
 def test_a_complete_graph_of_survivors_is_a_mean() -> None:
-    matrix = Neighbourhood.around(Complete(), NAMES[:4], 0).matrix(0, 0)
+    matrix = PeerGraph.over(Complete(), NAMES[:4], 0).matrix(0, 0)
     torch.testing.assert_close(matrix, torch.full((4, 4), 0.25, dtype=torch.float64))

@@ -13,8 +13,8 @@ from peering import Deployment, Member, Threads, as_group, work_together
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.deploy.peers.meeting import Desk
-from fedem.deploy.peers.neighbours import PeersChangedError
+from fedem.deploy.peers.group import PeersChangedError
+from fedem.deploy.peers.meeting import AgentFolder
 from fedem.deploy.peers.work import Peer, Task
 
 
@@ -23,10 +23,10 @@ def clash(deployment: Deployment, groups: Sequence[Member], names: Sequence[str]
     members = [Task(deployment.plan, deployment.data, (name,), deployment.state, print).open() for name in names]
 
     def run(rank: int) -> Exception:
-        desk = Desk(deployment.state.parent / f"clash{rank}", 0, 1)
-        desk.folder.mkdir()
+        agent = AgentFolder(deployment.state.parent / f"clash{rank}", 0, 1)
+        agent.path.mkdir()
         with pytest.raises((UserError, PeersChangedError)) as caught:
-            Peer(as_group(groups[rank]), members[rank], desk, print).carry_on()
+            Peer(as_group(groups[rank]), members[rank], agent, print).run_rounds()
         return caught.value
 
     with ThreadPoolExecutor(len(names)) as pool:
@@ -55,10 +55,10 @@ def test_an_old_state_among_fresh_ones_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_has_its_name_before_anything_is_kept(tmp_path: Path) -> None:
-    deployment, desk = Deployment(tmp_path, 1), Desk(tmp_path, 0, 1)
+    deployment, agent = Deployment(tmp_path, 1), AgentFolder(tmp_path, 0, 1)
     members = Task(deployment.plan, deployment.data, ("ann",), deployment.state, print).open()
-    desk.note_met("the run of a worker before")
-    Peer(as_group(Member(Threads(1), 0)), members, desk, print).carry_on()
+    agent.save_run("the run of a worker before")
+    Peer(as_group(Member(Threads(1), 0)), members, agent, print).run_rounds()
     assert deployment.kept("ann").run == "the run of a worker before"
 
 

@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 
 from fedem.cli import app
 from fedem.core.errors import UserError
-from fedem.deploy.node import held
-from fedem.deploy.peers.meeting import KEY, Meeting, Sealed, host_meeting, make_key, reach_store, read_key
-from fedem.deploy.peers.neighbours import Group, PeersChangedError
+from fedem.core.files import locked
+from fedem.deploy.peers.group import PeersChangedError, ProcessGroup
+from fedem.deploy.peers.meeting import KEY, Meeting, SealedBackend, host_meeting, make_key, reach_store, read_key
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
 
@@ -86,7 +86,7 @@ def test_what_a_stranger_wrote_is_not_unpickled(tmp_path: Path, seal: bytes) -> 
 def test_states_come_back_unless_somebody_changed_them(state: bytes, place: int, other: bytes) -> None:
     shelf: Any = Shelf()  # a backend by its methods, not by its class
     key = b"k" * 32
-    sealed = Sealed(shelf, key)
+    sealed = SealedBackend(shelf, key)
     assert sealed.get_state() is None
     content, token, is_set = sealed.set_state(state) or (b"", None, False)
     assert (content, is_set) == (state, True)
@@ -95,7 +95,7 @@ def test_states_come_back_unless_somebody_changed_them(state: bytes, place: int,
     assert sealed.set_state(b"late" + state, None) == (state, token, False)
     kept = shelf.state or b""
     with pytest.raises(RendezvousStateError):
-        Sealed(shelf, other).get_state()
+        SealedBackend(shelf, other).get_state()
     changed = bytearray(kept)
     changed[place % len(kept)] ^= 1 + place % 255
     for forged in (bytes(changed), kept[:-1], kept + b"x", state, b""):
@@ -119,7 +119,7 @@ def test_plans_bring_a_key_that_is_no_part_of_them(tmp_path: Path) -> None:
         make_key(made)
     for content in ("", "xyz", key.hex()[:-2]):
         (deployment.plan / KEY).write_text(content)
-        with pytest.raises(UserError, match=f"{KEY} is no key"):
+        with pytest.raises(UserError, match=f"{KEY} is not a key"):
             join(Meeting(port=1), task(deployment))
     (deployment.plan / KEY).unlink()
     with pytest.raises(UserError, match=f"holds no {KEY}"):
@@ -152,33 +152,33 @@ def test_a_group_listens_at_the_address_of_the_meeting_alone(monkeypatch: pytest
     agent = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     for name, value in agent.items():
         monkeypatch.setenv(name, str(value))
-    with Group(10) as group:
-        assert group.tell_all("alone") == ["alone"]
+    with ProcessGroup(10) as group:
+        assert group.gather("alone") == ["alone"]
         assert reached("127.0.0.1", port)
         assert not reached("127.0.0.2", port)
         with pytest.raises(PeersChangedError):
-            Group(10)  # the port is taken: all must meet again
+            ProcessGroup(10)  # the port is taken: all must meet again
 
 
 def test_one_process_at_a_time_has_a_clients_state(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, 1)
     (ann,) = task(deployment).open()
-    with ann.held(), pytest.raises(UserError, match=r"'ann' .*ann\.lock"):
+    with ann.locked(), pytest.raises(UserError, match=r"'ann' .*ann\.lock"):
         join(Meeting(port=1, join_timeout=1), task(deployment))
-    with ann.held():
+    with ann.locked():
         pass
 
 
 def test_a_process_ends_with_the_one_that_holds_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "held"
+    path = tmp_path / "agent"
     watch = f"""
 import pathlib, time
-from fedem.deploy.node import end_with_holder
-end_with_holder(pathlib.Path({str(path)!r}))
+from fedem.deploy.peers.meeting import AgentFolder
+AgentFolder(pathlib.Path({str(tmp_path)!r}), 0, 1).end_with_agent()
 print("watching", flush=True)
 time.sleep(600)
 """
-    with held(path, "It"):
+    with locked(path):
         watcher = subprocess.Popen(
             [sys.executable, "-c", watch], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )

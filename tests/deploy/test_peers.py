@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 from fedem.cli import app
 from fedem.core.errors import UserError
+from fedem.deploy.peers.group import pack, unpack
 from fedem.deploy.peers.meeting import Meeting, host_meeting, interface_of
-from fedem.deploy.peers.neighbours import pack, unpack
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
 from fedem.models.efficientnet import EfficientNetLite0

@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +24,20 @@ from torch import Tensor
 
 from fedem.core import VERSION
 from fedem.core.errors import UserError
+from fedem.core.files import locked
 from fedem.core.random import COHORT, COMPONENTS, MIXER, choose, client_keys, derive
 from fedem.core.tree import Tree, tree_floats, tree_index, tree_repeat, tree_sorted, tree_stack, tree_to
 from fedem.data.federation import PARTS
-from fedem.deploy.node import Kept, Node, held, place
-from fedem.deploy.peers.meeting import Desk, Meeting, MeetingOverError, attend, read_key
+from fedem.deploy.node import Kept, Node, place
+from fedem.deploy.peers.group import PeersChangedError, ProcessGroup, pack, unpack
+from fedem.deploy.peers.meeting import AgentFolder, Meeting, MeetingOverError, Notify, read_key, take_part
 from fedem.deploy.peers.neighbours import (
-    Group,
-    Neighbourhood,
-    PeersChangedError,
-    Present,
-    pack,
+    PeerGraph,
+    PresentClient,
     refusals,
     round_to_go_on_with,
     routes,
     run_to_go_on_with,
-    unpack,
 )
 from fedem.deploy.plan import Plan
 from fedem.graphs import File, Topology, among
@@ -57,34 +55,35 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Task:
-    """What a peer's process is to do. ``tell`` gets notes for its user; it must be a function of a module."""
+    """What a peer's process is to do."""
 
     plan: Path
     data: Path
     clients: tuple[str, ...]
     """names; none where the data are of one client that has its name there"""
     state: Path
-    tell: Callable[[str], None]
+    """a folder for what the clients learn"""
+    notify: Notify
 
-    def open(self) -> list[Member]:
+    def open(self) -> list[PeerClient]:
         """Read the plan, the samples and what the clients have kept; refuse what can't work."""
         plan = Plan.load(self.plan)
         graph_of(plan)
         if twice := {name for name in self.clients if self.clients.count(name) > 1}:
             raise UserError(f"Client {min(twice)!r} is named twice; allowed: each once.")
-        return [Member.open(Node.open(plan, self.data, name), self.state) for name in self.clients or (None,)]
+        return [PeerClient.open(Node.open(plan, self.data, name), self.state) for name in self.clients or (None,)]
 
 
 def join(meeting: Meeting, task: Task) -> bool:
     """Train with those who meet there until the plan's rounds are done; returns whether any was left to do."""
-    key, members = read_key(task.plan), task.open()
-    if _are_done(members):
+    key, clients = read_key(task.plan), task.open()
+    if _are_done(clients):
         return False
     with ExitStack() as stack:
-        for member in members:
-            stack.enter_context(member.held())
+        for client in clients:
+            stack.enter_context(client.locked())
         try:
-            attend(meeting, key, work, task, task.tell)
+            take_part(meeting, key, work, task, task.notify)
         except MeetingOverError:
             # Somebody may be gone just when the others leave: then the meeting is over, and so is the run.
             if not _are_done(task.open()):
@@ -92,101 +91,90 @@ def join(meeting: Meeting, task: Task) -> bool:
     return True
 
 
-def _are_done(members: Sequence[Member]) -> bool:
-    return all(member.round == member.node.plan.config.run.rounds for member in members)
+def _are_done(clients: Sequence[PeerClient]) -> bool:
+    return all(client.round == client.node.plan.config.run.rounds for client in clients)
 
 
-def work(desk: Desk, task: Task) -> None:
+def work(folder: AgentFolder, task: Task) -> None:
     """Take part in one meeting, in a process of its own, until the run is over or the peers change."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent answers to the keyboard, and the worker just ends
     try:
-        members = task.open()
-        with Group(desk.round_timeout) as group:
-            Peer(group, members, desk, task.tell).carry_on()
+        clients = task.open()
+        with ProcessGroup(folder.round_timeout) as group:
+            Peer(group, clients, folder, task.notify).run_rounds()
     except PeersChangedError:
         raise SystemExit(1) from None  # the agent meets those who are left, and starts another worker
     except UserError as error:
-        desk.leave(str(error))
+        folder.stop_agent(str(error))
     except Exception as error:
         traceback.print_exc()
-        desk.leave(f"The peer's worker failed ({type(error).__name__}: {error}).")
+        folder.stop_agent(f"The peer's worker failed ({type(error).__name__}: {error}).")
 
 
 class Peer:
-    """One process among those of a meeting."""
+    """One process among those of a meeting, with its clients."""
 
-    def __init__(self, group: Group, members: Sequence[Member], desk: Desk, tell: Callable[[str], None]):
-        self.group, self.members, self.tell, self.plan = group, members, tell, members[0].node.plan
-        told = group.tell_all(
+    def __init__(self, group: ProcessGroup, clients: Sequence[PeerClient], folder: AgentFolder, notify: Notify):
+        self.group, self.clients, self.notify, self.plan = group, clients, notify, clients[0].node.plan
+        described = group.gather(
             {
                 "version": VERSION,
                 "plan": self.plan.fingerprint,
-                "met": desk.has_met,
+                "met": bool(folder.run),
                 "new_run": secrets.token_hex(8),
-                "clients": [
-                    (member.node.name, member.node.num_samples, member.round, desk.run or member.run)
-                    for member in members
-                ],
+                "clients": [(one.node.name, one.node.num_samples, one.round, folder.run or one.run) for one in clients],
             }
         )
         present = [
-            Present(name, samples, done, facts["version"], facts["plan"], kept, facts["met"], rank)
-            for rank, facts in enumerate(told)
-            for name, samples, done, kept in facts["clients"]
+            PresentClient(name, samples, done, process["version"], process["plan"], run, process["met"], rank)
+            for rank, process in enumerate(described)
+            for name, samples, done, run in process["clients"]
         ]
-        refused = refusals(present, members[0].path.parent)
+        refused = refusals(present, clients[0].path.parent)
         if group.rank in refused:
             raise UserError(refused[group.rank])
         if refused:
             raise PeersChangedError("somebody must leave")
         # Where nobody has done a round yet, the run is called what the first process proposes.
-        common_run = run_to_go_on_with(present) or str(told[0]["new_run"])
-        for member in members:
-            member.run = common_run
-        desk.note_met(common_run)
+        common_run = run_to_go_on_with(present) or str(described[0]["new_run"])
+        for client in clients:
+            client.run = common_run
+        folder.save_run(common_run)
         run, mixer = self.plan.config.run, self.plan.mixer
         self.topology = graph_of(self.plan)
         self.local = mixer.local_leaves
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
         self.scales = Graph(self.topology).step_scales(self.sizes, float(self.sizes.double().mean()))
-        self.mine = {
-            position: member
-            for member in members
-            for position, client in enumerate(present)
-            if client.name == member.node.name
-        }
+        self.own = {self.names.index(client.node.name): client for client in clients}
         self.done = round_to_go_on_with(present)
-        self.neighbourhood = Neighbourhood.around(self.topology, self.names, mixer_seed(run.seed))
+        self.graph = PeerGraph.over(self.topology, self.names, mixer_seed(run.seed))
         share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
         self.cohort_size = cohort_size(share, len(present))
-        tell(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
+        notify(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
         if self.done and (new := [client.name for client in present if not client.round]):
-            tell(f"warning: Clients that have done none of these: {len(new)} of {len(present)}, such as {new[0]!r}.")
-        if self.neighbourhood.remark:
-            tell(f"warning: {self.neighbourhood.remark}")
+            notify(f"warning: Clients that have done none of these: {len(new)} of {len(present)}, such as {new[0]!r}.")
+        if self.graph.remark:
+            notify(f"warning: {self.graph.remark}")
 
-    def carry_on(self) -> None:
+    def run_rounds(self) -> None:
         """Run the rounds that are left; all leave together, once everybody has kept the last."""
         run = self.plan.config.run
         with ExitStack() as stack:
-            logs: list[tuple[Member, IO[str]]] = []
-            for member in self.members:
-                member.log.path.mkdir(parents=True, exist_ok=True)
-                logs.append((member, stack.enter_context(member.log.open_metrics(member.round))))
+            logs = [(client, stack.enter_context(client.open_log())) for client in self.clients]
             while self.done < run.rounds:
                 line = self._step(self.done)
                 self.done += 1
-                for member in self.members:
-                    member.round = self.done
-                    member.keep()
+                for client in self.clients:
+                    client.round = self.done
+                    client.keep()
                 own: Mapping[str, Record] = {}
                 if run.is_scored(self.done):
                     averages, own = self._assess()
                     line |= averages
-                    self.tell(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
-                for member, log in logs:
-                    log.write(RunFolder.line(line | own.get(member.node.name, {})))
+                    self.notify(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
+                for client, log in logs:
+                    log.write(RunFolder.line(line | own.get(client.node.name, {})))
                     log.flush()
         self.group.total(torch.zeros(1))
 
@@ -194,10 +182,10 @@ class Peer:
         """Train, exchange and mix; returns what the round cost."""
         started = time.perf_counter()
         run, algorithm = self.plan.config.run, self.plan.algorithm
-        clients = choose(self.neighbourhood.keys, self.cohort_size, COHORT, run.seed, round_index)
+        clients = choose(self.graph.keys, self.cohort_size, COHORT, run.seed, round_index)
         key, rate = int(derive(run.seed, MIXER, round_index)), self.plan.rate(round_index)
-        matrix = among(self.neighbourhood.matrix(round_index, key), clients)
-        members = {row: self.mine[client] for row, client in enumerate(clients.tolist()) if client in self.mine}
+        matrix = among(self.graph.matrix(round_index, key), clients)
+        members = {row: self.own[client] for row, client in enumerate(clients.tolist()) if client in self.own}
         common: dict[int, Tree] = {}
         own: dict[int, Tree] = {}
         for row, member in members.items():
@@ -228,7 +216,7 @@ class Peer:
             "bytes_down": down,
         }
 
-    def _stretched(self, member: Member, upload: Tree, position: int, rate: float, key: int) -> Tree:
+    def _stretched(self, member: PeerClient, upload: Tree, position: int, rate: float, key: int) -> Tree:
         """Scale what the client's training came to."""
         average, here = float(self.sizes.double().mean()), torch.zeros(1, dtype=torch.int64)
         trained = self.plan.model.trainable
@@ -240,7 +228,7 @@ class Peer:
         """Add what clients of other processes have trained to ``trees``, by row; returns bytes sent and received."""
         sends, receives = routes(matrix, [self.ranks[client] for client in clients], self.group.rank)
         outgoing = {rank: torch.cat([pack(trees[row]) for row in rows]) for rank, rows in sends.items()}
-        like = {name: leaf for name, leaf in self.members[0].shared.items() if name not in self.local}
+        like = {name: leaf for name, leaf in self.clients[0].shared.items() if name not in self.local}
         size = len(pack(like))
         incoming = {rank: torch.empty(size * len(rows), dtype=torch.uint8) for rank, rows in receives.items()}
         self.group.exchange(outgoing, incoming)
@@ -262,7 +250,7 @@ class Peer:
         metric = self.plan.model.loss.metric
         sums = torch.zeros(len(PARTS), 3, dtype=torch.float64)
         own: dict[str, Record] = {}
-        for member in self.members:
+        for member in self.clients:
             found, weight = member.node.assess(member.shared, member.personal), member.node.num_samples
             record = own.setdefault(member.node.name, {})
             for row, part in enumerate(PARTS):
@@ -312,7 +300,7 @@ def check_start(config: Config) -> None:
 
 
 @dataclass
-class Member:
+class PeerClient:
     """A client of this process, and what it has learnt."""
 
     node: Node
@@ -322,10 +310,10 @@ class Member:
     shared: Tree
     personal: Tree
     run: str = ""
-    """which run that was: a word that those who began it agreed on; empty before the first round"""
+    """which run that was, by a word that those who began it agreed on; empty before the first round"""
 
     @classmethod
-    def open(cls, node: Node, state: Path) -> Member:
+    def open(cls, node: Node, state: Path) -> PeerClient:
         """Take up what the client has kept under this plan, or start."""
         plan = node.plan
         path = place(state, f"peers-{plan.fingerprint[:12]}", node.name)
@@ -348,18 +336,26 @@ class Member:
         )
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep other processes off its file."""
-        with held(self.path.with_suffix(".lock"), f"What client {self.node.name!r} has learnt"):
+        path = self.path.with_suffix(".lock")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(path) as is_mine:
+            if not is_mine:
+                raise UserError(
+                    f"What client {self.node.name!r} has learnt is in use by another process, which holds {path}; "
+                    "allowed: one process at a time."
+                )
             yield
 
-    @property
-    def log(self) -> RunFolder:
-        """Where its metrics.jsonl is."""
-        return RunFolder(self.path.with_suffix(""))
+    def open_log(self) -> IO[str]:
+        """Open its metrics.jsonl to append."""
+        folder = RunFolder(self.path.with_suffix(""))
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return folder.open_metrics(self.round)
 
     def check(self, upload: Tree, rate: float) -> None:
-        """Refuse to pass on what is no longer a number."""
+        """Refuse to pass on numbers that are no longer finite."""
         if (name := spoilt(upload)) is not None:
             raise UserError(
                 f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {name!r} is no longer "
