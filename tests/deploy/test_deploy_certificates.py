@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedem.core.errors import UserError
-from fedem.deploy.flower.project import Certificates, make_certificates, make_node_key
-
 pytest.importorskip("cryptography")
+
+from fedem.core.errors import UserError
+from fedem.deploy.flower.certificates import Certificates, make_certificates, make_node_key
 
 
 def _handshake(server: Certificates, authority: Path, host: str) -> None:

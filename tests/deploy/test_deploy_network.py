@@ -18,7 +18,6 @@ from patience import patient
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
-from fedem.deploy.flower.project import make_node_key
 from fedem.deploy.node import Kept, place
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
@@ -28,6 +27,7 @@ from fedem.runs.trainer import run
 pytest.importorskip("flwr")
 
 from fedem.deploy.flower import trial as loopback
+from fedem.deploy.flower.certificates import make_node_key
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.flower.trial import HOST, Loopback, Program, draw_clients, start_nodes
 
@@ -140,8 +140,8 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
         }
         for why, node in refused.items():
             assert node.finish(patient(LIMIT)) != 0
-            assert why in node.said()
-            assert "SuperNode ID:" not in node.said()
+            assert why in node.output()
+            assert "SuperNode ID:" not in node.output()
 
         cut = network.submit(app, settings)
         files = [
@@ -157,12 +157,12 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
         network.start_superlink()
         going_on = network.submit(app, settings | {"continue": True})
         going_on.finish(patient(LIMIT))
-        assert folder.summary() is not None, going_on.said()
+        assert folder.summary() is not None, going_on.output()
     found = folder.load()[0]["last"]
 
     assert [(line["round"], line["clients"]) for line in folder.metrics()] == [(1, 3), (2, 3), (3, 3)]
-    assert "Rounds done: 1 of 3" in going_on.said()
-    assert "Client 'mallory' is refused: leaf" in going_on.said()
+    assert "Rounds done: 1 of 3" in going_on.output()
+    assert "Client 'mallory' is refused: leaf" in going_on.output()
     assert found.round == expected.round == 3
     torch.testing.assert_close(found.shared, expected.shared, rtol=0, atol=1e-5)
     for number, path in enumerate(files):
@@ -193,7 +193,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
         state = network.folder / "state" / "node-2"
         kept = place(state, "second", clients[2].name)
         going_on = network.submit(app, settings)
-        until(lambda: node.said().count("Receiving: train message") == 2, going_on)
+        until(lambda: node.output().count("Receiving: train message") == 2, going_on)
         node.kill()
         then, content = Kept.load(kept), kept.read_bytes()
 
@@ -206,7 +206,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
             own = {"data": str(clients[2].data), "client": clients[2].name, "state": str(state)}
             again = network.start_node("node-2", own, network.keys / "node-2", wait=False)
             try:
-                again.wait_until_in()
+                again.wait_until_connected()
             except UserError:
                 time.sleep(5)
                 return False

@@ -41,7 +41,7 @@ def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Progr
     command += ["--control-api-address", f"{HOST}:{free_port()}"]
     program = Program("The SuperLink", command, tmp_path / "superlink.log", os.environ)
     yield program
-    program.leave()
+    program.end()
 
 
 def test_the_simulation_engine_computes_what_ours_does(tmp_path: Path, superlink: Program) -> None:

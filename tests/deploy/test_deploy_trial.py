@@ -103,7 +103,7 @@ class FakeProgram:
     def __init__(self, said: str = "", code: int | None = None):
         self.name, self._said, self.process = "node-1", said, SimpleNamespace(poll=lambda: code, returncode=code)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._said
 
     def failure(self, why: str) -> UserError:
@@ -152,8 +152,8 @@ def test_a_trial_that_hangs_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("evaluate_every", "messages"), [(0, 8), (4, 9), (1, 13)])
 def test_a_trial_has_time_for_all_its_messages(evaluate_every: int, messages: int) -> None:
     run = RunSettings(rounds=6, evaluate_every=evaluate_every)
-    assert trial._longest(run, 50.0) - trial._longest(run, 40.0) == 10 * messages
-    assert trial._longest(run, 50.0) > 50 * messages
+    assert trial._longest_time(run, 50.0) - trial._longest_time(run, 40.0) == 10 * messages
+    assert trial._longest_time(run, 50.0) > 50 * messages
 
 
 def test_certificates_and_keys_are_made_by_commands(run, tmp_path: Path) -> None:

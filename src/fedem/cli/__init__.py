@@ -53,8 +53,6 @@ data.data_group.command()(data.describe)
 app.add_typer(data.data_group, name="data")
 app.add_typer(studies.experiment_group, name="experiment")
 app.add_typer(deploy.peer_group, name="peer")
-for deployed in (deploy.trial, deploy.certificates, deploy.key):
-    deploy.deploy_group.command()(deployed)
 app.add_typer(deploy.deploy_group, name="deploy")
 
 

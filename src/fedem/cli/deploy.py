@@ -1,4 +1,4 @@
-"""``fedem deploy``: folders for ``flwr run``, and trials of them."""
+"""``fedem deploy``: training behind a Flower server; ``fedem peer``: training without a server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, data_section, given
-from fedem.core.errors import UserError
-from fedem.deploy.flower.project import SERVER_DAYS, check_empty, make_certificates, make_node_key, write_app
+from fedem.core.errors import UserError, needed
+from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import SHORT, check_nodes, choose_clients, draw_clients, run_trial
 from fedem.deploy.peers.meeting import KEY, Meeting, host_meeting, make_key
 from fedem.deploy.peers.work import Task, check_start, graph_of, join
@@ -23,6 +23,10 @@ from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.report.console import console, errors, progress, show_run, waiting, writing
 from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
+
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
+]
 
 deploy_group = typer.Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
 
@@ -36,10 +40,7 @@ def init(
     client_column: OwnClientColumn = None,
     method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
-    ] = None,
+    settings: Assignments = None,
     quiet: Quiet = False,
 ) -> None:
     """Make a folder that `flwr run` takes: the plan that all sides agree on, and an app of a few lines.
@@ -59,14 +60,12 @@ def init(
     chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
     with waiting("Making the plan", quiet):
         write_app(folder, Plan.make(chosen, chosen.make_data()))
-    console.print(f"App folder: {folder}", soft_wrap=True, highlight=False)
+    _print(f"App folder: {folder}")
 
 
-# ``fedem deploy trial``, ``certificates`` and ``key``: what a deployment over a network needs beside its app.
-
-
+@deploy_group.command()
 def trial(
-    nodes: Annotated[int, typer.Option(help="SuperNodes, one a client.")] = 3,
+    nodes: Annotated[int, typer.Option(help="SuperNodes, one for each client.")] = 3,
     rounds: Annotated[int | None, typer.Option(help="Communication rounds; each takes seconds.")] = None,
     data: Annotated[
         Path | None,
@@ -80,9 +79,7 @@ def trial(
     keep: Annotated[
         Path | None, typer.Option(help="Leave everything in this folder; nothing is left when not given.")
     ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
-    ] = None,
+    settings: Assignments = None,
     quiet: Quiet = False,
 ) -> None:
     """Try a deployment on this machine: a SuperLink and SuperNodes of Flower, with TLS and keys, on 127.0.0.1.
@@ -110,17 +107,16 @@ def trial(
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]
-        console.print(
-            f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.", highlight=False
-        )
+        _print(f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.")
         if keep is not None:
-            console.print(f"Everything is in {keep}; the run in {run.path}.", soft_wrap=True, highlight=False)
+            _print(f"Everything is in {keep}; the run in {run.path}.")
 
 
+@deploy_group.command()
 def certificates(
     folder: Annotated[Path, typer.Argument(help="Where they go; an authority that is there is used.")],
     host: Annotated[list[str], typer.Option(help="A name or address of the SuperLink. May be given several times.")],
-    days: Annotated[int, typer.Option(help="How long the server's certificate is valid.")] = SERVER_DAYS,
+    days: Annotated[int, typer.Option(help="How long the server's certificate is valid.")] = 397,
 ) -> None:
     """Make, or renew, the certificate of a SuperLink, and the authority that signs it when there is none.
 
@@ -130,38 +126,43 @@ def certificates(
       fedem deploy certificates certificates --host federation.example --host 10.0.0.7
 
     """
+    needed("A certificate", "cryptography", extra="flower")
+    from fedem.deploy.flower.certificates import make_certificates
+
     with writing(folder):
         files = make_certificates(folder, host, days)
     for path in files:
-        console.print(str(path), soft_wrap=True, highlight=False)
+        _print(str(path))
 
 
+@deploy_group.command()
 def key(path: Annotated[Path, typer.Argument(help="The key's file; its public half is PATH.pub.")]) -> None:
-    """Make the key by which a SuperLink knows a node. The key stays on the node; the SuperLink is told PATH.pub.
+    """Make the key by which a SuperLink knows a node. The key stays on the node; the SuperLink gets PATH.pub.
 
     Examples:
       fedem deploy key keys/north
 
     """
+    needed("A key", "cryptography", extra="flower")
+    from fedem.deploy.flower.certificates import make_node_key
+
     with writing(path):
         public = make_node_key(path)
-    console.print(f"{path} (stays here), {public} (to be registered)", soft_wrap=True, highlight=False)
+    _print(f"{path} (stays here), {public} (to be registered)")
 
 
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Give the folder to keep, which must be new or empty, or one that goes away."""
+    """Yield the folder to keep, which must be new or empty, or a temporary one."""
     if keep is None:
-        with TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True) as place:
-            yield Path(place)
+        with TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
         return
     check_empty(keep)
     with writing(keep):
         keep.mkdir(parents=True, exist_ok=True)
     yield keep
 
-
-# ``fedem peer``: training without a server, a process here and others elsewhere.
 
 peer_group = typer.Typer(invoke_without_command=True)
 
@@ -199,7 +200,7 @@ def peer(
     if plan is None or data is None or meet_at is None or state is None:
         missing = {"--plan": plan, "--data": data, "--meet": meet_at, "--state": state}
         names = ", ".join(name for name, value in missing.items() if value is None)
-        raise UserError(f"A peer needs {names}; `fedem peer --help` tells more.")
+        raise UserError(f"A peer needs {names}; see `fedem peer --help`.")
     meeting = Meeting.at(
         meet_at,
         min_peers=min_peers,
@@ -209,12 +210,12 @@ def peer(
         join_timeout=join_timeout,
     )
     try:
-        trained = join(meeting, Task(plan, data, tuple(client or ()), state, tell))
+        trained = join(meeting, Task(plan, data, tuple(client or ()), state, notify))
     except KeyboardInterrupt:
-        tell("Stopped; the same command goes on from here.")
+        notify("Stopped; the same command goes on from here.")
         sys.exit(130)
     done = "Finished" if trained else "All rounds of the plan were done before"
-    console.print(f"{done}; what was learnt is in {state}.", soft_wrap=True, highlight=False)
+    _print(f"{done}; what was learnt is in {state}.")
 
 
 @peer_group.command("plan")
@@ -226,9 +227,7 @@ def make_plan(
     method: Annotated[str, typer.Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
     graph: Annotated[str | None, typer.Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
     rounds: Rounds = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting: section.key=value. May be given several times.")
-    ] = None,
+    settings: Assignments = None,
 ) -> None:
     """Make the plan that all peers agree on; the data are a sample that says what columns and classes there are."""
     asked: Sections = {
@@ -244,7 +243,7 @@ def make_plan(
     graph_of(plan)
     plan.save(folder)
     make_key(folder)
-    console.print(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.", soft_wrap=True, highlight=False)
+    _print(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.")
 
 
 @peer_group.command()
@@ -256,10 +255,14 @@ def meet(
 ) -> None:
     """Host the place where peers find each other, for one run; no model and no sample passes through it."""
     store = host_meeting(port, host)
-    tell(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
+    notify(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
     threading.Event().wait()
 
 
-def tell(note: str) -> None:
+def notify(note: str) -> None:
     """Print a note of a peer."""
     errors.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print(text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)

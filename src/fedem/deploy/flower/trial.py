@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from fedem.core.errors import UserError
+from fedem.core.files import toml_literal
 from fedem.data.synthetic import Synthetic
-from fedem.deploy.flower.project import Certificates, make_certificates, make_node_key, write_app
+from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config, Layer, RunSettings
 from fedem.runs.evaluate import Record
@@ -31,15 +31,18 @@ from fedem.runs.folder import RunFolder
 
 EXPERIMENT = "trial"
 FEWEST, MOST = 2, 50
-"""Nodes of a trial: a process or two each, and a federation is of several."""
+"""nodes of a trial: a process or two each, and a federation is of several"""
 SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}
-"""What a trial has unless other settings are asked for: every message to a node takes seconds."""
+"""what a trial has unless other settings are asked for: every message to a node takes seconds"""
 DIMENSION = 20
-"""Features of the clients that are drawn."""
+"""features of the clients that are drawn"""
 _APP_STARTING, _BETWEEN = 120.0, 30.0
-"""Seconds that a run may take to start, and the server between the answers to one message and the next."""
+"""seconds that a run may take to start, and the server between the answers to one message and the next"""
 
 Listener = Callable[[Record], None]
+"""Called with each round's record."""
+Values = Mapping[str, str | int | float | bool]
+"""A run config, or a node config, of Flower."""
 
 
 class Client(NamedTuple):
@@ -94,86 +97,75 @@ def run_trial(
     """
     folder = folder.absolute()
     write_app(folder / "app", Plan.make(config, config.make_data()))
-    place = RunFolder(folder / "runs" / EXPERIMENT)
+    run = RunFolder(folder / "runs" / EXPERIMENT)
     with ended_as_interrupted(), Loopback(folder) as network:
         nodes = start_nodes(network, clients)
-        settings: dict[str, str | int | float | bool] = {
+        settings: Values = {
             "experiment": EXPERIMENT,
-            "folder": str(place.path.parent),
+            "folder": str(run.path.parent),
             "min-clients": len(clients),
             "timeout": timeout,
         }
-        limit = _longest(config.run, timeout)
-        _follow(network.submit(folder / "app", settings), network, nodes, place, listener, limit)
-    return place
+        limit = _longest_time(config.run, timeout)
+        _follow(network.submit(folder / "app", settings), network, nodes, run, listener, limit)
+    return run
 
 
-def _longest(run: RunSettings, timeout: float) -> float:
+def _longest_time(run: RunSettings, timeout: float) -> float:
     """Return how many seconds a run takes in which every message waits as long as it may."""
     scored = sum(run.is_scored(done + 1) for done in range(run.rounds))
-    messages = run.rounds + scored + 1  # to train, to score, and to keep what has come out
+    messages = run.rounds + scored + 1  # to train, to score, and to keep the result
     return _APP_STARTING + messages * (timeout + _BETWEEN)
 
 
 def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
-    """Start a SuperNode a client, each with a key of its own; returns when the SuperLink has let all in."""
+    """Start a SuperNode for each client, with a key of its own; returns when the SuperLink has let all in."""
     keys = [network.register(f"node-{number}") for number in range(len(clients))]
-    nodes = [
-        network.start_node(
-            key.name,
-            {
-                "data": str(client.data.absolute()),
-                "client": client.name,
-                "state": str(network.folder / "state" / key.name),
-            },
-            key,
-            wait=False,
-        )
-        for client, key in zip(clients, keys, strict=True)
-    ]
+    nodes = []
+    for client, key in zip(clients, keys, strict=True):
+        state = str(network.folder / "state" / key.name)
+        settings = {"data": str(client.data.absolute()), "client": client.name, "state": state}
+        nodes.append(network.start_node(key.name, settings, key, wait=False))
     for node in nodes:
-        node.wait_until_in()
+        node.wait_until_connected()
     return nodes
 
 
 def _follow(
-    run: Program,
+    program: Program,
     network: Loopback,
     nodes: Sequence[Program],
-    place: RunFolder,
+    run: RunFolder,
     listener: Listener | None,
     limit: float,
 ) -> None:
-    """Tell the listener of each round until the run is over; an error with logs when it did not come to its end.
+    """Hand each round's record to the listener until the run is over.
 
-    After ``limit`` seconds it hangs, and that is an error too.
+    Raises:
+        UserError: with logs, if the run did not come to its end, or not within ``limit`` seconds.
+
     """
-    told, over, deadline = 0, False, time.monotonic() + limit
-    while not over:
-        over = run.process.poll() is not None
-        news = place.metrics()[told:]
-        told += len(news)
-        if listener is not None:
-            for record in news:
+    num_rounds, is_over, deadline = 0, False, time.monotonic() + limit
+    while not is_over:
+        is_over = program.process.poll() is not None
+        for record in run.metrics()[num_rounds:]:
+            num_rounds += 1
+            if listener is not None:
                 listener(record)
-        for program in (network.superlink, network.executor, *nodes):
-            if program.process.poll() is not None:
-                raise program.failure(f"ended with code {program.process.returncode} amid the run")
-        if not over and time.monotonic() > deadline:
-            raise run.failure(f"has not ended within {limit:.0f} s, and {told} rounds are done")
+        for other in (network.superlink, network.executor, *nodes):
+            if other.process.poll() is not None:
+                raise other.failure(f"ended with code {other.process.returncode} amid the run")
+        if not is_over and time.monotonic() > deadline:
+            raise program.failure(f"has not ended within {limit:.0f} s, and {num_rounds} rounds are done")
         time.sleep(0.2)
-    said = [f"{node.name}: {line}" for node in nodes for line in node.said().splitlines() if "ERROR" in line]
-    if place.summary() is None:
-        raise UserError("\n".join([str(run.failure("did not come to its end")), *said]))
+    errors = [f"{node.name}: {line}" for node in nodes for line in node.output().splitlines() if "ERROR" in line]
+    if run.summary() is None:
+        raise UserError("\n".join([str(program.failure("did not come to its end")), *errors]))
     # In a deployment that is all right; in a trial everybody is there, so something is wrong.
-    lacking = [record["round"] for record in place.metrics() if record["clients"] < len(nodes)]
-    if lacking:
-        why = [line for line in run.said().splitlines() if "WARNING" in line]
-        raise UserError(
-            "\n".join(
-                [f"Not all of {len(nodes)} nodes answered in rounds {', '.join(map(str, lacking))}:", *why, *said]
-            )
-        )
+    if lacking := [str(record["round"]) for record in run.metrics() if record["clients"] < len(nodes)]:
+        warnings = [line for line in program.output().splitlines() if "WARNING" in line]
+        message = f"Not all of {len(nodes)} nodes answered in rounds {', '.join(lacking)}:"
+        raise UserError("\n".join([message, *warnings, *errors]))
 
 
 @contextmanager
@@ -193,18 +185,16 @@ def ended_as_interrupted() -> Iterator[None]:
 
 HOST = "127.0.0.1"
 CONNECTION = "loopback"
-"""What ``flwr`` calls our SuperLink."""
-
+"""what ``flwr`` calls our SuperLink"""
 QUIET_FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""Nothing is reported, looked up or installed over the network."""
-
+"""nothing is reported, looked up or installed over the network"""
 _PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
-_STARTING, _COMMAND, _LEAVING = 60.0, 60.0, 10.0
-"""Seconds that a program has to start, a command to answer, and a program to leave before it is killed."""
+_STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0
+"""seconds that a program has to start, a command to answer, and a program to end before it is killed"""
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -225,7 +215,7 @@ class Program:
                 start_new_session=True,
             )
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return what it has written since it was started."""
         with self.log.open("rb") as file:
             file.seek(self._read_from)
@@ -234,14 +224,14 @@ class Program:
     def wait_for(self, text: str, seconds: float = _STARTING) -> None:
         """Wait until its log holds ``text``; an error with the log's tail when it ends before, or the time is over."""
         deadline = time.monotonic() + seconds
-        while text not in self.said():
-            if self.process.poll() is not None and text not in self.said():
+        while text not in self.output():
+            if self.process.poll() is not None and text not in self.output():
                 raise self.failure(f"ended with code {self.process.returncode}")
             if time.monotonic() > deadline:
                 raise self.failure(f"did not say {text!r} within {seconds:.0f} s")
             time.sleep(0.1)
 
-    def wait_until_in(self, seconds: float = _STARTING) -> None:
+    def wait_until_connected(self, seconds: float = _STARTING) -> None:
         """Wait until the SuperLink has let this SuperNode in."""
         self.wait_for("SuperNode ID:", seconds)
 
@@ -254,7 +244,7 @@ class Program:
 
     def failure(self, why: str, lines: int = 15) -> UserError:
         """Return the error that says what went wrong, with the tail of the log."""
-        tail = "\n".join(self.said().splitlines()[-lines:])
+        tail = "\n".join(self.output().splitlines()[-lines:])
         return UserError(f"{self.name} {why}. Its log ends:\n{tail}")
 
     def kill(self) -> None:
@@ -262,15 +252,15 @@ class Program:
         self._signal(signal.SIGKILL)
         self.process.wait()
 
-    def ask_to_leave(self) -> None:
-        """Ask it, and what it started, to end; :meth:`leave` waits for it."""
+    def terminate(self) -> None:
+        """Ask it, and what it started, to end; :meth:`end` waits for it."""
         self._signal(signal.SIGTERM)
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """End it: asked first, killed when it takes too long."""
-        self.ask_to_leave()
+        self.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_LEAVING)
+            self.process.wait(_ENDING)
         self.kill()
 
     def _signal(self, which: signal.Signals) -> None:
@@ -293,18 +283,21 @@ class Loopback:
                 raise UserError(
                     f"The program {name} is not installed; it comes with Flower: pip install 'fedem[flower]'."
                 )
-        self.keys, self.logs = self.folder / "keys", self.folder / "logs"
-        for place in (self.folder, self.keys, self.logs, self.folder / "flwr"):
-            place.mkdir(parents=True, exist_ok=True)
-        self.certificates: Certificates = make_certificates(self.folder / "certificates")
+        from fedem.deploy.flower.certificates import make_certificates
+
+        self.keys, self.logs, home = self.folder / "keys", self.folder / "logs", self.folder / "flwr"
+        for path in (self.keys, self.logs, home):
+            path.mkdir(parents=True, exist_ok=True)
+        self.certificates = make_certificates(self.folder / "certificates")
         self.port = free_port()
-        self.environment = {**os.environ, **QUIET_FLOWER, "PATH": self._path, "FLWR_HOME": str(self.folder / "flwr")}
-        # Everybody shares this machine's cores: with a thread a core each, they would wait for one another.
+        self.environment = {**os.environ, **QUIET_FLOWER, "PATH": self._path, "FLWR_HOME": str(home)}
+        # Everybody shares this machine's cores: with one thread for each core, they would wait for one another.
         self.environment.setdefault("OMP_NUM_THREADS", "1")
-        connection = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
-        text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in connection.items())
-        (self.folder / "flwr" / "config.toml").write_text(
-            f"[superlink]\ndefault = {json.dumps(CONNECTION)}\n\n[superlink.{CONNECTION}]\n{text}\n", encoding="utf-8"
+        address, authority = f"{HOST}:{self.port}", str(self.certificates.authority)
+        (home / "config.toml").write_text(
+            f"[superlink]\ndefault = {toml_literal(CONNECTION)}\n\n[superlink.{CONNECTION}]\n"
+            f"address = {toml_literal(address)}\nroot-certificates = {toml_literal(authority)}\n",
+            encoding="utf-8",
         )
         self.programs: list[Program] = []
         self.superlink = self.start_superlink()
@@ -312,9 +305,7 @@ class Loopback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start_superlink(self) -> Program:
@@ -350,14 +341,15 @@ class Loopback:
         self.executor.kill()
 
     def register(self, name: str) -> Path:
-        """Make a key for a node and tell the SuperLink its public half; returns the key."""
+        """Make a key for a node and register its public half with the SuperLink; returns the key."""
+        from fedem.deploy.flower.certificates import make_node_key
+
         key = self.keys / name
-        public = make_node_key(key)
-        self.command("supernode", "register", str(public), CONNECTION)
+        self.command("supernode", "register", str(make_node_key(key)), CONNECTION)
         return key
 
     def start_node(
-        self, name: str, settings: Mapping[str, str | int], key: Path | None, *, verify: bool = True, wait: bool = True
+        self, name: str, settings: Values, key: Path | None, *, verify: bool = True, wait: bool = True
     ) -> Program:
         """Start a SuperNode, and wait until the SuperLink has let it in.
 
@@ -373,26 +365,25 @@ class Loopback:
             "flower-supernode",
             "--superlink", f"{HOST}:{self.port}",
             "--host", HOST, "--port", str(free_port()),
-            "--node-config", " ".join(f"{entry}={json.dumps(value)}" for entry, value in settings.items()),
+            "--node-config", _flat(settings),
             *(["--root-certificates", str(self.certificates.authority)] if verify else []),
             *(["--auth-supernode-private-key", str(key)] if key else []),
             log=name,
         )  # fmt: skip
         if wait:
-            node.wait_until_in()
+            node.wait_until_connected()
         return node
 
-    def submit(self, app: Path, settings: Mapping[str, str | int | float | bool] | None = None) -> Program:
+    def submit(self, app: Path, settings: Values | None = None) -> Program:
         """Hand an app to the SuperLink; the program returned shows the run's log and ends with the run."""
-        chosen = " ".join(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
-        options = ["--run-config", chosen] if chosen else []
+        options = ["--run-config", _flat(settings)] if settings else []
         run = self._start("flwr", "run", str(app), CONNECTION, "--stream", *options, log="run")
         run.wait_for("Successfully started run")
         return run
 
     def command(self, *words: str) -> str:
         """Run ``flwr`` with these words to its end; returns what it printed."""
-        said = f"flwr {' '.join(words)}"
+        command = f"flwr {' '.join(words)}"
         try:
             done = subprocess.run(
                 ["flwr", *words],
@@ -405,18 +396,18 @@ class Loopback:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise UserError(f"{said} has not ended within {_COMMAND:.0f} s.") from None
+            raise UserError(f"{command} has not ended within {_COMMAND:.0f} s.") from None
         if done.returncode:
-            raise UserError(f"{said} failed:\n{_STYLE.sub('', done.stdout + done.stderr).strip()}")
+            raise UserError(f"{command} failed:\n{_STYLE.sub('', done.stdout + done.stderr).strip()}")
         return done.stdout
 
     def close(self) -> None:
         """End everything that was started here, by its process group."""
-        # Nodes first, so that they can say goodbye; all are asked before any is waited for.
+        # Nodes first, so that they can take their leave; all are asked before any is waited for.
         for program in reversed(self.programs):
-            program.ask_to_leave()
+            program.terminate()
         for program in reversed(self.programs):
-            program.leave()
+            program.end()
         self.programs.clear()
 
     def _start(self, command: str, *arguments: str, log: str = "") -> Program:
@@ -425,6 +416,11 @@ class Loopback:
         program = Program(log or command, [path, *arguments], self.logs / f"{log or command}.log", self.environment)
         self.programs.append(program)
         return program
+
+
+def _flat(values: Values) -> str:
+    """Write values as options of Flower's programs take them."""
+    return " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
 def free_port() -> int:
