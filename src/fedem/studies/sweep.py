@@ -77,7 +77,7 @@ class SharedData:
     def of(self, config: Config) -> Dataset:
         """Return a run's data."""
         wanted = _data_key(config)
-        found = next((dataset for key, dataset in self._kept if key == wanted))
+        found = next((dataset for key, dataset in self._kept if key == wanted), None)
         if found is None:
             del self._kept[: max(0, len(self._kept) + 1 - self._most)]  # first, lest one too many be in memory
             found = self._make(config)
