@@ -137,8 +137,10 @@ class Node:
 
     def settle(self, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
         """Return what the client's predictor is made of: the trees themselves, unless clients fine-tune them first."""
-        found = self._predictors(shared, personal)
-        return tree_index(found.shared, int(found.reads[0])), tree_index(found.personal, 0)
+        found, (_, residual) = self._predictors(shared, personal), split_residual(personal)
+        own = tree_index(found.shared, int(found.reads[0]))
+        # A run that goes on after it was complete goes on from what messages left unsaid.
+        return own, join_residual(tree_index(found.personal, 0), residual)
 
     def assess(self, shared: Tree, personal: Tree) -> dict[str, Assessed]:
         """Score the client's predictor on every part of its data that there is."""
