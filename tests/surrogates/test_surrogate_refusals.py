@@ -208,7 +208,7 @@ def test_questions_to_check_that_are_refused(options: dict[str, Any], message: s
         ({"batch_size": -1}, "batch_size is -1; allowed: at least 0"),
         ({"clients_per_round": 9}, "clients_per_round is 9"),
         ({"clients_per_round": "all"}, "clients_per_round is 'all'; allowed: a number"),
-        ({"mixer": "ring"}, r"mixer is 'ring'; allowed: None for a server, or a mixer such as fedem\.mixing\.graph"),
+        ({"mixer": "ring"}, r"mixer is 'ring'; allowed: None for a server, or a mixer such as fedem\.methods\.Graph"),
         ({"mixer": Graph}, r"mixer is <class .*>; allowed: None for a server"),
         ({"seed": 0.5}, r"seed is 0\.5; allowed: a whole number"),
         ({"federation": make_federation().train}, r"federation is .*; allowed: a fedem\.Federation"),

@@ -1,4 +1,4 @@
-"""Several processes at work on one run: each does its share of the clients, and all come to know the outcome.
+"""Several processes at work on one run: each does its share of the clients, and all learn the outcome.
 
 A process that ends before the others closes its connections, so that they end too, and the first to fail says why.
 
@@ -75,7 +75,7 @@ class Team:
             )
 
     def share(self, sizes: Tensor) -> Tensor:
-        """Return which of the clients with so many samples ``[C]`` are this process's, ``[c]`` in ascending order.
+        """Return which of the clients, given their numbers of samples ``[C]``, are this process's, ``[c]`` ascending.
 
         By size they are dealt out to and fro, so all have as many clients, give or take one, and nearly as many
         samples: no more apart than one client's.

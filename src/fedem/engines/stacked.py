@@ -103,7 +103,7 @@ class Stacked(Engine):
         return None
 
     def _shrinking(self, device: torch.device, rows: int, work: Callable[[int], _T]) -> tuple[_T, int]:
-        """Do ``work`` over so many samples at once, or over half as many where memory runs out, and so on."""
+        """Do ``work`` over ``rows`` samples at once, or over half as many where memory runs out, and so on."""
         rows = min(rows, self._found.get("rows", rows))
         while True:
             try:

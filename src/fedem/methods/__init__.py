@@ -11,6 +11,7 @@ from pkgutil import iter_modules
 
 from fedem.core.tree import Tree
 from fedem.methods.base import Algorithm, Batch, Local, Mixture, Trained
+from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import (
     Alone,
     Mixed,
@@ -72,6 +73,7 @@ __all__ = [
     "Alone",
     "Batch",
     "Fixed",
+    "Graph",
     "Local",
     "Method",
     "Mixed",

@@ -58,7 +58,7 @@ class Graph(OwnGroups):
         return self.topology
 
     def check(self, keys: Tensor, seed: int) -> None:
-        """Build the graph: it may be disconnected, or not exist for so many clients."""
+        """Build the graph: it may be disconnected, or not exist for their number."""
         self.topology.matrices(keys, seed)
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
@@ -102,7 +102,7 @@ class Graph(OwnGroups):
 
 
 def scaled(shared: Tree, this: Round, uploads: Uploads) -> Iterator[tuple[Tensor, Tree]]:
-    """Stretch what each client's training came to by T n_t / n; what is not trained stays as it is."""
+    """Stretch the change that each client's training made by T n_t / n; what is not trained stays as it is."""
     for positions, trees in uploads:
         stretched = dict(trees)
         for name in trees.keys() & this.trained:

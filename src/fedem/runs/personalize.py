@@ -149,7 +149,7 @@ class Personalizer:
             max_iterations: bounds the method's own rule: updates of FedEM's mixture weights, of which the paper makes
                 one (None for convergence); for a method that must train, passes over the samples (None for
                 ``unseen_epochs``).
-            beside: position of a client that took part: start from what it reads, and not from what all came to.
+            beside: position of a client that took part: start from what it reads, and not from what is for all.
 
         """
         start = self.mixer.welcome(state.shared, state.memory)

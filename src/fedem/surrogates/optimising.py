@@ -69,7 +69,7 @@ def optimise(
         learning_rate: of the solver, the same in every round.
         steps: J, of the solver in a round.
         batch_size: samples per step; 0 for all of a client's.
-        mixer: who averages with whom; None for a server, :class:`fedem.methods.decentralised.Graph` for neighbours.
+        mixer: who averages with whom; None for a server, :class:`fedem.methods.Graph` for neighbours.
         seed: of the initial u and v_t, of cohorts and of batches.
         clients_per_round: a share up to 1.0, or a number from 2.
         listener: called with the number of rounds done and f, as the history has them.
@@ -79,7 +79,7 @@ def optimise(
     require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")
     require_count("rounds", rounds)
     require_count("steps", steps)
-    mixers = "None for a server, or a mixer such as fedem.methods.decentralised.Graph()"
+    mixers = "None for a server, or a mixer such as fedem.methods.Graph()"
     require("mixer", mixer, mixer is None or isinstance(mixer, Mixer), mixers)
     require_seed(seed)
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
