@@ -17,6 +17,7 @@ from fedem.data.samples import Samples
 from fedem.export import export_client, load_exported
 from fedem.methods import METHODS, Method
 from fedem.models import Model
+from fedem.models.metrics import METRICS, Metric
 from fedem.runs.config import Config
 from fedem.runs.result import PersonalModel, Result
 from fedem.runs.trainer import run, train
@@ -25,11 +26,13 @@ __version__ = VERSION
 
 __all__ = [
     "METHODS",
+    "METRICS",
     "Config",
     "Dataset",
     "Federation",
     "FromFile",
     "Method",
+    "Metric",
     "Model",
     "PersonalModel",
     "Result",

@@ -12,6 +12,7 @@ from torch.func import grad
 
 from fedem.core.errors import UserError
 from fedem.models.losses import CrossEntropy, Logistic, SquaredError, guess_loss
+from fedem.models.metrics import METRICS
 
 
 def test_cross_entropy_is_the_log_loss_of_its_probabilities() -> None:
@@ -53,12 +54,14 @@ def test_squared_error_is_a_gaussian_likelihood(variance: float) -> None:
 def test_squared_error_takes_flat_targets_too() -> None:
     outputs, targets = torch.randn(5, 1), torch.randn(5)
     assert SquaredError().negative_log_likelihood(outputs, targets).shape == (5,)
-    torch.testing.assert_close(SquaredError().score(outputs, targets), (outputs[:, 0] - targets) ** 2)
+    torch.testing.assert_close(
+        METRICS["mean_squared_error"].per_sample(outputs, targets), (outputs[:, 0] - targets) ** 2
+    )
 
 
 def test_the_mean_squared_error_is_a_mean_over_the_targets_too() -> None:
     outputs, targets = torch.zeros(2, 3), torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 6.0]])
-    assert SquaredError().score(outputs, targets).tolist() == pytest.approx([14 / 3, 12.0])
+    assert METRICS["mean_squared_error"].per_sample(outputs, targets).tolist() == pytest.approx([14 / 3, 12.0])
 
 
 def test_logistic_keeps_tiny_losses() -> None:

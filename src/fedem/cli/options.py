@@ -10,9 +10,16 @@ import typer
 from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
 from fedem.data.tables import READERS
+from fedem.models.losses import CLASSES, NUMBERS
+from fedem.models.metrics import METRICS
 from fedem.runs.config import Values
 
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
+
+
+def _named(task: str) -> list[str]:
+    return [metric.name for metric in METRICS.values() if metric.task == task]
+
 
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
 DataFile = Annotated[Path, typer.Option("--data", help=f"Samples: {_FILES}.", show_default=False)]
@@ -33,6 +40,13 @@ ClientsPerRound = Annotated[
     float | None, typer.Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
 ]
 Unseen = Annotated[float | None, typer.Option(help="Share of the clients held out of training.")]
+Metrics = Annotated[
+    str | None,
+    typer.Option(
+        help=f"What to score by, with commas between them; the first decides what is best. For classes: "
+        f"{', '.join(_named(CLASSES))}; for numbers: {', '.join(_named(NUMBERS))}."
+    ),
+]
 TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
-from fedem.cli.options import ClientColumn, DataFile, Device, Quiet, RunArgument, TargetColumn, Which, listed
+from fedem.cli.options import ClientColumn, DataFile, Device, Metrics, Quiet, RunArgument, TargetColumn, Which, listed
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically, write_json
 from fedem.data.encoding import plain_targets, some
@@ -21,12 +21,14 @@ from fedem.deploy.node import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
-from fedem.report.console import console, errors, metric_of, print_summary, show_run, waiting, writing
+from fedem.models.losses import CLASSES
+from fedem.report.console import console, errors, print_summary, show_run, waiting, writing
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
 from fedem.report.pictures.canvas import alone, paint
 from fedem.report.runs import gather
+from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
 from fedem.runs.trainer import reassess
@@ -45,6 +47,7 @@ def evaluate(
         int | None, typer.Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
     fine_tune_rate: Annotated[float | None, typer.Option(help="Learning rate of these passes.")] = None,
+    metrics: Metrics = None,
     device: Device = "auto",
     quiet: Quiet = False,
 ) -> None:
@@ -53,12 +56,14 @@ def evaluate(
     Examples:
       fedem evaluate runs/first
 
+      fedem evaluate runs/first --metrics accuracy,roc_auc
+
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
 
     """
     RunFolder(run_folder).check()
     with waiting("Scoring", quiet):
-        result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate)
+        result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate, metrics)
     if not quiet:
         print_summary([result.summary])
     if out:
@@ -108,7 +113,7 @@ def personalize(
         fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which, beside=beside)
     fitted.save(out)
     if not quiet:
-        metric = metric_of(fitted.summary)
+        metric = metrics_of(fitted.summary)[0].name
         console.print(f"{federation.num_clients} clients; train {metric} {fitted.summary[f'train_{metric}']:.4f}")
     console.print(f"Run folder: {out}", soft_wrap=True, highlight=False)
 
@@ -185,7 +190,7 @@ def _written(
     result: Result, predictions: NDArray[np.generic], client: str, owners: NDArray[np.str_] | None, ending: str
 ) -> bytes:
     """Return the content of a file of predictions, beside the clients' column if there is one."""
-    classes = result.recipe.model.loss.metric == "accuracy"
+    classes = result.recipe.loss.task == CLASSES
     named = result.recipe.format.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
     pairs = list(zip(labels.tolist(), predictions.T, strict=True))

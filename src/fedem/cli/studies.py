@@ -15,6 +15,7 @@ import typer
 from fedem.cli.options import (
     ClientsPerRound,
     Data,
+    Metrics,
     OwnClientColumn,
     OwnTargetColumn,
     Quiet,
@@ -83,9 +84,10 @@ def _read_asked(
     rounds: Rounds = None,
     clients_per_round: ClientsPerRound = None,
     unseen: Unseen = None,
+    metrics: Metrics = None,
     device: TrainingDevice = None,
 ) -> _Asked:
-    run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, device=device)
+    run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, metrics=metrics, device=device)
     layer = {"run": run, "data": data_section(data, target_column, client_column)}
     return _Asked(layer, Path(data).stem if data else "synthetic")
 
@@ -290,7 +292,7 @@ def tune(
 ) -> None:
     """Choose settings by the validation part; the test part is dropped before training.
 
-    A trial is a run for each seed, in OUT/trials/NNN/seedS. Its score is the validation accuracy (or error) after the
+    A trial is a run for each seed, in OUT/trials/NNN/seedS. Its score is the validation metric after the
     last round, averaged over the seeds. Writes tune.json, and chosen.toml for fedem train.
 
     Examples:

@@ -10,6 +10,7 @@ import typer
 from fedem.cli.options import (
     ClientsPerRound,
     Data,
+    Metrics,
     OwnClientColumn,
     OwnTargetColumn,
     Quiet,
@@ -57,6 +58,7 @@ def train(
     rounds: Rounds = None,
     clients_per_round: ClientsPerRound = None,
     unseen: Unseen = None,
+    metrics: Metrics = None,
     seed: Annotated[int | None, typer.Option(help="Decides everything that is random.")] = None,
     device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
@@ -90,7 +92,12 @@ def train(
                 raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
             asked: Sections = {
                 "run": given(
-                    rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, seed=seed, device=device
+                    rounds=rounds,
+                    clients_per_round=clients_per_round,
+                    unseen=unseen,
+                    metrics=metrics,
+                    seed=seed,
+                    device=device,
                 ),
                 "method": given(name=method, num_components=components),
                 "graph": given(name=graph),

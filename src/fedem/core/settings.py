@@ -1,6 +1,7 @@
 """Hyper-parameters as frozen dataclasses that check themselves.
 
-A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``max`` for numbers, ``choices`` for words.
+A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``max`` for numbers, ``choices`` for words;
+``each``, a function that refuses a word that is not allowed, for several words in a list or with commas between them.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ def _check(where: str, value: Any, entry: Field[Any]) -> Any:
     """Return the value as a plain Python one if it is allowed."""
     if isinstance(value, np.generic):
         value = value.item()
+    if "each" in entry.metadata:
+        words = value.split(",") if isinstance(value, str) else value
+        if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words):
+            kept = [word.strip() for word in words if word.strip()]
+            for word in kept:
+                entry.metadata["each"](word)
+            value = ",".join(kept)
     kinds = _TYPES[kind_of(entry)]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise UserError(f"{where} is {value!r}; allowed: {_article(kind_of(entry))}.")

@@ -31,6 +31,7 @@ from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, reason, sample_inputs, try_file
 from fedem.methods.base import Mixture
 from fedem.models import Model
+from fedem.models.losses import CLASSES
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.result import PersonalModel, Result
@@ -200,7 +201,7 @@ def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]
     """Say what the files are and what goes in and comes out."""
     kind = str(shapes.input_dtype).removeprefix("torch.")
     size = ", ".join(map(str, ("n", *shapes.inputs)))
-    classes = model.loss.metric == "accuracy"
+    classes = model.loss.task == CLASSES
     comes = "probabilities of the classes" if classes else "predicted means, in the targets' own units"
     lines = [
         "A personal model, trained with fedem: a mixture of models with weights of one client's own.",

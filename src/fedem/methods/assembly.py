@@ -19,6 +19,7 @@ from fedem.methods.wrappers.compression import Codec, Compression
 from fedem.methods.wrappers.label_shares import LabelShares
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models import Model
+from fedem.models.losses import CLASSES
 from fedem.solvers import SOLVERS, Solver
 
 
@@ -123,7 +124,7 @@ def _check_label_shares(row: Method, model: Model, compression: Compression) -> 
             f"run.label_shares is true, but clients of {row.algorithm.__name__} have models or messages of their own; "
             f"{allowed}"
         )
-    if model.loss.metric != "accuracy":
+    if model.loss.task != CLASSES:
         raise UserError(
             f"run.label_shares is true, but targets of {type(model.loss).__name__} are not labels; allowed: false, or "
             "loss cross_entropy or logistic."

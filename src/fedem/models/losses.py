@@ -17,12 +17,17 @@ from torch.nn.functional import softplus
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 
+CLASSES, NUMBERS = "classes", "numbers"
+"""what is predicted"""
+
 
 @dataclass(frozen=True)
 class Loss(Settings, ABC):
-    """A negative log-likelihood, what a model must put out for it, and how its predictions are mixed and judged."""
+    """A negative log-likelihood, what a model must put out for it, and how its predictions are mixed."""
 
+    task: ClassVar[str] = CLASSES
     metric: ClassVar[str] = "accuracy"
+    """that predictions are judged by unless another is named"""
 
     @abstractmethod
     def num_outputs(self, targets: Tensor) -> int:
@@ -40,20 +45,13 @@ class Loss(Settings, ABC):
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return what is averaged over components: class probabilities ``[n, K]``, or means ``[n, D]``."""
 
-    @abstractmethod
-    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's contribution to the metric, ``[n]``."""
-
 
 class _Classification(Loss):
-    """Shared by the losses whose targets are classes: the metric is accuracy."""
+    """Shared by the losses whose targets are classes."""
 
     @abstractmethod
     def num_classes(self, num_outputs: int) -> int:
         """Return K for a model with ``num_outputs`` outputs; refuse a number that does not fit."""
-
-    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.argmax(-1) == targets).to(predictions.dtype)
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
         num_classes = self.num_classes(num_outputs)
@@ -121,6 +119,7 @@ class SquaredError(Loss):
         variance: v, of a target around its prediction. The smaller, the more surely samples are dealt to components.
     """
 
+    task: ClassVar[str] = NUMBERS
     metric: ClassVar[str] = "mean_squared_error"
 
     variance: float = field(default=1.0, metadata={"above": 0})
@@ -136,20 +135,14 @@ class SquaredError(Loss):
                 f"[n, {num_outputs}]."
             )
 
-    def _errors(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions - targets.reshape(predictions.shape)).square()
-
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2
-        return self._errors(outputs, targets).sum(-1) / (2 * self.variance) + constant
+        squares = (outputs - targets.reshape(outputs.shape)).square()
+        return squares.sum(-1) / (2 * self.variance) + constant
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The mean, ``[n, D]``."""
         return outputs
-
-    def score(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return the squared error, averaged over the D targets, ``[n]``."""
-        return self._errors(predictions, targets).mean(-1)
 
 
 LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "logistic": Logistic, "squared_error": SquaredError}

@@ -1,26 +1,44 @@
-"""What the command line prints: tables, bars, and the two consoles."""
+"""What the command line prints: runs as tables and remarks, bars of progress, and the two consoles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from fedem.core.errors import UserError
+from fedem.data.federation import PARTS
 from fedem.methods import title_of
-from fedem.runs.evaluate import has_diverged
+from fedem.runs.evaluate import has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
 
-if TYPE_CHECKING:
-    from rich.table import Table
+Summary = Mapping[str, Any]
 
+_IDLE = 0.01  # a mean mixture weight below which a component is hardly used
 
 console = Console()
 errors = Console(stderr=True)
+
+
+def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Sequence[str] = ()) -> Table:
+    """Return a table without a frame; ``bold`` names the column that rows are looked up by, which is not wrapped."""
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading in (bold, *no_wrap), style="bold" if heading == bold else None)
+    return table
 
 
 def show_run(folder: RunFolder) -> None:
@@ -33,7 +51,7 @@ def show_run(folder: RunFolder) -> None:
     print_summary([summary, *others])
 
 
-def print_summary(summaries: Sequence[Mapping[str, Any]]) -> None:
+def print_summary(summaries: Sequence[Summary]) -> None:
     """Print the table of several runs, and what else there is to say of the first."""
     console.print(comparison(summaries))
     if summaries[0].get("best"):
@@ -44,7 +62,7 @@ def print_summary(summaries: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """Show a bar that follows the rounds; yields what is to be told of each."""
+    """Show a bar that follows the rounds; yields the function that takes each round's record."""
     if quiet:
         yield None
         return
@@ -53,9 +71,8 @@ def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[st
         task = bar.add_task(f"{title:8s}", total=rounds, score="")
 
         def listen(record: dict[str, Any]) -> None:
-            metric = metric_of(record)
-            if f"test_{metric}" in record:
-                bar.update(task, score=f"test {metric.replace('_', ' ')} {record[f'test_{metric}']:.4f}")
+            if score := _test_score(record):
+                bar.update(task, score=score)
             bar.update(task, completed=record["round"])
 
         yield listen
@@ -80,96 +97,59 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path} can't be written: {error.strerror}.") from None
 
 
-# Run folders -> tables on a terminal.
-
-Summary = Mapping[str, Any]
-
-_IDLE = 0.01  # a mean mixture weight below which a component is hardly used
-
-
-def metric_of(summary: Summary) -> str:
-    """Return what the run was scored by: accuracy or mean_squared_error."""
-    return "accuracy" if "test_accuracy" in summary or "train_accuracy" in summary else "mean_squared_error"
-
-
 def comparison(summaries: Sequence[Summary]) -> Table:
-    """Return one row a run (its last state), and one for the oracle when it is known."""
-    from rich.table import Table
+    """Return one row per run (its last state), and one for the oracle when it is known."""
+    first, *others = metrics_of(summaries[0])
+    table = Table(title=f"Test scores after the last round, {'in %' if first.in_percent else first.title}")
 
-    metric = metric_of(summaries[0])
-    accuracy = metric == "accuracy"
-    table = Table(title=f"Test scores after the last round, {'in %' if accuracy else 'mean squared error'}")
-    headings = ("average", "bottom decile", "loss", "train", "unseen", "s/round", "kB up/round")
-    has_unseen = any(f"unseen_test_{metric}" in summary for summary in summaries)
-    keep = [heading for heading in headings if has_unseen or heading != "unseen"]
-    table.add_column("method", no_wrap=True)
-    for heading in keep:
-        table.add_column(heading, justify="right")
+    def row(summary: Summary, part: str, decile: str, loss: str) -> dict[str, str]:
+        return {
+            "average": first.text(summary.get(f"{part}_{first.name}"), plain=".4f"),
+            "bottom decile": first.text(summary.get(decile), plain=".4f"),
+            **{other.unit: other.text(summary.get(f"{part}_{other.name}"), plain=".4f") for other in others},
+            "loss": _number(summary.get(loss)),
+        }
 
-    def score(value: float | None) -> str:
-        if value is None:
-            return "-"
-        return f"{100 * value:.1f}" if accuracy else f"{value:.4f}"
-
-    for summary in summaries:
+    rows = {}
+    for position, summary in enumerate(summaries):
         components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
-        cells = {
-            "average": score(summary.get(f"test_{metric}")),
-            "bottom decile": score(summary.get("bottom_decile")),
-            "loss": _number(summary.get("test_loss")),
-            "train": score(summary.get(f"train_{metric}")),
-            "unseen": score(summary.get(f"unseen_test_{metric}")),
+        rows[position] = {
+            "method": title_of(summary["method"]) + components,
+            **row(summary, "test", "bottom_decile", "test_loss"),
+            "train": first.text(summary.get(f"train_{first.name}"), plain=".4f"),
+            "unseen": first.text(summary.get(f"unseen_test_{first.name}"), plain=".4f"),
             "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
             "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
-        table.add_row(title_of(summary["method"]) + components, *(cells[heading] for heading in keep))
-    oracle = next((summary for summary in summaries if summary.get("oracle_accuracy") is not None), None)
+    has_unseen = any(f"unseen_test_{first.name}" in summary for summary in summaries)
+    headings = [heading for heading in rows[0] if has_unseen or heading != "unseen"]
+    for heading in headings:
+        is_first = heading == "method"
+        table.add_column(heading, justify="left" if is_first else "right", no_wrap=is_first)
+    for cells in rows.values():
+        table.add_row(*(cells[heading] for heading in headings))
+    oracle = next((summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None), None)
     if oracle is not None:
-        known = {
-            "average": score(oracle["oracle_accuracy"]),
-            "bottom decile": score(oracle["oracle_bottom_decile"]),
-            "loss": _number(oracle["oracle_loss"]),
-        }
+        known = {"method": "oracle", **row(oracle, "oracle", "oracle_bottom_decile", "oracle_loss")}
         table.add_section()
-        table.add_row("oracle", *(known.get(heading, "") for heading in keep))
+        table.add_row(*(known.get(heading, "") for heading in headings))
     return table
 
 
 def states_table(summary: Summary) -> Table:
     """Return the last state beside the one that was best by validation, on every part."""
-    from rich.table import Table
-
-    metric = metric_of(summary)
-    best = summary.get("best")
-    table = Table(title=f"Last round and best by validation ({metric.replace('_', ' ')}, loss)")
-    table.add_column("part")
-    table.add_column(f"last (round {summary['rounds']})", justify="right")
+    metric, best = metrics_of(summary)[0], summary.get("best")
+    table = Table("part", title=f"Last round and best by validation ({metric.title}, loss)")
+    states = {f"last (round {summary['rounds']})": summary}
     if best:
-        table.add_column(f"best (round {best['round']})", justify="right")
-    for part in ("train", "validation", "test"):
-        if f"{part}_{metric}" in summary:
-            columns = [_pair(source, part, metric) for source in (summary, best) if source]
-            table.add_row(part, *columns)
+        states[f"best (round {best['round']})"] = best
+    for heading in states:
+        table.add_column(heading, justify="right")
+    for part in PARTS:
+        names = (f"{part}_{metric.name}", f"{part}_loss")
+        if names[0] in summary:
+            table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in states.values()))
     return table
-
-
-def _idle(summary: Summary) -> list[str]:
-    """Say which components of FedEM are hardly used."""
-    if summary["method"] not in ("fedem", "dfedem", "bfedem"):
-        return []
-    means = summary.get("weights_mean") or []
-    idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
-    if not idle:
-        return []
-    starved = (
-        " Or it starved while others learnt, which method bfedem is made against."
-        if summary["method"] != "bfedem"
-        else ""
-    )
-    return [
-        f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. The data may need fewer "
-        f"(method.num_components).{starved}"
-    ]
 
 
 def remarks(summary: Summary) -> list[str]:
@@ -180,7 +160,7 @@ def remarks(summary: Summary) -> list[str]:
             f"warning: The loss on the training samples is {_number(summary['train_loss'], '{:.3g}')}: training has "
             "diverged. A smaller schedule.learning_rate is needed."
         )
-    lines += _idle(summary)
+    lines += [*_undefined(summary), *_idle(summary)]
     if recovery := summary.get("recovery"):
         distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
         lines.append(
@@ -196,15 +176,49 @@ def remarks(summary: Summary) -> list[str]:
     if "dissimilarity_slope" in summary:
         constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
         lines.append(f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}.")
-    if summary.get("num_unseen_clients") and f"unseen_test_{metric_of(summary)}" not in summary:
+    if summary.get("num_unseen_clients") and f"unseen_test_{metrics_of(summary)[0].name}" not in summary:
         lines.append("Clients held out were not scored: this method shares nothing with them.")
-    if deviation := summary.get("target_deviation"):
-        part = "test" if "test_mean_squared_error" in summary else "train"
-        error = deviation * summary[f"{part}_mean_squared_error"] ** 0.5
-        lines.append(f"In the targets' own units: {part} root mean squared error {error:.4g}.")
+    lines += _own_units(summary)
     if note := summary.get("note"):
         lines.append(str(note))
     return lines
+
+
+def _undefined(summary: Summary) -> Iterator[str]:
+    """Say for how many clients a metric is undefined on the test part."""
+    for metric in metrics_of(summary):
+        if count := summary.get(f"test_{metric.name}_undefined"):
+            whole = metric.text(summary[f"test_{metric.name}_pooled"]) + (" %" if metric.in_percent else "")
+            yield (
+                f"{metric.title} is undefined on the test samples of {count} of {summary['num_clients']} clients, "
+                f"which its average leaves out; of all test samples together it is {whole}."
+            )
+
+
+def _idle(summary: Summary) -> Iterator[str]:
+    """Say which components of FedEM are hardly used."""
+    means = summary.get("weights_mean") or []
+    idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
+    if idle and summary["method"] in ("fedem", "dfedem", "bfedem"):
+        starved = " Or it starved while others learnt, which method bfedem is made against."
+        yield (
+            f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. The data may need fewer "
+            f"(method.num_components).{starved if summary['method'] != 'bfedem' else ''}"
+        )
+
+
+def _own_units(summary: Summary) -> Iterator[str]:
+    """Say how large errors are before targets were standardised."""
+    if not (deviation := summary.get("target_deviation")):
+        return
+    part = "test" if "test_loss" in summary else "train"
+    if (squared := summary.get(f"{part}_mean_squared_error")) is not None:
+        error = deviation * squared**0.5
+        yield f"In the targets' own units: {part} root mean squared error {error:.4g}."
+    for metric in metrics_of(summary):
+        if metric.name in ("rmse", "mae"):
+            error = deviation * summary[f"{part}_{metric.name}"]
+            yield f"In the targets' own units: {part} {metric.title} {error:.4g}, average over clients."
 
 
 def unfinished(folder: RunFolder) -> str:
@@ -213,14 +227,13 @@ def unfinished(folder: RunFolder) -> str:
     done = lines[-1]["round"] if lines else 0
     scored = next((line for line in reversed(lines) if "test_loss" in line), None)
     text = f"This run is not complete: {done} of {rounds} rounds are recorded; go on with --resume."
-    if scored:
-        metric = metric_of(scored)
-        text += f" After round {scored['round']}: test {metric.replace('_', ' ')} {scored[f'test_{metric}']:.4f}."
-    return text
+    return f"{text} After round {scored['round']}: {_test_score(scored)}." if scored else text
 
 
-def _pair(source: Summary, part: str, metric: str) -> str:
-    return f"{source[f'{part}_{metric}']:.4f}, {source[f'{part}_loss']:.4f}"
+def _test_score(record: Summary) -> str:
+    metric = metrics_of(record)[0]
+    value = record.get(f"test_{metric.name}")
+    return "" if value is None else f"test {metric.title} {value:.4f}"
 
 
 def _number(value: float | None, form: str = "{:.4f}", unit: float = 1) -> str:

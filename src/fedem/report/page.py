@@ -106,7 +106,7 @@ def _facts(data: Gathered) -> str:
     comparison = data.comparison
     held_out = f", {comparison.num_unseen_clients} held out of training" if comparison.num_unseen_clients else ""
     lengths = sorted({run.summary["rounds"] for runs in data.runs.values() for run in runs})
-    unit = "accuracy in %" if data.accuracy else "mean squared error"
+    unit = data.metric.unit
     seeds = f"{'seed' if len(comparison.seeds) == 1 else 'seeds'} {', '.join(map(str, comparison.seeds))}"
     return (
         f"{comparison.data}: {comparison.num_clients} clients{held_out}; {' or '.join(map(str, lengths))} rounds; "
@@ -133,7 +133,17 @@ def _headline(data: Gathered) -> str:
 
 
 def _runs(data: Gathered) -> str:
-    headings = ["method", "seed", "rounds", data.label, "bottom decile", "best round", "seconds", "folder"]
+    headings = [
+        "method",
+        "seed",
+        "rounds",
+        data.label,
+        "bottom decile",
+        *(f"test {metric.unit}" for metric in data.further.values()),
+        "best round",
+        "seconds",
+        "folder",
+    ]
     rows = []
     for method, runs in data.runs.items():
         for run in runs:
@@ -144,7 +154,8 @@ def _runs(data: Gathered) -> str:
                     data.titles[method],
                     str(run.seed),
                     str(run.summary["rounds"]),
-                    *("-" if score is None else data.told(score) for score in scores),
+                    *map(data.in_words, scores),
+                    *(data.in_words(run.summary.get(name), metric) for name, metric in data.further.items()),
                     str(best["round"]) if best else "-",
                     "-" if seconds is None else f"{seconds:.1f}",
                     str(run.folder.path),

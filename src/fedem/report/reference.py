@@ -102,6 +102,8 @@ def settings_of(kind: type[Settings]) -> list[Setting]:
 
 def allowed(entry: Field[Any]) -> str:
     """Say what a setting's field allows."""
+    if "each" in entry.metadata:
+        return "names, with commas between them"
     if "choices" in entry.metadata:
         return " or ".join(entry.metadata["choices"])
     limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
-from fedem.report.console import metric_of
+from fedem.models.metrics import Metric, find_metric
 from fedem.report.studies import look, look_at
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.evaluate import Record
+from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import MANIFEST, RunFolder
 from fedem.studies.comparison import Comparison, summarize
 from fedem.studies.sweep import Entry, Spread
@@ -144,7 +144,7 @@ def _read(folder: RunFolder, command: str | None) -> Run:
             f"{folder.path}/clients.csv has {len(rows)} clients that were trained, and summary.json "
             f"{summary['num_clients']}: the file is damaged."
         )
-    config, clients = folder.config(), Clients.of(rows, metric_of(summary))
+    config, clients = folder.config(), Clients.of(rows, metrics_of(summary)[0].name)
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])
     return Run(folder, config, summary, folder.metrics(), clients, _fingerprint(folder), command)
@@ -238,35 +238,40 @@ class Gathered:
         found = (run.command for runs in self.runs.values() for run in runs)
         return list(dict.fromkeys(command for command in found if command is not None))
 
+    @cached_property
+    def metric(self) -> Metric:
+        """What decides which entry is best."""
+        return find_metric(self.comparison.metric)
+
     @property
-    def accuracy(self) -> bool:
-        """Whether runs were scored by accuracy, and not by squared errors."""
-        return self.comparison.metric == "accuracy"
+    def further(self) -> dict[str, Metric]:
+        """The metrics besides it, by the names of their figures in a summary."""
+        found = {f"test_{metric.name}": metric for metric in metrics_of(next(iter(self.runs.values()))[0].summary)}
+        return {name: metric for name, metric in found.items() if name != self.score}
 
     @property
     def score(self) -> str:
         """Name the score in a summary."""
-        return f"test_{self.comparison.metric}"
+        return f"test_{self.metric.name}"
 
     @property
     def label(self) -> str:
         """The score with its unit, for an axis."""
-        return "test accuracy in %" if self.accuracy else "test mean squared error"
+        return f"test {self.metric.unit}"
 
     def scaled(self, values: Numbers) -> Numbers:
         """Return scores in the unit of ``label``."""
-        return 100 * values if self.accuracy else values
+        return self.metric.scale * values
 
-    def told(self, value: float) -> str:
-        """Return a score as a sentence has it."""
-        return f"{100 * value:.1f} %" if self.accuracy else f"{value:.4g}"
+    def in_words(self, value: float | None, metric: Metric | None = None) -> str:
+        """Return a score, or one by another metric, as a sentence has it."""
+        metric = metric or self.metric
+        return metric.text(value) + (" %" if metric.in_percent and value is not None else "")
 
     def apart(self, better: float, worse: float) -> str:
         """Say how far the first score lies from the second."""
-        if self.accuracy:
-            points = 100 * (better - worse)
-            return f"{abs(points):.1f} points {'above' if points >= 0 else 'below'}"
-        return f"{abs(better - worse):.3g} {'above' if better >= worse else 'below'}"
+        amount = self.metric.text(abs(better - worse), plain=".3g") + (" points" if self.metric.in_percent else "")
+        return f"{amount} {'above' if better >= worse else 'below'}"
 
 
 def gather(paths: Sequence[Path]) -> list[Gathered]:

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,8 +17,8 @@ import numpy as np
 
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
-from fedem.report.console import metric_of
-from fedem.runs.evaluate import Record
+from fedem.models.metrics import Metric, find_metric, known_metric
+from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.measures import Diagnosis
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, Row, data_name
@@ -52,7 +53,6 @@ _PANELS = 3
 """diagnostics in a row of a picture"""
 _NONE = "-"
 # Names of an experiment's figures; those that end so are shares, shown in %.
-_SHARES = ("accuracy", "bottom_decile")
 _NAMES = {
     "test_accuracy": "test, %",
     "train_accuracy": "train, %",
@@ -153,10 +153,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _unit(metric: str) -> str:
-    return "accuracy in %" if metric == "accuracy" else "mean squared error"
-
-
 def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
     return "one seed" if len(seeds) == 1 else f"{what}{len(seeds)} seeds"
 
@@ -192,9 +188,9 @@ def runs_progress(
             outcome = "stopped"
             try:
                 yield listen
-                metric = metric_of(latest)
-                value = latest.get(f"test_{metric}")
-                outcome = "done" if value is None else f"test {metric.replace('_', ' ')} {value:.4f}"
+                metric = metrics_of(latest)[0]
+                value = latest.get(f"test_{metric.name}")
+                outcome = "done" if value is None else f"test {metric.title} {value:.4f}"
             finally:
                 done.append(entry)
                 bar.print(f"{title(entry):20s} {outcome}", highlight=False)
@@ -273,7 +269,7 @@ def _differing(rows: Sequence[Row]) -> list[str]:
 
 
 def _comparison_title(comparison: Comparison) -> str:
-    unit, over = _unit(comparison.metric), _over(comparison.seeds)
+    unit, over = find_metric(comparison.metric).unit, _over(comparison.seeds)
     return f"{comparison.data}, {comparison.rounds} rounds: {unit}, {over}"
 
 
@@ -285,11 +281,19 @@ def _columns(comparison: Comparison) -> dict[str, str]:
         "bottom\ndecile": "bottom_decile",
         "unseen\naverage": f"unseen_test_{metric}",
         "train\naverage": f"train_{metric}",
+        **{f"test\n{further.unit}": name for name, further in _further(comparison).items()},
         "s per\nround": "seconds_per_round",
         f"{unit}\nup": "bytes_up_per_round",
         f"{unit}\ndown": "bytes_down_per_round",
     }
     return {heading: name for heading, name in columns.items() if name in comparison.rows[0].figures}
+
+
+def _further(comparison: Comparison) -> dict[str, Metric]:
+    """Return the metrics besides the one that decides, by the names of their figures on the test part."""
+    names = [name for name in comparison.rows[0].figures if name.startswith("test_")]
+    found = {name: known_metric(name.removeprefix("test_")) for name in names}
+    return {name: metric for name, metric in found.items() if metric is not None and metric.name != comparison.metric}
 
 
 def _comparison_rows(comparison: Comparison, brief: tuple[str, ...] = ()) -> Iterator[list[str]]:
@@ -308,9 +312,10 @@ def _comparison_rows(comparison: Comparison, brief: tuple[str, ...] = ()) -> Ite
             return _spread(spread, "{:.3f}".format)
         if name.startswith("bytes"):
             return _spread(spread, amount)
-        return _spread(spread, _percent) if accuracy else _spread(spread, "{:.3g}".format, "{:.2g}".format)
+        metric = further.get(name, first)
+        return _spread(spread, partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
 
-    accuracy = comparison.metric == "accuracy"
+    first, further = find_metric(comparison.metric), _further(comparison)
     rows = [(row.title, row.figures) for row in comparison.rows]
     for title, figures in rows + ([("oracle", comparison.oracle)] if comparison.oracle else []):
         yield [title, *(cell(name, figures.get(name)) for name in _columns(comparison).values())]
@@ -350,7 +355,8 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
 
 
 def _lines(axes: Axes, comparison: Comparison) -> None:
-    scale = 100 if comparison.metric == "accuracy" else 1
+    metric = find_metric(comparison.metric)
+    scale = metric.scale
     best = comparison.oracle.get(f"test_{comparison.metric}")
     if best is not None and best.mean is not None:
         label = f"oracle  {scale * best.mean:.1f}"
@@ -364,7 +370,7 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
         means = scale * np.array([spread.mean or 0.0 for _, spread in points])
         widths = scale * np.array([spread.deviation or 0.0 for _, spread in points])
         final, how = row.figures[f"test_{comparison.metric}"]._replace(deviation=None), look(row.method)
-        how |= {"label": f"{row.title}  {_spread(final, _percent if scale == 100 else '{:.4g}'.format)}"}
+        how |= {"label": f"{row.title}  {_spread(final, metric.text)}"}
         axes.plot(rounds, means, zorder=2 + height / 100, markevery=max(1, len(points) // 8), markersize=4, **how)
         axes.fill_between(rounds, means - widths, means + widths, color=how["color"], alpha=haze, linewidth=0, zorder=1)
 
@@ -372,10 +378,11 @@ def _lines(axes: Axes, comparison: Comparison) -> None:
 def _scale(axes: Axes, comparison: Comparison) -> None:
     from matplotlib.ticker import LogLocator
 
-    if comparison.metric == "accuracy":
-        axes.set_ylabel("test accuracy in %, average over clients")
+    metric = find_metric(comparison.metric)
+    if metric.larger_is_better:
+        axes.set_ylabel(f"test {metric.unit}, average over clients")
     else:
-        axes.set_ylabel("test mean squared error")
+        axes.set_ylabel(f"test {metric.unit}")
         # Errors differ by factors, and those of a method that diverges by many.
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
@@ -430,6 +437,13 @@ def _headings(experiment: Experiment) -> list[str]:
     return [*experiment.axes, "seeds", *columns]
 
 
+def _is_share(name: str) -> bool:
+    """Whether a figure is shown in percent: a bottom decile, or a score by such a metric."""
+    words = name.rpartition(".")[2].split("_")
+    known = (known_metric("_".join(words[start:])) for start in range(len(words)))
+    return name.endswith("bottom_decile") or next((metric.in_percent for metric in known if metric), False)
+
+
 def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[list[str]]:
     def number(value: float) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -437,7 +451,7 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
     for line in lines:
         cells = [*line.labels.values(), str(line.num_seeds)]
         for name in experiment.figures:
-            ours, paper, share = line.ours[name], line.paper[name], name.endswith(_SHARES)
+            ours, paper, share = line.ours[name], line.paper[name], _is_share(name)
             cells.append(_spread(ours, _percent) if share else _spread(ours, number, "{:.2g}".format))
             if experiment.paper:
                 cells.append(_NONE if paper is None else f"{paper:g}")
@@ -453,17 +467,13 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
 
 def trials_table(tuned: Tuned) -> Table:
     """Return one row per trial, the best first."""
-    base, grids = tuned.search.base, tuned.search.grids
+    base, grids, metric = tuned.search.base, tuned.search.grids, find_metric(tuned.metric)
     what = f"{METHODS[base.name('method')].title} on {data_name(base)}, {base.run.rounds} rounds"
-    title = f"{what}: validation {_unit(tuned.metric)}, {_over(tuned.search.seeds)}"
+    title = f"{what}: validation {metric.unit}, {_over(tuned.search.seeds)}"
     headings = ["trial", *(key.replace(".", "\n") for key in grids), "validation", "seconds"]
-    accuracy, rows = tuned.metric == "accuracy", []
+    rows = []
     for trial in tuned.trials:
-        score = (
-            "failed"
-            if trial.scores is None
-            else _spread(trial.spread, lambda score: f"{100 * score:.2f}" if accuracy else _value(score))
-        )
+        score = "failed" if trial.scores is None else _spread(trial.spread, partial(metric.text, percent=".2f"))
         seconds = _NONE if trial.seconds is None else f"{trial.seconds:.1f}"
         rows.append((f"{trial.number:03d}", *(_value(trial.values[key]) for key in grids), score, seconds))
     return _table(title, headings, rows, ())

@@ -23,6 +23,7 @@ from fedem.methods import ALIASES, METHODS, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
+from fedem.models.metrics import find_metric
 from fedem.solvers import SOLVERS, Solver
 from fedem.solvers.schedules import SCHEDULES, Schedule
 
@@ -69,6 +70,10 @@ class RunSettings(Settings):
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, by which the best state is chosen; the last round is scored in any case,
             with 0 it alone.
+        metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
+            what is best; empty: accuracy for classes, mean_squared_error for numbers. For classes there are also
+            balanced_accuracy, roc_auc, average_precision, macro_f1, top_5_accuracy (or another number), log_loss and
+            calibration_error, for numbers rmse, mae and r2.
         measure_alpha_every: rounds between measurements of alpha, the share of the way to the optimum that local
             solvers leave; 0: never.
         diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
@@ -94,6 +99,7 @@ class RunSettings(Settings):
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0})
     unseen_epochs: int = field(default=5, metadata={"min": 1})
     evaluate_every: int = field(default=10, metadata={"min": 0})
+    metrics: str = field(default="", metadata={"each": find_metric})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
     diagnose_every: int = field(default=0, metadata={"min": 0})
     checkpoint_every: int = field(default=10, metadata={"min": 1})

@@ -1,4 +1,4 @@
-"""Who is scored how: each client with its own predictor, on its own samples.
+"""Scores: each client judged with its own predictor on its own samples, and the names that figures have in files.
 
 Shapes: T clients, M components, n samples.
 """
@@ -6,9 +6,9 @@ Shapes: T clients, M components, n samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,19 @@ from fedem.core.em import mix, negative_log_likelihood
 from fedem.core.tree import Tree
 from fedem.data.dataset import Truth
 from fedem.data.federation import PARTS, Federation
+from fedem.data.samples import Samples
 from fedem.engines import Cohort, Engine
 from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
+from fedem.models.losses import CLASSES
+from fedem.models.metrics import METRICS, Metric, find_metric, known_metric
 from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
 _PREDICT_ROWS = 1 << 13
+
+Record = dict[str, Any]
+"""Figures by name: a line of metrics.jsonl, summary.json, a row of clients.csv."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +38,7 @@ class Scores:
     """Per-client scores on one part of the data. Clients without samples there are left out of every average."""
 
     metric: str
-    """"accuracy" (larger is better) or "mean_squared_error" (smaller is better)"""
+    """name of a metric (:data:`fedem.models.metrics.METRICS`)"""
     weights: Tensor
     """``[T]`` training samples of each client: the weights of the average"""
     counts: Tensor
@@ -40,37 +46,52 @@ class Scores:
     losses: Tensor
     """``[T]`` mean negative log-likelihood of each client's mixture; NaN without samples"""
     values: Tensor
-    """``[T]`` mean metric; NaN without samples"""
+    """``[T]`` the metric; NaN without samples, and where it is undefined"""
+    undefined: Tensor | None = None
+    """``[T]`` bool: clients with samples for which the metric is undefined, also left out; None for none"""
+    pooled: float | None = None
+    """of all clients' samples together, for a metric that is not a mean over samples"""
+    others: tuple[Scores, ...] = ()
+    """by further metrics"""
 
-    def _weighted(self, per_client: Tensor) -> float:
+    @property
+    def by_metric(self) -> tuple[Scores, ...]:
+        """The scores by each metric, this one first."""
+        return (self, *self.others)
+
+    @property
+    def _scored(self) -> Tensor:
         there = self.counts > 0
+        return there if self.undefined is None else there & ~self.undefined
+
+    def _weighted(self, per_client: Tensor, there: Tensor) -> float:
         return float((per_client[there] * self.weights[there]).sum() / self.weights[there].sum())
 
     @property
     def average(self) -> float:
         """The metric averaged over clients, weighted by their number of training samples as in the paper."""
-        return self._weighted(self.values)
+        return self._weighted(self.values, self._scored)
 
     @property
     def unweighted(self) -> float:
         """The metric averaged over clients, each counting the same."""
-        return float(self.values[self.counts > 0].mean())
+        return float(self.values[self._scored].mean())
 
     @property
     def loss(self) -> float:
         """Negative log-likelihood a sample, weighted likewise; on the training part it is the paper's f(Theta, Pi)."""
-        return self._weighted(self.losses)
+        return self._weighted(self.losses, self.counts > 0)
 
     @property
     def bottom_decile(self) -> float:
         """The (T/10)-th worst client's metric, T/10 rounded up."""
-        scored = self.values[self.counts > 0].sort(descending=not self.larger_is_better).values
-        return float(scored[math.ceil(len(scored) / 10) - 1])
+        scored = self.values[self._scored].sort(descending=not self.larger_is_better).values
+        return float(scored[math.ceil(len(scored) / 10) - 1]) if len(scored) else math.nan
 
     @property
     def larger_is_better(self) -> bool:
         """Whether a larger metric is better."""
-        return self.metric == "accuracy"
+        return find_metric(self.metric).larger_is_better
 
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
@@ -82,19 +103,24 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
-def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation) -> dict[str, Scores]:
-    """Score every client's own predictor on each part of its data that there is."""
+def evaluate(
+    algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
+) -> dict[str, Scores]:
+    """Score every client's own predictor on each part of its data that there is; by the loss's own metric unless told.
+
+    Means over samples are summed up by the engine. Predictions are collected, client by client, for other metrics only.
+    """
     model, loss = algorithm.model, algorithm.model.loss
+    metrics = metrics or (METRICS[loss.metric],)
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         components, log_weights = algorithm.predictor(shared, personal)
         outputs = model.component_outputs(components, inputs)
         losses = vmap(loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
         predictions = mix(loss.probabilities(outputs), log_weights)
-        return {
-            "loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64),
-            "value": (mask * loss.score(predictions, targets)).sum(dtype=torch.float64),
-        }
+        per_sample = {"loss": negative_log_likelihood(losses, log_weights)}
+        per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+        return {name: (mask * values).sum(dtype=torch.float64) for name, values in per_sample.items()}
 
     scores: dict[str, Scores] = {}
     for part in PARTS:
@@ -102,57 +128,123 @@ def evaluate(algorithm: Algorithm, engine: Engine, found: Predictors, federation
         if len(samples):
             with torch.no_grad():
                 sums = engine.tally(algorithm, assess, Cohort(*found, samples))
-            losses, values = (sums[name] / samples.sizes for name in ("loss", "value"))
-            scores[part] = Scores(loss.metric, federation.train.sizes, samples.sizes, losses, values)
+                collected = any(each.over_client for each in metrics)
+                pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
+            means = {name: total / samples.sizes for name, total in sums.items()}
+            scores[part] = _by_metric(metrics, federation.train.sizes, samples.sizes, means, pairs)
     return scores
 
 
-def evaluate_oracle(truth: Truth, federation: Federation) -> Scores | None:
+class _Predicted(NamedTuple):
+    """A client's predictions and targets, on the CPU."""
+
+    predictions: Tensor
+    targets: Tensor
+
+    def judged(self, metric: Metric) -> float | None:
+        """Return a metric over the client; not a number where the predictions are none, None where it is undefined."""
+        assert metric.over_client is not None
+        if not len(self.targets):
+            return None
+        return metric.over_client(*self) if bool(self.predictions.isfinite().all()) else math.nan
+
+
+def _predicted(algorithm: Algorithm, found: Predictors, samples: Samples, position: int) -> _Predicted:
+    inputs, targets = samples.client(position).to(next(iter(found.shared.values())).device)
+    if not len(targets):
+        return _Predicted(torch.zeros(0), torch.zeros(0))
+    return _Predicted(predict(algorithm.model, found.of(algorithm, position), inputs).double().cpu(), targets.cpu())
+
+
+def _by_metric(
+    metrics: Sequence[Metric],
+    weights: Tensor,
+    counts: Tensor,
+    means: Mapping[str, Tensor],
+    predicted: Sequence[_Predicted],
+) -> Scores:
+    """Return the scores by the first metric, the others within.
+
+    Args:
+        metrics: at least one.
+        weights: ``[T]``
+        counts: ``[T]``
+        means: the loss and the metrics that are means over samples, ``[T]`` each.
+        predicted: T clients' predictions; needed for the other metrics only.
+
+    """
+    found: list[Scores] = []
+    for metric in metrics:
+        if metric.per_sample:
+            found.append(Scores(metric.name, weights, counts, means["loss"], means[metric.name]))
+            continue
+        known = [client.judged(metric) for client in predicted]
+        values = torch.tensor([math.nan if value is None else value for value in known], dtype=torch.float64)
+        undefined = torch.tensor([value is None for value in known]) & (counts > 0)
+        there = [client for client in predicted if len(client.targets)]
+        pooled = _Predicted(*(torch.cat(column) for column in zip(*there, strict=True))).judged(metric)
+        whole = math.nan if pooled is None else pooled
+        found.append(Scores(metric.name, weights, counts, means["loss"], values, undefined, whole))
+    first, *others = found
+    return replace(first, others=tuple(others))
+
+
+def evaluate_oracle(truth: Truth, federation: Federation, metrics: Sequence[Metric] = ()) -> Scores | None:
     """Score the predictor that knows the true parameters on the test part; None when there is none."""
     samples = federation.test
     if len(samples) == 0:
         return None
+    metrics = metrics or (METRICS["accuracy"],)
     weights = torch.repeat_interleave(truth.weights_of(federation.names), samples.sizes, dim=0)
-    probability = torch.cat(
-        [
-            truth.predict(inputs, rows).gather(1, torch.stack([targets, 1 - targets], dim=1))
-            for inputs, targets, rows in zip(
-                *(flat.cpu().split(_ORACLE_ROWS) for flat in (samples.inputs, samples.targets, weights)), strict=True
-            )
-        ]
-    )
+    inputs, targets = samples.inputs.cpu(), samples.targets.cpu()
+    pieces = zip(inputs.split(_ORACLE_ROWS), weights.cpu().split(_ORACLE_ROWS), strict=True)
+    predictions = torch.cat([truth.predict(*piece) for piece in pieces])
     owner = torch.repeat_interleave(torch.arange(federation.num_clients), samples.sizes)
-    per_client = torch.zeros(2, federation.num_clients, dtype=torch.float64)
-    per_client[0].index_add_(0, owner, -probability[:, 0].double().log())
-    per_client[1].index_add_(0, owner, (probability[:, 0] > probability[:, 1]).double())
-    losses, values = per_client / samples.sizes
-    return Scores("accuracy", federation.train.sizes, samples.sizes, losses, values)
+    per_sample = {"loss": -predictions.gather(1, targets[:, None]).squeeze(1).double().log()}
+    per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+    nothing = torch.zeros(federation.num_clients, dtype=torch.float64)
+    means = {name: nothing.index_add(0, owner, values.double()) / samples.sizes for name, values in per_sample.items()}
+    pairs = zip(*(column.split(samples.sizes.tolist()) for column in (predictions.double(), targets)), strict=True)
+    return _by_metric(metrics, federation.train.sizes, samples.sizes, means, [_Predicted(*pair) for pair in pairs])
 
-
-# Scores as named figures: what a line of metrics.jsonl, summary.json and a row of clients.csv say.
-
-Record = dict[str, Any]
 
 _ABSURD = 100.0
 """nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes"""
 
 
 def name_scores(scores: Mapping[str, Scores]) -> Record:
-    """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``."""
+    """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``.
+
+    Where a metric is not a mean over samples, ``test_roc_auc_pooled`` is that of all clients' samples together, and
+    ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined.
+    """
     record: Record = {}
     for part, entry in scores.items():
-        record[f"{part}_{entry.metric}"] = entry.average
-        record[f"{part}_{entry.metric}_unweighted"] = entry.unweighted
-        record[f"{part}_loss"] = entry.loss
+        for each in entry.by_metric:
+            name = f"{part}_{each.metric}"
+            record |= {name: each.average, f"{name}_unweighted": each.unweighted}
+            record.setdefault(f"{part}_loss", entry.loss)
+            if each.pooled is not None:
+                record[f"{name}_pooled"] = each.pooled
+            if each.undefined is not None and (count := int(each.undefined.sum())):
+                record[f"{name}_undefined"] = count
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
+        record |= {f"bottom_decile_{each.metric}": each.bottom_decile for each in scores["test"].others}
     return record
+
+
+def metrics_of(record: Mapping[str, Any]) -> tuple[Metric, ...]:
+    """Return the metrics that a summary or a round's record has scores by; the one that decides comes first."""
+    words = (key.partition("_") for key in record)
+    found = {name: metric for part, _, name in words if part in PARTS and (metric := known_metric(name)) is not None}
+    return tuple(found.values()) or (METRICS["mean_squared_error"],)
 
 
 def has_diverged(summary: Mapping[str, Any]) -> bool:
     """Whether classifiers lose so much on their training samples that they can't have learnt."""
-    loss = summary.get("train_loss")
-    return "train_accuracy" in summary and (loss is None or not loss < _ABSURD)
+    loss, first = summary.get("train_loss"), metrics_of(summary)[0]
+    return first.task == CLASSES and f"train_{first.name}" in summary and (loss is None or not loss < _ABSURD)
 
 
 def name_weights(log_weights: Tensor) -> Record:
@@ -166,12 +258,13 @@ def name_weights(log_weights: Tensor) -> Record:
 
 
 def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], log_weights: Tensor) -> list[Record]:
-    """Return a record a client: its scores on every part and, where it mixes several models, its mixture weights."""
+    """Return one record per client: its scores on every part and, if it mixes several models, its mixture weights."""
     columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
     for part, entry in scores.items():
         columns[f"{part}_samples"] = entry.counts.tolist()
         columns[f"{part}_{entry.metric}"] = entry.values.tolist()
         columns[f"{part}_loss"] = entry.losses.tolist()
+        columns |= {f"{part}_{each.metric}": each.values.tolist() for each in entry.others}
     if log_weights.shape[1] > 1:
         columns |= {f"weight_{m}": column for m, column in enumerate(log_weights.exp().T.tolist())}
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -31,6 +31,7 @@ from fedem.methods.wrappers.compression import Codec
 from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import Model
 from fedem.models.losses import LOSSES, Loss, guess_loss
+from fedem.models.metrics import Metric, choose_metrics
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
 from fedem.runs.measures import check_diagnosable, check_measurable
@@ -115,6 +116,11 @@ class Recipe:
         if self.config.loss is None:
             raise UserError(f"loss.name is 'auto', which needs the data; allowed without them: {', '.join(LOSSES)}.")
         return self.config.loss
+
+    @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """What clients are scored by; the first decides which state is best."""
+        return choose_metrics(self.config.run.metrics, self.loss, self.format.outputs)
 
     @cached_property
     def device(self) -> torch.device:
@@ -307,6 +313,7 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     sample_format = SampleFormat(federation.input_shape, inputs.dtype, outputs, features, encoding, labels)
     recipe = Recipe(config, sample_format, source)
     algorithm, model, mixer, device = recipe.algorithm, recipe.model, recipe.mixer, recipe.device
+    _ = recipe.metrics  # refused here if they do not fit
     recipe.check_samples(inputs, targets, lambda: federation.input_range)
     recipe.check_batches(federation)
     if config.solver.differentiates_twice and not model.is_twice_differentiable:

@@ -198,7 +198,7 @@ class Result:
         recipe.check_samples(samples.inputs, samples.targets)
         found = self.fit_unseen(samples, federation.keys, max_iterations, which, beside)
         state = found.settled(self.state(which).round)
-        scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation)
+        scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)
         rows = client_rows("unseen", federation.names, scores, found.log_weights(recipe.algorithm))
         return Result(recipe, {"last": state}, federation.names, summary, (), rows, {})

@@ -5,9 +5,10 @@ A run is prepared first, which checks everything that can be checked, and then c
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -178,15 +179,20 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
 
 
 def reassess(
-    path: str | Path, device: str = "auto", fine_tune_epochs: int | None = None, fine_tune_rate: float | None = None
+    path: str | Path,
+    device: str = "auto",
+    fine_tune_epochs: int | None = None,
+    fine_tune_rate: float | None = None,
+    metrics: str | Sequence[str] | None = None,
 ) -> Result:
     """Make a run's data again and score its saved states afresh; nothing is trained together, nothing is written.
 
-    Fine-tuning may be another than the run's: it comes after training, so its settings can be tried without training
-    again.
+    Fine-tuning and ``metrics`` may be others than the run's: they come after training, so they can be tried without
+    training again.
     """
     folder = RunFolder(Path(path))
-    asked = {"device": device, "fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate}
+    tuning = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate}
+    asked = {"device": device, **tuning, "metrics": metrics}
     config = folder.config().replace("run", **{key: value for key, value in asked.items() if value is not None})
     if fine_tune_rate is not None and not config.run.fine_tune_epochs:
         raise UserError(
@@ -312,7 +318,7 @@ class Trainer:
 
     def scores(self, found: Predictors) -> dict[str, Scores]:
         """Score the clients' predictors on every part of the data."""
-        return evaluate(self.recipe.algorithm, self.engine, found, self.federation)
+        return evaluate(self.recipe.algorithm, self.engine, found, self.federation, self.recipe.metrics)
 
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
@@ -348,7 +354,7 @@ class Trainer:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
                 fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
-            theirs = evaluate(self.recipe.algorithm, self.engine, fitted, unseen)
+            theirs = evaluate(self.recipe.algorithm, self.engine, fitted, unseen, self.recipe.metrics)
             summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
             their_weights = fitted.log_weights(self.recipe.algorithm)
             summary |= {f"unseen_{key}": value for key, value in name_weights(their_weights).items()}
@@ -383,10 +389,10 @@ class Trainer:
         if any("dissimilarity" in line for line in history):
             summary |= estimate_dissimilarity(history).record()
         if self.truth is not None:
-            oracle = evaluate_oracle(self.truth, self.federation)
+            oracle = evaluate_oracle(self.truth, self.federation, self.recipe.metrics)
             if oracle is not None:
-                summary |= {"oracle_accuracy": oracle.average, "oracle_bottom_decile": oracle.bottom_decile}
-                summary["oracle_loss"] = oracle.loss
+                summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
+                summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             recovery = self._recovery(found)
             if recovery is not None:
                 summary["recovery"] = {
@@ -420,7 +426,7 @@ def _mean(values: Iterable[int]) -> int | None:
 
 
 def _improves(scores: Scores, best: float | None) -> bool:
-    if best is None:
+    if best is None or (math.isnan(best) and not math.isnan(scores.average)):
         return True
     return scores.average > best if scores.larger_is_better else scores.average < best
 

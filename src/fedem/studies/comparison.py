@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method, title_of
+from fedem.models.metrics import find_metric
 from fedem.runs.config import UNNAMED, Config, Layer, Sections, parse_assignment
-from fedem.runs.evaluate import Record
+from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Spread, check_new, outcomes
@@ -24,7 +25,7 @@ from fedem.studies.sweep import Entry, Spread, check_new, outcomes
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
 _OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
-_SAME = ("data", "loss", "run.rounds", "run.unseen")
+_SAME = ("data", "loss", "run.rounds", "run.unseen", "run.metrics")
 _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
@@ -171,7 +172,7 @@ class Comparison:
     @property
     def larger_is_better(self) -> bool:
         """Whether the best has the largest score."""
-        return self.metric == "accuracy"
+        return find_metric(self.metric).larger_is_better
 
     def save(self, folder: Path, command: str) -> None:
         """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
@@ -203,9 +204,11 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     seeds = list(dict.fromkeys(entry.seed for entry in entries))
     baseline = next(iter(summaries.values()))
     first = baseline[seeds[0]]
-    metric = "accuracy" if any(key.endswith("_accuracy") for key in first) else "mean_squared_error"
+    decisive, *others = metrics_of(first)
+    metric = decisive.name
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
-    names = [*(name.format(metric) for name in _SCORES), "test_loss", *_COSTS]
+    further = [f"test_{other.name}" for other in others]
+    names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
     rows = []
@@ -215,8 +218,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
         curve = list(_curve([own[seed].folder.metrics() for seed in seeds], score))
         rows.append(Row(method, _title(found[0]), figures, curve, _training(own[seeds[0]].config)))
-    rows.sort(key=lambda row: row.figures[score].rank(metric == "accuracy"))
+    rows.sort(key=lambda row: row.figures[score].rank(decisive.larger_is_better))
     known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
+    known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
     oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in known.items()}
     runs = [
         {"method": row.method, "seed": seed, "rounds": summary["rounds"]}

@@ -28,6 +28,7 @@ from fedem.core.files import plain, write_json
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
+from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
@@ -236,7 +237,7 @@ class Search:
         data, metric = SharedData(lambda config: without_test(config.make_data()), len(self.seeds)), ""
         for config in self.first_configs:
             trainer = Trainer.prepare(config, data.of(config))
-            metric = trainer.recipe.model.loss.metric
+            metric = trainer.recipe.metrics[0].name
             if not len(trainer.federation.validation):
                 raise UserError(
                     f"The data of seed {config.run.seed} have no validation samples to choose by; allowed: a share or "
@@ -325,13 +326,14 @@ class Tuned:
 
     search: Search
     metric: str
-    """accuracy or mean_squared_error, on the validation part"""
+    """name of the metric, on the validation part"""
     trials: tuple[Trial, ...]
 
     @classmethod
     def of(cls, search: Search, metric: str, trials: Iterable[Trial]) -> Tuned:
         """Rank the trials by their means; of equals, the first one tried stays first."""
-        return cls(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(metric == "accuracy"))))
+        upwards = find_metric(metric).larger_is_better
+        return cls(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(upwards))))
 
     @property
     def best(self) -> Trial | None:
@@ -396,7 +398,8 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
             trial = known.get(number)
             if trial is None:
                 tried = [(other.values, other.spread.mean) for other in trials]
-                drawn = next_values(search.grids, search.sampler, search.seeds[0], tried, metric == "accuracy")
+                upwards = find_metric(metric).larger_is_better
+                drawn = next_values(search.grids, search.sampler, search.seeds[0], tried, upwards)
                 trial = Trial(number, drawn)
             if not trial.is_over:
                 trial = _carry_out(trial, search, data, metric, out, listener)

@@ -67,7 +67,7 @@ def histogram(data: Gathered) -> Picture | None:
     halves = []
     for method in dict.fromkeys((methods[0], methods[-1])):
         low, high = np.quantile(pooled(data, method), (0.25, 0.75))
-        halves.append(f"{data.name(method)}'s from {data.told(low)} to {data.told(high)}")
+        halves.append(f"{data.name(method)}'s from {data.in_words(low)} to {data.in_words(high)}")
     sentence = f"The middle half of the clients' scores: {' and '.join(halves)}."
     return Picture("Histogram of the clients' scores", sentence, figure)
 
@@ -104,7 +104,7 @@ def sizes(data: Gathered) -> Picture | None:
 def sorted_curves(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
     """Return places from 0 to 100 and each seed's scores there, the worst first: ``[n]`` and ``[seeds, n]``."""
     seeds = [np.sort(_known(run.clients.scores)) for run in data.runs[method]]
-    if not data.accuracy:
+    if not data.metric.larger_is_better:
         seeds = [values[::-1] for values in seeds]
     places = np.linspace(0, 100, min(MOST_POINTS, max(map(len, seeds))))
     # Seeds may have different numbers of clients.
@@ -147,7 +147,7 @@ def _scored(data: Gathered) -> list[str]:
 
 
 def _widely(data: Gathered, axes: Axes) -> None:
-    if not data.accuracy:
+    if not data.metric.larger_is_better:
         widely(axes, "y", [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines[:-1]])
 
 
@@ -155,13 +155,13 @@ def _decile_sentence(data: Gathered, methods: list[str]) -> str:
     marks = {method: mark for method in methods if (mark := decile(data, method)) is not None}
     if not marks:
         return "Every line goes from the worst client to the best."
-    order = sorted(marks, key=lambda name: marks[name], reverse=data.accuracy)
+    order = sorted(marks, key=lambda name: marks[name], reverse=data.metric.larger_is_better)
     best, known = order[0], data.best_of("fedavg")
     worst = known if known in order[1:] else order[-1]
     if best == worst:
-        return f"{data.name(best)}'s bottom decile is {data.told(marks[best])}."
+        return f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}."
     return (
-        f"{data.name(best)}'s bottom decile is {data.told(marks[best])}, "
+        f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}, "
         f"{data.apart(marks[best], marks[worst])} {data.name(worst)}'s."
     )
 
@@ -201,7 +201,7 @@ def against_baselines(data: Gathered) -> Picture | None:
         ends = [min(before.min(), after.min()), max(before.max(), after.max())]
         left.plot(ends, ends, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
         left.set(xlabel=f"{data.titles[name]}: {data.label}", ylabel=f"{title}: {data.label}")
-        if not data.accuracy:
+        if not data.metric.larger_is_better:
             for axis in "xy":
                 widely(left, axis, [before, after])
         _differences(right, after - before, colour, data)
@@ -236,19 +236,19 @@ def _differences(axes: Axes, differences: Numbers, colour: str, data: Gathered) 
     places, ordered = 100 * shown / max(1, len(differences) - 1), np.sort(differences)[shown]
     axes.plot(places, ordered, color=colour)
     # Where a larger score is worse, clients gain below zero.
-    better = ordered > 0 if data.accuracy else ordered < 0
+    better = ordered > 0 if data.metric.larger_is_better else ordered < 0
     axes.fill_between(places, ordered, 0, where=better, color=colour, alpha=0.25, linewidth=0)
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_xlim(0, 100)
 
 
 def _unit(data: Gathered) -> str:
-    return "\nin points of accuracy" if data.accuracy else "\nin squared error"
+    title = data.metric.title
+    return f"\nin points of {title}" if data.metric.in_percent else f"\nin {title.removeprefix('mean ')}"
 
 
 def _sentence(data: Gathered, entry: Pairs, title: str, baseline: str) -> str:
     change = entry.after - entry.before
-    better = int((change > 0 if data.accuracy else change < 0).sum())
-    middle = float(np.median(change))
-    amount = f"{100 * middle:+.1f} points" if data.accuracy else f"{middle:+.3g}"
+    better = int((change > 0 if data.metric.larger_is_better else change < 0).sum())
+    amount = data.metric.text(float(np.median(change)), "+.1f", "+.3g") + (" points" if data.metric.in_percent else "")
     return f"{title} is better than {baseline} for {better:,} of {len(change):,} clients, {amount} in the median."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedem.models.metrics import Metric
 from fedem.report.pictures.canvas import INK, Picture, band, legend, logarithmic, panels, widely
 from fedem.report.runs import Gathered, Numbers, Run
 from fedem.report.studies import TITLES as DIAGNOSED
@@ -22,8 +23,9 @@ def against_rounds(data: Gathered) -> Picture | None:
     """Draw score and loss against communication rounds."""
     if not _is_scored(data):
         return None
-    figure, axes = panels(2)
-    for place, (name, label) in zip(axes, _scores(data).items(), strict=True):
+    shown = _scores(data)
+    figure, axes = panels(len(shown))
+    for place, (name, label) in zip(axes, shown.items(), strict=True):
         for method, runs in data.runs.items():
             rounds, values = common_curve(runs, name)
             if len(rounds):
@@ -39,9 +41,10 @@ def against_bytes(data: Gathered) -> Picture | None:
     """Draw score and loss against what all clients have sent and received."""
     if not _is_scored(data) or not any(run.sent.any() for runs in data.runs.values() for run in runs):
         return None
-    figure, axes = panels(2)
+    shown = _scores(data)
+    figure, axes = panels(len(shown))
     unit, size = _unit(max(run.sent[-1] for runs in data.runs.values() for run in runs))
-    for place, (name, label) in zip(axes, _scores(data).items(), strict=True):
+    for place, (name, label) in zip(axes, shown.items(), strict=True):
         amounts = []
         for method, runs in data.runs.items():
             rounds, values = common_curve(runs, name)
@@ -107,11 +110,18 @@ def _is_scored(data: Gathered) -> bool:
 
 
 def _scores(data: Gathered) -> dict[str, str]:
-    return {data.score: data.label, "test_loss": "test loss in nats"}
+    further = {name: f"test {metric.unit}" for name, metric in data.further.items()}
+    return {data.score: data.label, "test_loss": "test loss in nats", **further}
 
 
 def _shown(data: Gathered, name: str, values: Numbers) -> Numbers:
-    return data.scaled(values) if name == data.score else values
+    metric = _metric(data, name)
+    return values if metric is None else metric.scale * values
+
+
+def _metric(data: Gathered, name: str) -> Metric | None:
+    """Return the metric of one of :func:`_scores`; None for the loss."""
+    return data.metric if name == data.score else data.further.get(name)
 
 
 def _frame(data: Gathered, axes: Axes, name: str, label: str, below: str) -> None:
@@ -120,7 +130,8 @@ def _frame(data: Gathered, axes: Axes, name: str, label: str, below: str) -> Non
         best = float(_shown(data, name, np.array(oracle.mean)))
         axes.axhline(best, color=INK, linewidth=1, linestyle=(0, (2, 3)), label="oracle")
     axes.set(xlabel=below, ylabel=label)
-    if name != data.score or not data.accuracy:
+    metric = _metric(data, name)
+    if metric is None or not metric.larger_is_better:
         widely(axes, "y", [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
 
 
@@ -130,12 +141,12 @@ def _ending(data: Gathered) -> str:
     if not known:
         return "No method ends with a test score in every seed."
     (best, top), (worst, bottom) = known[0], known[-1]
-    sentence = f"{best} ends at {data.told(top)}"
+    sentence = f"{best} ends at {data.in_words(top)}"
     if len(known) > 1:
         sentence += f", {data.apart(top, bottom)} {worst}"
     oracle = data.comparison.oracle.get(data.score)
     if oracle is not None and oracle.mean is not None:
-        sentence += f"; the oracle has {data.told(oracle.mean)}"
+        sentence += f"; the oracle has {data.in_words(oracle.mean)}"
     return sentence + "."
 
 
@@ -150,11 +161,13 @@ def _reaching(data: Gathered) -> str:
         rounds, values = common_curve(runs, data.score)
         means = values.mean(0)
         # Means of the same numbers, taken in two ways, may differ by a rounding.
-        reached = (np.isclose(means, goal) | (means > goal if data.accuracy else means < goal)).nonzero()[0]
+        reached = (
+            np.isclose(means, goal) | (means > goal if data.metric.larger_is_better else means < goal)
+        ).nonzero()[0]
         if len(reached):
             told.append(f"{data.name(method)} has sent {_amount(sent_by(runs, rounds)[reached[0]])}")
     which = "its final score" if len(data.runs) == 1 else "the worst of the final scores"
-    return f"On reaching {data.told(goal)}, {which}, for the first time, {_listed(told)}."
+    return f"On reaching {data.in_words(goal)}, {which}, for the first time, {_listed(told)}."
 
 
 def _unit(amount: float) -> tuple[str, float]:

@@ -1,0 +1,237 @@
+"""Metrics by name: what a client's predictions are judged by.
+
+A metric is either a mean over samples (accuracy, squared error), which engines sum up while they stream batches, or a
+function of all of a client's predictions (ROC-AUC, R2), for which they are collected. Over a client it may be
+undefined, such as the ROC-AUC of a client whose samples are all of one class.
+
+Shapes: n samples, K classes, D target dimensions. Predictions are class probabilities ``[n, K]`` or means ``[n, D]``,
+targets ``[n]`` or ``[n, D]``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from fedem.core.errors import UserError, unknown
+from fedem.models.losses import CLASSES, NUMBERS, Loss
+
+_TOP = re.compile(r"top_([1-9]\d*)_accuracy")
+_BINS = 15
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How predictions are judged, and how the figure is read.
+
+    Attributes:
+        name: as settings and files have it; ``test_NAME`` is a figure of summary.json.
+        task: what is predicted, CLASSES or NUMBERS.
+        per_sample: ``(predictions, targets) -> [n]``, whose mean over a client's samples is the client's value; pure,
+            as it runs under vmap.
+        over_client: ``(predictions, targets) -> number`` for all samples of a client, None where it is undefined; on
+            the CPU, in float64. A metric has one of the two functions.
+        larger_is_better: whether the best has the largest value.
+        in_percent: format of the figure: a percentage, or a plain number.
+        title: in tables and sentences.
+        needs_sklearn: whether it is scikit-learn's, which the extra "metrics" brings.
+        least_classes: the smallest number of classes for which it says anything.
+
+    """
+
+    name: str
+    task: str
+    per_sample: Callable[[Tensor, Tensor], Tensor] | None = None
+    over_client: Callable[[Tensor, Tensor], float | None] | None = None
+    larger_is_better: bool = field(default=True, kw_only=True)
+    in_percent: bool = field(default=False, kw_only=True)
+    title: str = field(default="", kw_only=True)
+    needs_sklearn: bool = field(default=False, kw_only=True)
+    least_classes: int = field(default=2, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if (self.per_sample is None) == (self.over_client is None):
+            raise UserError(f"Metric {self.name!r} must have one of per_sample and over_client.")
+        object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
+
+    @property
+    def unit(self) -> str:
+        """The title with the unit of the figures in tables."""
+        return f"{self.title} in %" if self.in_percent else self.title
+
+    @property
+    def scale(self) -> int:
+        """What a value is multiplied by to be in that unit."""
+        return 100 if self.in_percent else 1
+
+    def text(self, value: float | None, percent: str = ".1f", plain: str = ".4g") -> str:
+        """Format a value for a table, by one of two format specifications; "-" where there is none."""
+        return "-" if value is None else format(self.scale * value, percent if self.in_percent else plain)
+
+
+def _is_right(predictions: Tensor, targets: Tensor) -> Tensor:
+    return (predictions.argmax(-1) == targets).to(predictions.dtype)
+
+
+def _is_among_top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def is_among(predictions: Tensor, targets: Tensor) -> Tensor:
+        return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
+
+    return is_among
+
+
+def _surprise(predictions: Tensor, targets: Tensor) -> Tensor:
+    """-log p(target); of a probability that is rounded to zero, the logarithm of the smallest one."""
+    chances = predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return -chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
+
+
+def _errors(predictions: Tensor, targets: Tensor) -> Tensor:
+    return predictions - targets.reshape(predictions.shape)
+
+
+def _squared(predictions: Tensor, targets: Tensor) -> Tensor:
+    return _errors(predictions, targets).square().mean(-1)
+
+
+def _r2(predictions: Tensor, targets: Tensor) -> float | None:
+    """1 - residual / total sum of squares, the mean over the D targets; undefined where a target never differs."""
+    wanted = targets.reshape(predictions.shape)
+    total = (wanted - wanted.mean(0)).square().sum(0)
+    return None if bool((total == 0).any()) else float((1 - (predictions - wanted).square().sum(0) / total).mean())
+
+
+def _calibration_error(predictions: Tensor, targets: Tensor) -> float:
+    """Mean gap between confidence and accuracy over 15 bins of the confidence, weighted by their samples (ECE)."""
+    confidence, guess = predictions.max(-1)
+    # A bin has its upper end: (0, 1/15], (1/15, 2/15], ...
+    place = (confidence * _BINS).ceil().long().clamp(1, _BINS) - 1
+    gaps = torch.zeros(_BINS, dtype=confidence.dtype)
+    return float(
+        gaps.index_add(0, place, confidence - (guess == targets).to(confidence.dtype)).abs().sum() / len(guess)
+    )
+
+
+def _by_class(score: str) -> Callable[[Tensor, Tensor], float | None]:
+    """One class against the rest, the mean over the classes that occur; of two classes, the second against the first.
+
+    Undefined where all samples are of one class.
+    """
+
+    def judge(predictions: Tensor, targets: Tensor) -> float | None:
+        from sklearn import metrics
+
+        there = one_hot(targets, predictions.shape[1])
+        classes = there.any(0).nonzero().flatten()
+        if len(classes) < 2:
+            return None
+        columns = classes if predictions.shape[1] > 2 else classes[1]
+        return float(getattr(metrics, score)(there[:, columns].numpy(), predictions[:, columns].numpy()))
+
+    return judge
+
+
+def _of_guesses(score: str, **options: Any) -> Callable[[Tensor, Tensor], float | None]:
+    """Return a score of the most probable classes, the mean over classes."""
+
+    def judge(predictions: Tensor, targets: Tensor) -> float | None:
+        from sklearn import metrics
+
+        # Balanced accuracy is the mean recall of the classes that occur.
+        only = {"labels": targets.unique().numpy()} if score == "recall_score" else {}
+        found = getattr(metrics, score)(
+            targets.numpy(), predictions.argmax(1).numpy(), average="macro", **options, **only
+        )
+        return float(found)
+
+    return judge
+
+
+def _top(k: int) -> Metric:
+    return Metric(
+        f"top_{k}_accuracy", CLASSES, _is_among_top(k), in_percent=True, title=f"top-{k} accuracy", least_classes=k + 1
+    )
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("accuracy", CLASSES, _is_right, in_percent=True),
+        Metric("balanced_accuracy", CLASSES, None, _of_guesses("recall_score"), in_percent=True, needs_sklearn=True),
+        Metric("roc_auc", CLASSES, None, _by_class("roc_auc_score"), title="ROC-AUC", needs_sklearn=True),
+        Metric("average_precision", CLASSES, None, _by_class("average_precision_score"), needs_sklearn=True),
+        Metric(
+            "macro_f1",
+            CLASSES,
+            None,
+            _of_guesses("f1_score", zero_division=0),
+            in_percent=True,
+            title="macro F1",
+            needs_sklearn=True,
+        ),
+        _top(5),
+        Metric("log_loss", CLASSES, _surprise, larger_is_better=False),
+        Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
+        Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False),
+        Metric(
+            "rmse",
+            NUMBERS,
+            None,
+            lambda predictions, targets: float(_squared(predictions, targets).mean().sqrt()),
+            larger_is_better=False,
+            title="root mean squared error",
+        ),
+        Metric(
+            "mae",
+            NUMBERS,
+            lambda predictions, targets: _errors(predictions, targets).abs().mean(-1),
+            larger_is_better=False,
+            title="mean absolute error",
+        ),
+        Metric("r2", NUMBERS, None, _r2, title="R2"),
+    )
+}
+"""The metrics by name; a row may be added, and then be named like any other. ``top_K_accuracy`` has any K."""
+
+
+def known_metric(name: str) -> Metric | None:
+    """Return the metric called ``name``; None where there is none."""
+    match = _TOP.fullmatch(name)
+    return METRICS.get(name) or (_top(int(match[1])) if match else None)
+
+
+def find_metric(name: str) -> Metric:
+    """Return the metric called ``name``."""
+    if (metric := known_metric(name)) is None:
+        raise unknown("metric", name, METRICS)
+    return metric
+
+
+def choose_metrics(names: str, loss: Loss, num_outputs: int) -> tuple[Metric, ...]:
+    """Return the metrics called ``names``, with commas between them; the loss's own one where none is named.
+
+    Refuses those that do not fit what is predicted, and those that need a package which is not installed.
+    """
+    chosen = [find_metric(name) for name in names.split(",")] if names else [METRICS[loss.metric]]
+    num_classes = max(2, num_outputs)
+    fitting = [each.name for each in METRICS.values() if each.task == loss.task and each.least_classes <= num_classes]
+    for metric in chosen:
+        if metric.task != loss.task or metric.least_classes > num_classes:
+            what = f"{num_classes} classes" if loss.task == CLASSES else NUMBERS
+            raise UserError(
+                f"Metric {metric.name!r} does not fit the task, which is to predict {what}; allowed: "
+                f"{', '.join(fitting)}."
+            )
+        if metric.needs_sklearn and importlib.util.find_spec("sklearn") is None:
+            raise UserError(
+                f"Metric {metric.name!r} needs the package scikit-learn, which is not installed: "
+                "pip install 'fedem[metrics]'."
+            )
+    return tuple(dict.fromkeys(chosen))
