@@ -114,7 +114,7 @@ def test_the_command_line_has_them_in_files_tables_and_report(run: Run, tmp_path
     names = "balanced_accuracy,roc_auc"
     code, out, err = run("train", *TINY, "--metrics", names, "--out", tmp_path / "run")
     assert code == 0, err
-    assert "AUC" in out
+    assert "ROC-AUC" in out
     assert f'metrics = "{names}"' in (tmp_path / "run/config.toml").read_text()
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert {"test_balanced_accuracy", "test_roc_auc", "oracle_balanced_accuracy", "oracle_roc_auc"} <= set(summary)

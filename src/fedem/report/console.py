@@ -15,6 +15,7 @@ from rich.table import Table
 from fedem.core.errors import UserError
 from fedem.data.federation import PARTS
 from fedem.methods import title_of
+from fedem.models.metrics import Metric
 from fedem.runs.evaluate import has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
 
@@ -54,6 +55,8 @@ def show_run(folder: RunFolder) -> None:
 def print_summary(summaries: Sequence[Summary]) -> None:
     """Print the table of several runs, and what else there is to say of the first."""
     console.print(comparison(summaries))
+    if (further := further_table(summaries)) is not None:
+        console.print(further)
     if summaries[0].get("best"):
         console.print(states_table(summaries[0]))
     for line in remarks(summaries[0]):
@@ -99,41 +102,60 @@ def writing(path: Path) -> Iterator[None]:
 
 def comparison(summaries: Sequence[Summary]) -> Table:
     """Return one row per run (its last state), and one for the oracle when it is known."""
-    first, *others = metrics_of(summaries[0])
-    table = Table(title=f"Test scores after the last round, {'in %' if first.in_percent else first.title}")
-
-    def row(summary: Summary, part: str, decile: str, loss: str) -> dict[str, str]:
-        return {
-            "average": first.text(summary.get(f"{part}_{first.name}"), plain=".4f"),
-            "bottom decile": first.text(summary.get(decile), plain=".4f"),
-            **{other.unit: other.text(summary.get(f"{part}_{other.name}"), plain=".4f") for other in others},
-            "loss": _number(summary.get(loss)),
-        }
-
-    rows = {}
-    for position, summary in enumerate(summaries):
-        components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
-        rows[position] = {
-            "method": title_of(summary["method"]) + components,
-            **row(summary, "test", "bottom_decile", "test_loss"),
-            "train": first.text(summary.get(f"train_{first.name}"), plain=".4f"),
-            "unseen": first.text(summary.get(f"unseen_test_{first.name}"), plain=".4f"),
+    metric = metrics_of(summaries[0])[0]
+    rows = [
+        {
+            "average": _score(summary, metric, "test"),
+            "bottom decile": metric.text(summary.get("bottom_decile"), plain=".4f"),
+            "loss": _number(summary.get("test_loss")),
+            "train": _score(summary, metric, "train"),
+            "unseen": _score(summary, metric, "unseen_test"),
             "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
             "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
-    has_unseen = any(f"unseen_test_{first.name}" in summary for summary in summaries)
-    headings = [heading for heading in rows[0] if has_unseen or heading != "unseen"]
-    for heading in headings:
-        is_first = heading == "method"
-        table.add_column(heading, justify="left" if is_first else "right", no_wrap=is_first)
-    for cells in rows.values():
-        table.add_row(*(cells[heading] for heading in headings))
-    oracle = next((summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None), None)
-    if oracle is not None:
-        known = {"method": "oracle", **row(oracle, "oracle", "oracle_bottom_decile", "oracle_loss")}
+        for summary in summaries
+    ]
+    if all(f"unseen_test_{metric.name}" not in summary for summary in summaries):
+        for row in rows:
+            del row["unseen"]
+    if oracle := _oracle(summaries, metric):
+        decile, loss = metric.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
+        rows.append({"average": _score(oracle, metric, "oracle"), "bottom decile": decile, "loss": loss})
+    return _scores_table(f"Test scores after the last round, {metric.unit}", summaries, rows)
+
+
+def further_table(summaries: Sequence[Summary]) -> Table | None:
+    """Return the average test scores by further metrics, where there are such."""
+    first, *others = metrics_of(summaries[0])
+    if not others:
+        return None
+    rows = [{metric.unit: _score(summary, metric, "test") for metric in others} for summary in summaries]
+    if oracle := _oracle(summaries, first):
+        rows.append({metric.unit: _score(oracle, metric, "oracle") for metric in others})
+    return _scores_table("Test scores by further metrics", summaries, rows)
+
+
+def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mapping[str, str]]) -> Table:
+    """Return a table of a row for each summary and, if there is one more, one for the oracle."""
+    table = Table(title=title)
+    table.add_column("method", no_wrap=True)
+    for heading in rows[0]:
+        table.add_column(heading, justify="right")
+    for summary, row in zip(summaries, rows, strict=False):
+        components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
+        table.add_row(title_of(summary["method"]) + components, *row.values())
+    for row in rows[len(summaries) :]:
         table.add_section()
-        table.add_row(*(known.get(heading, "") for heading in headings))
+        table.add_row("oracle", *(row.get(heading, "") for heading in rows[0]))
     return table
+
+
+def _oracle(summaries: Sequence[Summary], metric: Metric) -> Summary | None:
+    return next((summary for summary in summaries if summary.get(f"oracle_{metric.name}") is not None), None)
+
+
+def _score(summary: Summary, metric: Metric, part: str) -> str:
+    return metric.text(summary.get(f"{part}_{metric.name}"), plain=".4f")
 
 
 def states_table(summary: Summary) -> Table:
