@@ -72,7 +72,7 @@ def test_folders_of_runs_count_once_and_in_any_order(data: Gathered, folder: Pat
 def test_a_run_comes_with_its_baselines(tmp_path: Path) -> None:
     found = gathered(regressed(tmp_path / "run"))
     assert set(found.runs) == {"fedem", "fedavg"}
-    assert not found.accuracy
+    assert found.metric.name == "mean_squared_error"
     assert found.commands == []  # data passed from Python can't be made again by a command
 
 
@@ -86,11 +86,11 @@ def test_a_comparison_tells_its_command(tmp_path: Path, folder: Path) -> None:
 
 
 def test_scores_are_told_in_points_or_as_they_are(data: Gathered, tmp_path: Path) -> None:
-    assert data.told(0.7512) == "75.1 %"
+    assert data.in_words(0.7512) == "75.1 %"
     assert data.apart(0.75, 0.70) == "5.0 points above"
     assert data.apart(0.70, 0.75) == "5.0 points below"
     errors = gathered(regressed(tmp_path / "run"))
-    assert errors.told(0.12345) == "0.1235"
+    assert errors.in_words(0.12345) == "0.1235"
     assert errors.apart(0.5, 0.75) == "0.25 below"
 
 
