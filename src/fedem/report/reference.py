@@ -1,4 +1,7 @@
-"""The table of methods -> what a user reads before choosing one."""
+"""What can be chosen and set, made of the code itself: methods, graphs, and every section of settings.
+
+A kind is what a name in a section stands for: a data set, a model, a solver, ... Sections without names have one kind.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import client_keys
@@ -19,21 +25,32 @@ from fedem.core.settings import Settings, kind_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, resolve_method
+from fedem.report.console import simple_table
 from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, Kinds, complete_section
 from fedem.runs.rounds import mixer_seed
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
-
+SECTIONS = (*UNNAMED, *NAMED)
 
 _BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
-_ANY = "any data"
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+_ANY, _EMPTY = "any data", '""'
 _OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
 _MARK = re.compile(r"(?::\w+:)?`+~?([^`]+)`+")
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", flags=re.MULTILINE)
+_MARKS = re.compile(r"[*|\\]|\b_|_\b")
+"""what Markdown would take for a mark, or for the end of a table's cell; no underscore within a word"""
+_CODE = re.compile(r"(``[^`]+``)")
+_PRESETS = (
+    "The defaults are those of the code. What is shipped for a method and its data changes some of them: "
+    "``fedem methods NAME`` shows what comes with a method, and a run's ``config.toml`` has all that held."
+)
+_TITLE = """# Settings
+
+Whatever can be set, by section: `--set section.key=value` on the command line, or the same in a TOML file. On the
+command line `fedem settings` lists the sections, `fedem settings schedule` shows one of them, and
+`fedem settings schedule.step` one of its names. This page is made from the code, by `fedem settings --markdown`.
+"""
 
 
 class Setting(NamedTuple):
@@ -45,12 +62,82 @@ class Setting(NamedTuple):
     meaning: str
 
 
+class Kind(NamedTuple):
+    """A name that a section may have."""
+
+    name: str
+    """empty where the section has no names"""
+    about: list[str]
+    """paragraphs, as the code has them"""
+    settings: list[Setting]
+
+
+# --- what classes say of themselves
+
+
+def settings_of(kind: type[Settings]) -> list[Setting]:
+    """Return what a user can set of an algorithm, a mixer or another class of settings."""
+    described = ((inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__))
+    meanings = {
+        attribute: _plain(" ".join(text.split())) for part in described for attribute, text in _ATTRIBUTE.findall(part)
+    }
+    entries = {entry.name: entry for entry in fields(kind)}
+    return [
+        Setting(name, _literal(entries[name].default), _allowed(entries[name]), meanings.get(name, ""))
+        for name in names_of(kind)
+    ]
+
+
+def _allowed(entry: Field[Any]) -> str:
+    """Say what a setting's field allows."""
+    if "each" in entry.metadata:
+        return "names, with commas between them"
+    if "choices" in entry.metadata:
+        return " or ".join(entry.metadata["choices"])
+    limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
+    return " and ".join(limits) or _TYPES[kind_of(entry)]
+
+
+def _paragraphs(kind: type) -> list[str]:
+    """Return a class's docstring in paragraphs, without what it says of its fields."""
+    return (inspect.getdoc(kind) or "").partition("Attributes:\n")[0].strip().split("\n\n")
+
+
+def _flowing(paragraph: str) -> str:
+    """Undo the line breaks of a paragraph, but for lists and the like."""
+    lines = paragraph.strip("\n").split("\n")
+    return paragraph if any(line.startswith((" ", "-")) for line in lines) else " ".join(lines)
+
+
+def _plain(text: str) -> str:
+    """Undo the marks that documentation has for names of code."""
+    return _MARK.sub(r"\1", text)
+
+
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _settings_table(title: str, found: list[Setting]) -> Table:
+    table = simple_table("key", "default", "allowed", "meaning", title=f"\n{title}", no_wrap=("key", "default"))
+    for setting in found:
+        table.add_row(*setting)
+    return table
+
+
+def _labelled(values: dict[str, str], bold: str = "") -> Table:
+    """Return a row for each label and its value."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in values.items():
+        table.add_row(label, value, style="bold" if label == bold else "")
+    return table
+
+
+# --- methods
+
+
 def methods_table() -> Table:
-    """Return a row a method, for eighty columns: what it does and its paper; below, who keeps and sends what."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+    """Return one row per method, for eighty columns: what it does and its paper; below, who keeps and sends what."""
 
     def below(*cells: str) -> Table:
         """Columns of their own, as no cell can span several."""
@@ -60,8 +147,7 @@ def methods_table() -> Table:
         grid.add_row(*cells, style="dim")
         return grid
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("\nmethod", no_wrap=True, style="bold")
+    table = simple_table("\nmethod", bold="\nmethod")
     table.add_column(Group("what it trains (paper)", below("a client keeps", "is sent", "an unseen client")))
     for name, row in METHODS.items():
         paper = f"({row.paper})" if row.paper else ""
@@ -71,43 +157,33 @@ def methods_table() -> Table:
 
 
 def method_pages(name: str) -> Iterator[RenderableType]:
-    """Yield all there is to say of the method called ``name``: facts, origin, settings, and what is shipped."""
+    """Yield all there is to say of the method called ``name``: what it is, origin, settings, and what is shipped."""
     row = METHODS[name]
-    yield _facts(name, row)
+    also = [alias for alias, target in ALIASES.items() if target == name]
+    about = {
+        row.title: row.summary,
+        "paper": row.paper or "-",
+        "name": name + (f" (also {', '.join(also)})" if also else ""),
+        "a client keeps": row.personal,
+        "is sent": row.sent,
+        "an unseen client": row.unseen,
+    }
+    yield _labelled(about, bold=row.title)
     yield from _origin(row)
     found = [setting for kind in (row.algorithm, row.mixer) for setting in settings_of(kind)]
-    yield (
-        settings_table("Settings of its own: --set method.KEY=VALUE", found)
-        if found
-        else "\nIt has no settings of its own."
-    )
+    own = "Settings of its own: --set method.KEY=VALUE"
+    yield _settings_table(own, found) if found else "\nIt has no settings of its own."
     if row.mixer.over_graph:
-        yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs tells them."
-    yield _shipped(name)
+        yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs lists them."
+    yield _shipped_table(name)
 
 
-def settings_of(kind: type[Settings]) -> list[Setting]:
-    """Return what a user can set of an algorithm or a mixer."""
-    meanings = {
-        attribute: plain(" ".join(text.split()))
-        for base in reversed(kind.__mro__)
-        for attribute, text in _ATTRIBUTE.findall(_section(base))
-    }
-    entries = {entry.name: entry for entry in fields(kind)}
-    return [
-        Setting(name, _literal(entries[name].default), allowed(entries[name]), meanings.get(name, ""))
-        for name in names_of(kind)
-    ]
-
-
-def allowed(entry: Field[Any]) -> str:
-    """Say what a setting's field allows."""
-    if "each" in entry.metadata:
-        return "names, with commas between them"
-    if "choices" in entry.metadata:
-        return " or ".join(entry.metadata["choices"])
-    limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
-    return " and ".join(limits) or _KINDS[kind_of(entry)]
+def _origin(row: Method) -> Iterator[Text]:
+    """Yield what the modules and classes of the algorithm and of the mixer say of themselves."""
+    for kind in (row.algorithm, row.mixer):
+        yield Text.assemble("\n", (kind.__name__, "bold"), f" in {kind.__module__}")
+        module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
+        yield Text("\n\n".join(map(_flowing, [*module.split("\n\n"), *_paragraphs(kind)])).strip())
 
 
 def shipped(name: str) -> dict[str, dict[str, Any]]:
@@ -121,91 +197,32 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
     changed = {"solver.name", "schedule.name", "schedule.learning_rate"}
     for data, config in built.items():
         changed |= set(config.differences(Config.build(layers[data], preset=False)))
-    told: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for data, config in built.items():
         values = {
             f"{place}.{key}": value
             for place, entries in config.sections.items()
             for key, value in entries.items()
-            if place not in _OF_THE_DATA
-            and f"{place}.{key}" in changed
-            and not _goes_without_saying(config, place, key)
+            if place not in _OF_THE_DATA and f"{place}.{key}" in changed and not _is_implied(config, place, key)
         }
-        if data == GIVEN or values != told[_ANY]:
-            told[_ANY if data == GIVEN else data] = values
-    return told
+        if data == GIVEN or values != found[_ANY]:
+            found[_ANY if data == GIVEN else data] = values
+    return found
 
 
-def _goes_without_saying(config: Config, place: str, key: str) -> bool:
+def _is_implied(config: Config, place: str, key: str) -> bool:
     """Whether a graph's setting is what it would be anyway, once its name is known."""
     chosen = config.sections[place]
     return place == "graph" and key != "name" and chosen[key] == complete_section(place, {"name": chosen["name"]})[key]
 
 
-def _facts(name: str, row: Method) -> Table:
-    from rich.table import Table
-
-    also = [alias for alias, target in ALIASES.items() if target == name]
-    table = Table.grid(padding=(0, 2, 0, 0))
-    facts = {
-        row.title: row.summary,
-        "paper": row.paper or "-",
-        "name": name + (f" (also {', '.join(also)})" if also else ""),
-        "a client keeps": row.personal,
-        "is sent": row.sent,
-        "an unseen client": row.unseen,
-    }
-    for label, value in facts.items():
-        table.add_row(label, value, style="bold" if label == row.title else "")
-    return table
-
-
-def _origin(row: Method) -> Iterator[RenderableType]:
-    """Yield what the modules and classes of the algorithm and of the mixer say of themselves."""
-    from rich.text import Text
-
-    for kind in (row.algorithm, row.mixer):
-        yield Text.assemble("\n", (kind.__name__, "bold"), f" in {kind.__module__}")
-        module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
-        yield Text("\n\n".join(map(flowing, [*module.split("\n\n"), *paragraphs_of(kind)])).strip())
-
-
-def paragraphs_of(kind: type) -> list[str]:
-    """Return a class's docstring in paragraphs, without what it says of its fields."""
-    return (inspect.getdoc(kind) or "").partition("Attributes:\n")[0].strip().split("\n\n")
-
-
-def flowing(paragraph: str) -> str:
-    """Undo the line breaks of a paragraph, but for lists and the like."""
-    lines = paragraph.strip("\n").split("\n")
-    return paragraph if any(line.startswith((" ", "-")) for line in lines) else " ".join(lines)
-
-
-def plain(text: str) -> str:
-    """Undo the marks that documentation has for names of code."""
-    return _MARK.sub(r"\1", text)
-
-
-def settings_table(title: str, found: list[Setting]) -> Table:
-    """Return a row a setting."""
-    table = _plain_table(title)
-    for heading in ("key", "default", "allowed", "meaning"):
-        table.add_column(heading, no_wrap=heading in ("key", "default"))
-    for setting in found:
-        table.add_row(*setting)
-    return table
-
-
-def _shipped(name: str) -> Table:
-    table = _plain_table("Settings shipped for it, by data")
-    told = shipped(name)
-    usual = told.pop(_ANY)
-    table.add_column("setting", no_wrap=True)
-    table.add_column(_ANY, no_wrap=True)
-    table.add_column("but")
-    for key in dict.fromkeys(key for values in (usual, *told.values()) for key in values):
+def _shipped_table(name: str) -> Table:
+    table = simple_table("setting", _ANY, "but", title="\nSettings shipped for it, by data", no_wrap=("setting", _ANY))
+    special = shipped(name)
+    usual = special.pop(_ANY)
+    for key in dict.fromkeys(key for values in (usual, *special.values()) for key in values):
         others: dict[str, list[str]] = {}
-        for data, values in told.items():
+        for data, values in special.items():
             others.setdefault(_literal(values.get(key, "-")), []).append(data)
         common = _literal(usual.get(key, "-"))
         others.pop(common, None)
@@ -213,53 +230,7 @@ def _shipped(name: str) -> Table:
     return table
 
 
-def _plain_table(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    box, padding = SIMPLE_HEAD, (0, 1, 0, 0)
-    return Table(title=f"\n{title}", title_justify="left", title_style="bold", box=box, padding=padding, pad_edge=False)
-
-
-def _section(kind: type) -> str:
-    return (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
-
-
-def _literal(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# The classes of settings -> whatever can be set, on a terminal or as a page.
-#
-# A kind is what a name in a section stands for: a data set, a model, a solver, ... Sections without names have one
-# kind.
-
-SECTIONS = (*UNNAMED, *NAMED)
-
-_EMPTY = '""'
-_PRESETS = (
-    "The defaults are those of the code. What is shipped for a method and its data changes some of them: "
-    "``fedem methods NAME`` tells what comes with a method, and a run's ``config.toml`` has all that held."
-)
-_TITLE = """# Settings
-
-Whatever can be set, by section: `--set section.key=value` on the command line, or the same in a TOML file. On the
-command line `fedem settings` lists the sections, `fedem settings schedule` tells one of them, and
-`fedem settings schedule.step` one of its names. This page is made from the code, by `fedem settings --markdown`.
-"""
-_MARKS = re.compile(r"[*|\\]|\b_|_\b")
-"""what Markdown would take for a mark, or for the end of a table's cell; no underscore within a word"""
-_CODE = re.compile(r"(``[^`]+``)")
-
-
-class Kind(NamedTuple):
-    """A name that a section may have."""
-
-    name: str
-    """empty where the section has no names"""
-    about: list[str]
-    """paragraphs, as the code has them"""
-    settings: list[Setting]
+# --- sections of settings, on a terminal or as a page
 
 
 def kinds_in(section: str) -> list[Kind]:
@@ -267,57 +238,55 @@ def kinds_in(section: str) -> list[Kind]:
     if section in UNNAMED:
         return [Kind("", [], _settings_of(UNNAMED[section]))]
     kinds = [
-        Kind(name, [METHODS[name].summary] if section == "method" else paragraphs_of(classes[0]), _settings_of(classes))
+        Kind(name, [METHODS[name].summary] if section == "method" else _paragraphs(classes[0]), _settings_of(classes))
         for name, classes in NAMED[section].items()
     ]
     return kinds + [Kind(name, [text], []) for (place, name), text in WITHOUT_SETTINGS.items() if place == section]
 
 
-def shared_settings(kinds: list[Kind]) -> list[Setting]:
+def _settings_of(classes: Kinds) -> list[Setting]:
+    """Return what classes say of their fields; an empty word is written as TOML has it."""
+    found = [setting for kind in classes for setting in settings_of(kind)]
+    return [setting._replace(default=setting.default or _EMPTY) for setting in found]
+
+
+def _shared(kinds: list[Kind]) -> list[Setting]:
     """Return the settings that are the same for all kinds which have any, if these are several."""
     first, *others = [kind.settings for kind in kinds if kind.settings]
     return [setting for setting in first if others and all(setting in other for other in others)]
 
 
 def sections_pages() -> Iterator[RenderableType]:
-    """Yield a row a section: what it is for, and its names."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("section", no_wrap=True, style="bold")
-    table.add_column("what it sets")
-    table.add_column("names")
+    """Yield one row per section: what it is for, and its names."""
+    table = simple_table("section", "what it sets", "names", bold="section")
     for section in SECTIONS:
         table.add_row(section, ABOUT[section], ", ".join(kind.name for kind in kinds_in(section)) or "-")
     yield table
-    yield "fedem settings SECTION tells a section's keys, fedem settings SECTION.NAME those that go with a name."
+    yield "fedem settings SECTION shows a section's keys, fedem settings SECTION.NAME those that go with a name."
 
 
 def section_pages(asked: str) -> Iterator[RenderableType]:
     """Yield all there is to say of a ``section``, or of one of its names: ``section.name``."""
-    from rich.text import Text
-
     section, dot, name = asked.partition(".")
     if section not in SECTIONS:
         raise unknown("section", section, SECTIONS)
+    keys = f"--set {section}.KEY=VALUE"
     if dot:
         kind = _kind(section, name)
-        yield Text.assemble((f"{section} {kind.name}", "bold"), *(f"\n\n{_flowing(text)}" for text in kind.about))
-        yield _table(section, "Settings", kind.settings)
+        about = (f"\n\n{_plain(_flowing(text))}" for text in kind.about)
+        yield Text.assemble((f"{section} {kind.name}", "bold"), *about)
+        yield _settings_table(f"Settings: {keys}", kind.settings) if kind.settings else "\nIt has no settings."
         return
     kinds = kinds_in(section)
     yield Text(" ".join([ABOUT[section], *_choice(section)]))
-    shared = shared_settings(kinds)
-    if shared:
-        yield _table(section, "Whatever the name", shared)
+    if shared := _shared(kinds):
+        yield _settings_table(f"Whatever the name: {keys}", shared)
     for kind in kinds:
         if kind.name:
-            yield Text.assemble("\n", (kind.name, "bold"), f": {_flowing(kind.about[0])}")
-        own = [setting for setting in kind.settings if setting not in shared]
-        if own:
-            yield _table(section, f"Settings of {section} {kind.name}".rstrip(), own)
-    yield Text(f"\n{_flowing(_PRESETS)}")
+            yield Text.assemble("\n", (kind.name, "bold"), f": {_plain(_flowing(kind.about[0]))}")
+        if own := [setting for setting in kind.settings if setting not in shared]:
+            yield _settings_table(f"{f'Settings of {section} {kind.name}'.rstrip()}: {keys}", own)
+    yield Text(f"\n{_plain(_flowing(_PRESETS))}")
 
 
 def settings_page() -> str:
@@ -326,7 +295,7 @@ def settings_page() -> str:
     for section in SECTIONS:
         kinds = kinds_in(section)
         parts += [f"## {section}", " ".join([_marked(ABOUT[section]), *_choice(section, "`")])]
-        if shared := shared_settings(kinds):
+        if shared := _shared(kinds):
             parts += [f"Whatever the name:\n\n{_markdown_table(shared)}"]
         for kind in kinds:
             if kind.name:
@@ -337,7 +306,7 @@ def settings_page() -> str:
 
 
 def _kind(section: str, name: str) -> Kind:
-    """Return what goes by a name in a section; of a method any name will do that it has."""
+    """Return what a name in a section stands for; a method may be called by any name that it has."""
     if section in UNNAMED:
         raise UserError(f"[{section}] has no names, but {name!r} was asked for; allowed: fedem settings {section}.")
     kinds = {kind.name: kind for kind in kinds_in(section)}
@@ -347,16 +316,6 @@ def _kind(section: str, name: str) -> Kind:
     return kinds[found]
 
 
-def _settings_of(classes: Kinds) -> list[Setting]:
-    """Return what classes say of their fields; no word at all is written as TOML has it."""
-    found = [setting for kind in classes for setting in settings_of(kind)]
-    return [setting._replace(default=setting.default or _EMPTY) for setting in found]
-
-
-def _flowing(paragraph: str) -> str:
-    return plain(flowing(paragraph))
-
-
 def _choice(section: str, quote: str = "") -> list[str]:
     """Say how a kind is chosen, where there are several."""
     if section in UNNAMED:
@@ -364,10 +323,6 @@ def _choice(section: str, quote: str = "") -> list[str]:
     default = DEFAULTS.get(section, {}).get("name")
     usual = f"; {quote}{default}{quote} unless it is set" if default else ""
     return [f"{quote}--set {section}.name=NAME{quote} chooses{usual}."]
-
-
-def _table(section: str, title: str, found: list[Setting]) -> Table | str:
-    return settings_table(f"{title}: --set {section}.KEY=VALUE", found) if found else "\nIt has no settings."
 
 
 def _markdown_table(found: list[Setting]) -> str:
@@ -381,23 +336,17 @@ def _markdown_table(found: list[Setting]) -> str:
 def _marked(text: str) -> str:
     """Return a docstring's text as Markdown: code stays code, and all else shows as it is."""
     return "".join(
-        part if _CODE.fullmatch(part) else _MARKS.sub(r"\\\g<0>", plain(part)).replace("<", "&lt;")
+        part if _CODE.fullmatch(part) else _MARKS.sub(r"\\\g<0>", _plain(part)).replace("<", "&lt;")
         for part in _CODE.split(text)
     )
 
 
-# The table of graphs, and how fast clients agree over one of them.
+# --- graphs, and how fast clients agree over one of them
 
 
 def graphs_table() -> Table:
-    """Return a row a graph."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("graph", no_wrap=True, style="bold")
-    table.add_column("what it is")
-    table.add_column("settings of its own")
+    """Return one row per graph."""
+    table = simple_table("graph", "what it is", "settings of its own", bold="graph")
     common = names_of(Topology)
     for name, kind in GRAPHS.items():
         own = [setting for setting in names_of(kind) if setting not in common]
@@ -407,43 +356,34 @@ def graphs_table() -> Table:
 
 def graph_pages(name: str) -> Iterator[RenderableType]:
     """Yield all there is to say of the graph called ``name``."""
-    from rich.text import Text
-
-    kind = GRAPHS[name]
-    yield Text.assemble((name, "bold"), "\n", _about(kind))
-    yield settings_table("Settings: --set graph.KEY=VALUE", settings_of(kind))
+    yield Text.assemble((name, "bold"), "\n", _about(GRAPHS[name]))
+    yield _settings_table("Settings: --set graph.KEY=VALUE", settings_of(GRAPHS[name]))
 
 
 def _about(kind: type[Topology]) -> str:
-    return plain("\n\n".join(map(flowing, paragraphs_of(kind))))
+    return _plain("\n\n".join(map(_flowing, _paragraphs(kind))))
 
 
 def describe(topology: Topology, num_clients: int, seed: int) -> Table:
-    """Build the graph as a run with this seed would for clients called 0, 1, ..., and tell its figures."""
-    from rich.table import Table
-
+    """Build the graph as a run with this seed would for clients called 0, 1, ..., and return its figures."""
     keys = client_keys([str(index) for index in range(num_clients)])
     source = mixer_seed(seed)
     matrices = topology.matrices(keys, source)
     pairs = np.unique(np.concatenate(topology.edges(keys, source)), axis=0)
     degrees = np.bincount(pairs.flatten(), minlength=num_clients)
+    own: torch.Tensor = matrices.diagonal(dim1=1, dim2=2)
     found = topology.consensus(matrices, keys)
     about = "about " if found.is_estimate else ""
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
     often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
     halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in {
-        "clients, links": f"{num_clients:,}, {len(pairs):,}",
-        "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
-        "own weight": _range(matrices.diagonal(dim1=1, dim2=2)),
-        "spectral gap": f"{found.spectral_gap:.6f}",
-        "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
-        "disagreement halves": f"{halved}, in squared distance",
-    }.items():
-        table.add_row(label, value)
-    return table
-
-
-def _range(values: torch.Tensor) -> str:
-    return f"{float(values.min()):.4f} to {float(values.max()):.4f}"
+    return _labelled(
+        {
+            "clients, links": f"{num_clients:,}, {len(pairs):,}",
+            "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
+            "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
+            "spectral gap": f"{found.spectral_gap:.6f}",
+            "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
+            "disagreement halves": f"{halved}, in squared distance",
+        }
+    )
