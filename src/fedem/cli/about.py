@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from fedem.cli.options import given
 from fedem.core import VERSION
@@ -25,15 +27,13 @@ from fedem.runs.config import Config, parse_assignment
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to be told all of it.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="One method, to show all of it.", show_default=False)] = None,
 ) -> None:
-    """List the methods; with a NAME, tell all of one: its origin, its settings, and what is shipped with it."""
+    """List the methods; with a NAME, show all of one: its origin, its settings, and what is shipped with it."""
     if name is None:
-        console.print(methods_table())
-        console.print("fedem methods NAME tells a method's settings.", highlight=False)
-        return
-    for page in method_pages(resolve_method(name)):
-        console.print(page, highlight=False)
+        _print([methods_table(), "fedem methods NAME shows a method's settings."])
+    else:
+        _print(method_pages(resolve_method(name)))
 
 
 def settings(
@@ -43,7 +43,7 @@ def settings(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="All sections as a page of documentation.")] = False,
 ) -> None:
-    """List the sections of settings; with a SECTION, tell all that can be set there: --set section.key=value.
+    """List the sections of settings; with a SECTION, show all that can be set there: --set section.key=value.
 
     Examples:
       fedem settings run
@@ -56,21 +56,20 @@ def settings(
             raise UserError(f"--markdown is for all sections, but {name!r} was asked for; allowed: one of the two.")
         typer.echo(settings_page(), nl=False)
         return
-    for page in sections_pages() if name is None else section_pages(name):
-        console.print(page, highlight=False)
+    _print(sections_pages() if name is None else section_pages(name))
 
 
 def graphs(
-    name: Annotated[str | None, typer.Argument(help="One graph, to be told all of it.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(help="One graph, to show all of it.", show_default=False)] = None,
     clients: Annotated[
-        int | None, typer.Option(help="Build it for so many clients, and tell how fast they agree.", min=2)
+        int | None, typer.Option(help="Build it for this number of clients, and show how fast they agree.", min=2)
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides whatever is random.")] = 0,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the graph: graph.key=value. May be repeated.")
     ] = None,
 ) -> None:
-    """List the graphs over which clients average without a server; with a NAME, tell all of one.
+    """List the graphs over which clients average without a server; with a NAME, show all of one.
 
     Examples:
       fedem graphs erdos_renyi --clients 300
@@ -79,23 +78,24 @@ def graphs(
 
     """
     if name is None:
-        console.print(graphs_table())
-        console.print("fedem graphs NAME tells a graph's settings.", highlight=False)
+        _print([graphs_table(), "fedem graphs NAME shows a graph's settings."])
         return
-    config = Config.build({"graph": given(name=name)}, *map(parse_assignment, settings or []))
-    topology = config.graph
+    topology = Config.build({"graph": given(name=name)}, *map(parse_assignment, settings or [])).graph
     if topology is None:
-        console.print("none: clients talk to a server, or to nobody.", highlight=False)
-        return
-    if clients is None:
-        for page in graph_pages(name):
-            console.print(page, highlight=False)
-        return
-    with waiting("Finding the mixing matrix", quiet=False):
-        table = describe(topology, clients, seed)
-    console.print(table, highlight=False)
+        _print(["none: clients talk to a server, or to nobody."])
+    elif clients is None:
+        _print(graph_pages(name))
+    else:
+        with waiting("Finding the mixing matrix", quiet=False):
+            table = describe(topology, clients, seed)
+        _print([table])
 
 
 def version() -> None:
     """Print the version."""
-    console.print(VERSION, highlight=False)
+    _print([VERSION])
+
+
+def _print(pages: Iterable[RenderableType]) -> None:
+    for page in pages:
+        console.print(page, highlight=False)

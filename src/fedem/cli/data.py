@@ -1,4 +1,4 @@
-"""``fedem data list`` and ``fedem data prepare``: the public data sets."""
+"""``fedem data``: the public data sets (list, prepare), and what a federation's data look like (describe)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fedem.cli.options import OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
+from fedem.cli.options import Assignments, OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC
 from fedem.data.store import About, Public, prepare, prepared, read_about
 from fedem.data.store import Progress as Listener
-from fedem.report.console import console, errors, waiting, writing
+from fedem.report.console import console, errors, labelled_table, say, simple_table, waiting, writing
 from fedem.report.described import ENDINGS, draw_clients, labels_table, remarks, sizes_table
 from fedem.report.described import describe as describe_data
 from fedem.runs.config import Config, Sections, parse_assignment
@@ -94,8 +93,7 @@ def size(num_bytes: int) -> str:
 
 
 def _outcome(about: About, place: Path) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    facts = {
+    values = {
         about.name: "",
         "samples": f"{about.samples:,} of shape {about.files['inputs']['shape'][1:]}, {about.files['inputs']['dtype']}",
         "classes": f"{len(about.labels)}",
@@ -104,15 +102,12 @@ def _outcome(about: About, place: Path) -> Table:
         "fingerprint": about.fingerprint,
         "folder": str(place),
     }
-    for label, value in facts.items():
-        table.add_row(label, Text(value, overflow="fold"), style="bold" if label == about.name else "")
-    return table
+    return labelled_table({label: Text(value, overflow="fold") for label, value in values.items()}, bold=about.name)
 
 
 def _table() -> Table:
     """Return a row for each canonical data set, or for one that is not prepared."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("data set", no_wrap=True, style="bold")
+    table = simple_table("data set", bold="data set")
     for heading in ("samples", "clients", "size"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("what it is, where it is, where it comes from")
@@ -121,7 +116,7 @@ def _table() -> Table:
         for place in places:
             _add_row(table, kind, place)
         if not places:
-            table.add_row(kind.name, "", "", "", _told(kind, f"not prepared: {kind().command}"))
+            table.add_row(kind.name, "", "", "", _origin(kind, f"not prepared: {kind().command}"))
     return table
 
 
@@ -129,18 +124,17 @@ def _add_row(table: Table, kind: type[Public], place: Path) -> None:
     try:
         about = read_about(place)
     except (OSError, ValueError):
-        table.add_row(place.name, "", "", "", _told(kind, f"{place} is damaged or outdated: {kind().command} --again"))
+        table.add_row(
+            place.name, "", "", "", _origin(kind, f"{place} is damaged or outdated: {kind().command} --again")
+        )
         return
     clients = f"{len(about.owners):,}" if about.owners else "-"
-    table.add_row(about.name, f"{about.samples:,}", clients, size(about.num_bytes), _told(kind, str(place)))
+    table.add_row(about.name, f"{about.samples:,}", clients, size(about.num_bytes), _origin(kind, str(place)))
 
 
-def _told(kind: type[Public], where: str) -> Group:
+def _origin(kind: type[Public], where: str) -> Group:
     lines = [Text(kind.title), Text(where, overflow="fold")]
     return Group(*lines, *(Text(remote.address, style="dim", overflow="fold") for remote in kind.remotes))
-
-
-# ``fedem data describe``.
 
 
 def describe(
@@ -148,10 +142,7 @@ def describe(
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
     seed: Annotated[int, typer.Option(help="Decides partition and split, as in training.")] = 0,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
-    ] = None,
+    settings: Assignments = None,
     out: Annotated[Path | None, typer.Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
     quiet: Quiet = False,
 ) -> None:
@@ -167,8 +158,8 @@ def describe(
         if found.counts is not None:
             console.print(labels_table(found))
         for line in remarks(found):
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            say(line)
     if out is not None:
         with writing(out):
             write_atomically(out, draw_clients(found, out.suffix.removeprefix(".")))
-        console.print(f"Picture: {out}", highlight=False, soft_wrap=True)
+        say(f"Picture: {out}")

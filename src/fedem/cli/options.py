@@ -48,6 +48,10 @@ Metrics = Annotated[
     ),
 ]
 TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
+]
 
 
 def data_section(data: str | None, target_column: str | None = None, client_column: str | None = None) -> Values:

@@ -1,4 +1,4 @@
-"""What is done with a run's folder: ``fedem show``, ``evaluate``, ``personalize`` and ``predict``."""
+"""Commands on runs: ``fedem show``, ``evaluate``, ``personalize``, ``predict``, ``export``, ``report``, ``plot``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
-from fedem.report.console import console, errors, print_summary, show_run, waiting, writing
+from fedem.report.console import note, print_summary, say, show_run, waiting, writing
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
@@ -33,11 +33,16 @@ from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
 from fedem.runs.trainer import reassess
 
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
+]
+_ALL = "all"
+
 
 def show(run_folder: RunArgument) -> None:
     """Show a run's table again."""
-    folder = RunFolder(run_folder).check()
-    show_run(folder)
+    show_run(RunFolder(run_folder).check())
 
 
 def evaluate(
@@ -95,7 +100,7 @@ def personalize(
 ) -> None:
     """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
 
-    For FedEM only their mixture weights are fitted. `fedem methods` tells the rules of the others.
+    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
@@ -114,8 +119,8 @@ def personalize(
     fitted.save(out)
     if not quiet:
         metric = metrics_of(fitted.summary)[0].name
-        console.print(f"{federation.num_clients} clients; train {metric} {fitted.summary[f'train_{metric}']:.4f}")
-    console.print(f"Run folder: {out}", soft_wrap=True, highlight=False)
+        say(f"{federation.num_clients} clients; train {metric} {fitted.summary[f'train_{metric}']:.4f}")
+    say(f"Run folder: {out}")
 
 
 def predict(
@@ -158,7 +163,7 @@ def predict(
     with writing(out):
         write_atomically(out, _written(result, predictions, table.client, owners, out.suffix))
     if not quiet:
-        console.print(f"{len(predictions)} predictions: {out}", soft_wrap=True, highlight=False)
+        say(f"{len(predictions)} predictions: {out}")
 
 
 def _loaded(run_folder: Path, device: str) -> Result:
@@ -166,7 +171,7 @@ def _loaded(run_folder: Path, device: str) -> Result:
     result = Result.load(run_folder, device=device)
     done, rounds = result.state().round, result.config.run.rounds
     if done < rounds:
-        errors.print(f"note: The run is not complete: {done} of its {rounds} rounds are done.", highlight=False)
+        note(f"The run is not complete: {done} of its {rounds} rounds are done.")
     return result
 
 
@@ -234,17 +239,11 @@ def _inputs(result: Result, table: Table, quiet: bool) -> NDArray[np.generic]:
     inputs = encoding.inputs(table)
     for name, categories in encoding.unseen(table).items():
         if not quiet:
-            errors.print(
-                f"note: column {name!r} has {len(categories)} categories that training had not "
-                f"({some(categories)}); they count as none of those known.",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+            note(
+                f"column {name!r} has {len(categories)} categories that training had not "
+                f"({some(categories)}); they count as none of those known."
             )
     return inputs
-
-
-# ``fedem export``: a client's model as files that can be used elsewhere.
 
 
 def export(
@@ -274,8 +273,8 @@ def export(
     if not quiet:
         for name, difference in exported.differences.items():
             said = "the same to the bit" if difference == 0 else f"within {difference:.0e} of the largest prediction"
-            console.print(f"{name}: {said}", highlight=False)
-    console.print(f"Exported: {out}", soft_wrap=True, highlight=False)
+            say(f"{name}: {said}")
+    say(f"Exported: {out}")
     if exported.refused:
         reasons = "; ".join(f"{name} ({why})" for name, why in exported.refused.items())
         raise UserError(f"{out} was written without the formats that the model does not allow: {reasons}.")
@@ -310,21 +309,12 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
     )
 
 
-# ``fedem report`` and ``fedem plot``.
-
-_ALL = "all"
-Folders = Annotated[
-    list[Path] | None,
-    typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
-]
-
-
 def report(
     folders: Folders = None,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
     quiet: Quiet = False,
 ) -> None:
-    """Put what came out of runs on one page: tables, figures and what there is to see in them, the configuration.
+    """Put the results of runs on one page: tables, figures and what there is to see in them, the configuration.
 
     The page needs nothing else: no network, no scripts, no data. Each data set has its table and its figures; runs of
     a method are told apart by what differs in their settings, and by their seeds.
@@ -343,7 +333,7 @@ def report(
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page.encode())
-    console.print(f"Report: {out}", soft_wrap=True, highlight=False)
+    say(f"Report: {out}")
 
 
 def plot(
@@ -351,7 +341,7 @@ def plot(
     figure: Annotated[str, typer.Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
     out: Annotated[Path, typer.Option(help="The folder to write them to.")] = Path("figures"),
     ending: Annotated[str, typer.Option("--format", help=f"One of: {', '.join(PICTURE_FORMATS)}.")] = "svg",
-    names: Annotated[bool, typer.Option("--list", help="Tell which figures there are, and draw nothing.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the figures there are, and draw nothing.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a report's figures to files of their own, OUT/NAME.svg; with several data sets, OUT/DATA/NAME.svg.
@@ -364,7 +354,7 @@ def plot(
     """
     if names:
         for name, kind in FIGURES.items():
-            console.print(f"{name:12s} {kind.shows} (needs {kind.needs})", soft_wrap=True, highlight=False)
+            say(f"{name:12s} {kind.shows} (needs {kind.needs})")
         return
     if ending not in PICTURE_FORMATS:
         raise unknown("format", ending, PICTURE_FORMATS)
@@ -389,5 +379,4 @@ def plot(
         for path, content in drawn.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content)
-    told = ", ".join(name for name in asked if name in found)
-    console.print(f"Figures: {told} in {out}", soft_wrap=True, highlight=False)
+    say(f"Figures: {', '.join(name for name in asked if name in found)} in {out}")

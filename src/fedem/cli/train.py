@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from fedem.cli.options import (
+    Assignments,
     ClientsPerRound,
     Data,
     Metrics,
@@ -63,10 +64,7 @@ def train(
     device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
-    ] = None,
+    settings: Assignments = None,
     baselines: Annotated[
         str | None,
         typer.Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -27,6 +27,16 @@ console = Console()
 errors = Console(stderr=True)
 
 
+def say(text: str) -> None:
+    """Print a line as it is, however long: what was asked for, such as a path."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print a remark beside what was asked for."""
+    errors.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
 def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Sequence[str] = ()) -> Table:
     """Return a table without a frame; ``bold`` names the column that rows are looked up by, which is not wrapped."""
     table = Table(
@@ -39,6 +49,14 @@ def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Seque
     )
     for heading in headings:
         table.add_column(heading, no_wrap=heading in (bold, *no_wrap), style="bold" if heading == bold else None)
+    return table
+
+
+def labelled_table(values: Mapping[str, RenderableType], bold: str = "") -> Table:
+    """Return a row for each label and its value."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in values.items():
+        table.add_row(label, value, style="bold" if label == bold else "")
     return table
 
 

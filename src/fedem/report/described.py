@@ -1,4 +1,4 @@
-"""What a federation's data look like: sizes, labels, and how much clients differ.
+"""What a federation's data look like, in tables and as a picture: sizes, labels, and how much clients differ.
 
 Shapes: T clients, K labels.
 """
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.table import Table
+from rich.text import Text, TextType
+from scipy.special import rel_entr
 
 from fedem.data.dataset import Dataset
 from fedem.data.federation import PARTS, Federation
@@ -21,9 +24,12 @@ from fedem.report.studies import COLOURS, SETTINGS, saved
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.table import Table
+    from matplotlib.typing import ColorType
 
-
+ENDINGS = ("png", "svg")
+_NAMED_CLIENTS, _NAMED_LABELS = 40, 20
+_GREYS = ("#3d4a55", "#8796a3", "#c3ccd4")
+_LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0, "frameon": False}
 _LISTED = 20
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -57,14 +63,7 @@ def jensen_shannon(counts: Counts) -> float:
     """Return the mean Jensen-Shannon divergence of clients' label distributions from the pool's, in bits: 0 to 1."""
     own, pool = shares(counts), shares(counts.sum(0))
     middle = (own + pool) / 2
-    return float((_divergence(own, middle) + _divergence(np.broadcast_to(pool, own.shape), middle)).mean() / 2)
-
-
-def _divergence(first: Floats, second: Floats) -> Floats:
-    """Return Kullback-Leibler divergences in bits, ``[T]``; zero times anything is zero."""
-    logs = np.log2(np.divide(first, second, out=np.ones_like(second), where=first > 0))
-    total: Floats = (first * logs).sum(1)
-    return total
+    return float((rel_entr(own, middle) + rel_entr(pool, middle)).sum(1).mean() / 2 / np.log(2))
 
 
 def between_share(values: Floats, owners: Counts) -> float:
@@ -139,12 +138,8 @@ def _owners(federation: Federation, part: str) -> Counts:
 
 def sizes_table(description: Description) -> Table:
     """Return samples in each part and in all: together, and of the least, the median and the largest client."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(f"{description.title}: samples of {len(description.names):,} clients"))
-    for heading in ("part", "all", "least", "median", "largest"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
+    title = Text(f"{description.title}: samples of {len(description.names):,} clients")
+    table = _figures_table(title, "part", "all", "least", "median", "largest")
     columns = [*description.sizes.T, description.sizes.sum(1)]
     for name, column in zip((*PARTS, "together"), columns, strict=True):
         figures = (column.sum(), column.min(), np.median(column), column.max())
@@ -154,20 +149,23 @@ def sizes_table(description: Description) -> Table:
 
 def labels_table(description: Description) -> Table:
     """Return each label's samples, share, and number of clients that have it; many labels: the most frequent."""
-    from rich.table import Table
-    from rich.text import Text
-
     counts = description.counts
     assert counts is not None, "regression has no labels"
     total = counts.sum(0)
     order = np.argsort(-total, kind="stable")[:_LISTED] if len(total) > _LISTED else np.arange(len(total))
     more = f", the {_LISTED} most frequent of {len(total)}" if len(total) > _LISTED else ""
-    table = Table(title=f"Labels{more}")
-    for heading in ("label", "samples", "share in %", "clients"):
-        table.add_column(heading, justify="left" if heading == "label" else "right")
+    table = _figures_table(f"Labels{more}", "label", "samples", "share in %", "clients")
     for label in order.tolist():
         share = f"{100 * total[label] / total.sum():.1f}"
         table.add_row(Text(description.labels[label]), f"{total[label]:,}", share, f"{(counts[:, label] > 0).sum():,}")
+    return table
+
+
+def _figures_table(title: TextType, name: str, *headings: str) -> Table:
+    """Return a table of a column of names and others of figures."""
+    table = Table(name, title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right")
     return table
 
 
@@ -191,13 +189,6 @@ def by_dominant_label(counts: Counts, names: Sequence[str]) -> Counts:
     """Return the order in which clients are drawn: by dominant label, then by its share, then by name. ``[T]``."""
     own = shares(counts)
     return np.lexsort((np.argsort(np.argsort(names)), -own.max(1), own.argmax(1)))
-
-
-# Pictures of a federation's data: every client's label shares, or targets, and its size.
-
-ENDINGS = ("png", "svg")
-_NAMED_CLIENTS, _NAMED_LABELS = 40, 20
-_GREYS = ("#3d4a55", "#8796a3", "#c3ccd4")
 
 
 def draw_clients(description: Description, ending: str) -> bytes:
@@ -238,22 +229,11 @@ def _draw_labels(figure: Figure, axes: Axes, description: Description, order: Co
     few = num_labels <= len(COLOURS)
     gradient = colormaps["turbo"].resampled(num_labels)
     colours = COLOURS if few else [gradient(label) for label in range(num_labels)]
-    heights = np.vstack([np.zeros(len(order)), shares(counts)[order].T.cumsum(0)])
-    edges = np.arange(len(order) + 1) - 0.5
-    # A step a client and an area a label: thousands of clients draw as fast as five.
-    steps = np.hstack([heights, heights[:, -1:]])
-    for label, colour in zip(range(num_labels), colours, strict=False):
-        low, high = 100 * steps[label], 100 * steps[label + 1]
-        name = description.labels[label]
-        axes.fill_between(edges, low, high, step="post", color=colour, linewidth=0, label=name)
-    if len(order) <= _NAMED_CLIENTS:
-        axes.vlines(edges[1:-1], 0, 100, color="white", linewidth=1.5)
+    _draw_stacked(axes, 100 * shares(counts)[order].T, description.labels, colours)
     axes.set_ylim(0, 100)
     axes.set_ylabel("share of the client's samples in %")
     if num_labels <= _NAMED_LABELS:
-        axes.legend(
-            loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False, title="label", reverse=True
-        )
+        axes.legend(title="label", reverse=True, **_LEGEND)
         return
     scale = ScalarMappable(BoundaryNorm(np.arange(num_labels + 1) - 0.5, num_labels), gradient)
     place = axes.inset_axes((1.015, 0, 0.02, 1))
@@ -272,20 +252,25 @@ def _draw_targets(axes: Axes, description: Description, order: Counts) -> None:
     axes.vlines(places, low, high, color=COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
     axes.plot(places, median, "o", color=COLOURS[0], markersize=min(5.0, width), label="median")
     axes.set_ylabel("targets of the client")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False)
+    axes.legend(**_LEGEND)
 
 
 def _draw_sizes(axes: Axes, description: Description, order: Counts) -> None:
-    edges = np.arange(len(order) + 1) - 0.5
-    heights = np.vstack([np.zeros(len(order)), description.sizes[order].T.cumsum(0)])
-    steps = np.hstack([heights, heights[:, -1:]])
-    for part, low, high, colour in zip(PARTS, steps[:-1], steps[1:], _GREYS, strict=True):
-        axes.fill_between(edges, low, high, step="post", color=colour, linewidth=0, label=part)
-    if len(order) <= _NAMED_CLIENTS:
-        axes.vlines(edges[1:-1], 0, steps.max(), color="white", linewidth=1.5)
-    axes.set_ylim(0, 1.05 * steps.max())
+    _draw_stacked(axes, description.sizes[order].T, PARTS, _GREYS)
+    axes.set_ylim(0, 1.05 * description.sizes.sum(1).max())
     axes.set_ylabel("samples")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, frameon=False, reverse=True)
+    axes.legend(reverse=True, **_LEGEND)
+
+
+def _draw_stacked(axes: Axes, values: NDArray[np.number], names: Sequence[str], colours: Sequence[ColorType]) -> None:
+    """Stack the clients' ``values``, ``[areas, T]``: thousands of clients draw as fast as five."""
+    edges = np.arange(values.shape[1] + 1) - 0.5
+    heights = np.vstack([np.zeros(values.shape[1]), values.cumsum(0)])
+    steps = np.hstack([heights, heights[:, -1:]])
+    for name, low, high, colour in zip(names, steps[:-1], steps[1:], colours, strict=False):
+        axes.fill_between(edges, low, high, step="post", color=colour, linewidth=0, label=name)
+    if values.shape[1] <= _NAMED_CLIENTS:
+        axes.vlines(edges[1:-1], 0, steps.max(), color="white", linewidth=1.5)
 
 
 def _frame(above: Axes, below: Axes, description: Description, order: Counts) -> None:

@@ -25,7 +25,7 @@ from fedem.core.settings import Settings, kind_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, resolve_method
-from fedem.report.console import simple_table
+from fedem.report.console import labelled_table, simple_table
 from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, Kinds, complete_section
 from fedem.runs.rounds import mixer_seed
 
@@ -125,14 +125,6 @@ def _settings_table(title: str, found: list[Setting]) -> Table:
     return table
 
 
-def _labelled(values: dict[str, str], bold: str = "") -> Table:
-    """Return a row for each label and its value."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in values.items():
-        table.add_row(label, value, style="bold" if label == bold else "")
-    return table
-
-
 # --- methods
 
 
@@ -168,7 +160,7 @@ def method_pages(name: str) -> Iterator[RenderableType]:
         "is sent": row.sent,
         "an unseen client": row.unseen,
     }
-    yield _labelled(about, bold=row.title)
+    yield labelled_table(about, bold=row.title)
     yield from _origin(row)
     found = [setting for kind in (row.algorithm, row.mixer) for setting in settings_of(kind)]
     own = "Settings of its own: --set method.KEY=VALUE"
@@ -377,7 +369,7 @@ def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
     often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
     halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
-    return _labelled(
+    return labelled_table(
         {
             "clients, links": f"{num_clients:,}, {len(pairs):,}",
             "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
