@@ -19,7 +19,7 @@ from fedem.report import page as page_module
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures import clients as gains
-from fedem.report.runs import Gathered, differing, gather, told_apart
+from fedem.report.runs import Gathered, differing, distinct_labels, gather
 
 SMALL = {"data": {"num_clients": 6}, "rounds": 2, "unseen": 0.0}
 OTHER = {"data": {"num_clients": 7}, "rounds": 2, "unseen": 0.0}
@@ -67,7 +67,7 @@ def summaries(folder: Path, pattern: str) -> list[dict[str, float]]:
 # --- several data sets
 
 
-def test_data_sets_of_one_name_are_told_apart_by_what_differs(sets: dict[str, Gathered]) -> None:
+def test_data_sets_of_one_name_are_distinct_labels_by_what_differs(sets: dict[str, Gathered]) -> None:
     assert set(sets) == {f"synthetic (data.num_clients={count})" for count in (6, 7)}
     for count in (6, 7):
         data = sets[f"synthetic (data.num_clients={count})"]
@@ -191,7 +191,7 @@ SETTINGS = st.dictionaries(
 
 @given(st.lists(SETTINGS, min_size=1, max_size=6, unique_by=lambda each: json.dumps(each, sort_keys=True)))
 def test_labels_name_values_that_differ(settings: list[dict[str, object]]) -> None:
-    labels = told_apart(settings)
+    labels = distinct_labels(settings)
     for label, each in zip(labels, settings, strict=True):
         for word in filter(None, label.split(", ")):
             place, _, value = word.partition("=")
@@ -204,7 +204,7 @@ def test_labels_name_values_that_differ(settings: list[dict[str, object]]) -> No
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=8, unique=True))
 def test_labels_tell_settings_apart_and_say_no_more(values: list[tuple[int, ...]]) -> None:
     places = ("a.name", "a.x", "b.y")
-    labels = told_apart([dict(zip(places, each, strict=True)) for each in values])
+    labels = distinct_labels([dict(zip(places, each, strict=True)) for each in values])
     assert len(set(labels)) == len(values)
     columns = np.array(values).T
     constant = [place for place, column in zip(places, columns, strict=True) if len(set(column.tolist())) == 1]

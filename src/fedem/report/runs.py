@@ -1,4 +1,6 @@
-"""Folders of complete runs -> plain figures; the data are not needed.
+"""Folders of complete runs -> plain figures, sorted for a report: by data, then by method and settings, then by seed.
+
+The data themselves are not needed.
 
 Shapes: T clients, M components.
 """
@@ -29,6 +31,13 @@ from fedem.studies.comparison import Comparison, summarize
 from fedem.studies.sweep import Entry, Spread
 
 Numbers = NDArray[np.float64]
+Settings = Mapping[str, Any]
+"""Values of a configuration by section.key."""
+
+# What makes two runs' data the same; and what says where and how a run was made, not what it is.
+_DATA = ("data", "partition")
+_PLACE = ("run.seed", "run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.partition_hash")
+_SHORT = {"method.num_components": "M"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def _folders(path: Path) -> list[RunFolder]:
 
 
 def _command(path: Path) -> str | None:
-    """Return the command that made all runs of a folder, where it tells."""
+    """Return the command that made all runs of a folder, where a file says so."""
     place = path / "comparison.json"
     return _json(place).get("command") if place.is_file() else None
 
@@ -154,8 +163,8 @@ def _fingerprint(folder: RunFolder) -> str | None:
     path = folder.checkpoints / MANIFEST
     if not path.is_file():
         return None
-    found = _json(path).get("facts", {}).get("data")
-    return None if found is None else str(found)
+    found: str | None = _json(path).get("facts", {}).get("data")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -172,23 +181,12 @@ def _number(text: str | None) -> float:
     return float(text) if text else float("nan")
 
 
-# Runs sorted for a report: by the data they are on, then by method and settings, then by seed.
-
-Settings = Mapping[str, Any]
-"""Values of a configuration by section.key."""
-
-# What makes two runs' data the same; and what says where and how a run was made, not what it is.
-_DATA = ("data", "partition")
-_PLACE = ("run.seed", "run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.partition_hash")
-_SHORT = {"method.num_components": "M"}
-
-
 @dataclass(frozen=True)
 class Gathered:
     """Runs on the same data. An entry is a method, or one of several settings of a method."""
 
     comparison: Comparison
-    """a row an entry; its method is the entry's name"""
+    """one row per entry; its method is the entry's name"""
     runs: dict[str, list[Run]]
     """of each entry, seed by seed; the best entry first"""
     looks: dict[str, dict[str, Any]]
@@ -313,23 +311,27 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[R
 
 def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Sort runs on the same data by method and settings, then by seed."""
-    first: dict[int, Run] = {}
+    by_seed: dict[int, Run] = {}
     for run in runs:
-        _check_clients(first.setdefault(run.seed, run), run)
+        _check_clients(by_seed.setdefault(run.seed, run), run)
     entries: dict[str, list[Run]] = {}
     for method in dict.fromkeys(run.method for run in runs):
         groups = _grouped([run for run in runs if run.method == method], _settings_of)
-        labels = told_apart([_settings_of(group[0]) for group in groups])
+        labels = distinct_labels([_settings_of(group[0]) for group in groups])
         for label, group in zip(labels, groups, strict=True):
             ordered = sorted(group, key=lambda run: run.seed)
-            for previous, run in pairwise(ordered):
-                _check_seeds(previous, run)
+            for first, run in pairwise(ordered):
+                if first.seed == run.seed:
+                    raise UserError(
+                        f"{first.folder.path} and {run.folder.path} are both {run.method} with seed {run.seed} and the "
+                        "same settings; allowed: each once."
+                    )
             entries[f"{method} ({label})" if label else method] = ordered
     return entries
 
 
 def _check_clients(first: Run, other: Run) -> None:
-    """Refuse other clients where settings and seed are the same: nothing would tell the data apart."""
+    """Refuse other clients where settings and seed are the same: nothing would distinguish the data."""
     if (
         first.clients.names == other.clients.names
         and np.array_equal(first.clients.sizes, other.clients.sizes)
@@ -342,34 +344,26 @@ def _check_clients(first: Run, other: Run) -> None:
     )
 
 
-def _check_seeds(first: Run, other: Run) -> None:
-    if first.seed == other.seed:
-        raise UserError(
-            f"{first.folder.path} and {other.folder.path} are both {first.method} with seed {first.seed} and the same "
-            "settings; allowed: each once."
-        )
-
-
 def differing(settings: Sequence[Settings]) -> list[str]:
     """Return the places whose values are not the same in all ``settings``."""
     places = dict.fromkeys(place for each in settings for place in each)
     return [place for place in places if len({json.dumps(each.get(place)) for each in settings}) > 1]
 
 
-def told_apart(settings: Sequence[Settings]) -> list[str]:
-    """Return a label each, of as few values as tell them apart: those of a section's name before its others."""
+def distinct_labels(settings: Sequence[Settings]) -> list[str]:
+    """Return a label for each, of as few values as distinguish them: those of a section's name before its others."""
     kept: list[str] = []
     for place in sorted(differing(settings), key=lambda place: not place.endswith(".name")):
         if _count(settings, [*kept, place]) > _count(settings, kept):
             kept.append(place)
-    return [", ".join(_told(place, each[place]) for place in kept if place in each) for each in settings]
+    return [", ".join(_assigned(place, each[place]) for place in kept if place in each) for each in settings]
 
 
 def _count(settings: Sequence[Settings], places: Sequence[str]) -> int:
     return len({json.dumps([each.get(place) for place in places]) for each in settings})
 
 
-def _told(place: str, value: Any) -> str:
+def _assigned(place: str, value: Any) -> str:
     return f"{_SHORT.get(place, place)}={value if isinstance(value, str) else json.dumps(value)}"
 
 
@@ -408,12 +402,12 @@ def _looks(sorted_runs: Sequence[Mapping[str, list[Run]]]) -> dict[str, dict[str
 
 
 def _names(names: Sequence[str], sorted_runs: Sequence[Mapping[str, list[Run]]]) -> list[str]:
-    """Return a name for each data set; those of the same name are told apart by what differs."""
+    """Return a name for each data set; to those of the same name what differs is added."""
     settings = [_data_of(next(iter(entries.values()))[0]) for entries in sorted_runs]
     found = []
     for name, each in zip(names, settings, strict=True):
         alike = [other for other, kind in zip(settings, names, strict=True) if kind == name]
-        label = told_apart(alike)[alike.index(each)]
+        label = distinct_labels(alike)[alike.index(each)]
         found.append(f"{name} ({label})" if label else name)
     return found
 

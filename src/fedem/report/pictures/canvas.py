@@ -142,6 +142,15 @@ def band(axes: Axes, places: Numbers, curves: Numbers, data: Gathered, method: s
         axes.fill_between(places, curves.min(0), curves.max(0), color=how["color"], alpha=0.18, linewidth=0)
 
 
+def outline(axes: Axes, values: Numbers, edges: Numbers, data: Gathered, method: str) -> None:
+    """Draw which share of the clients has which of the ``values``."""
+    counts, _ = np.histogram(values, edges)
+    how, label = data.looks[method], data.titles[method]
+    axes.stairs(100 * counts / len(values), edges, color=how["color"], linestyle=how["linestyle"], label=label)
+    axes.set(ylabel="share of clients in %")
+    axes.set_ylim(bottom=0)
+
+
 def dots(axes: Axes, places: Numbers, colour: str) -> None:
     """Draw clients as dots at ``places`` ``[n, 2]``."""
     # Drawn one by one, and not as an image, so that a page can choose the colour.

@@ -1,4 +1,4 @@
-"""How the clients fare one by one: the sorted scores, their histogram, and the clients' sizes."""
+"""How clients fare one by one: their scores, their sizes, and who gains against training alone or one model for all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fedem.report.pictures.canvas import (
     decile,
     dots,
     legend,
+    outline,
     panels,
     thinned,
     widely,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _BINS = 30
 _GROUPS = 5
+_BASELINES = ("local", "fedavg")
 
 
 def sorted_scores(data: Gathered) -> Picture | None:
@@ -55,14 +57,11 @@ def histogram(data: Gathered) -> Picture | None:
     edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), _BINS)
     figure, (axes,) = panels(1, height=3.4)
     for method, values in scores.items():
-        counts, _ = np.histogram(values, edges)
-        how = data.looks[method]
-        label, colour = data.titles[method], how["color"]
-        axes.stairs(100 * counts / len(values), edges, color=colour, linestyle=how["linestyle"], label=label)
+        outline(axes, values, edges, data, method)
         if (mark := decile(data, method)) is not None:
+            colour = data.looks[method]["color"]
             axes.plot(data.scaled(np.array(mark)), 0, "^", color=colour, clip_on=False, zorder=3)
-    axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)", ylabel="share of clients in %")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)")
     legend(figure, axes)
     halves = []
     for method in dict.fromkeys((methods[0], methods[-1])):
@@ -166,11 +165,6 @@ def _decile_sentence(data: Gathered, methods: list[str]) -> str:
     )
 
 
-# Which clients gain, and which lose, against training alone and against one model for all.
-
-_BASELINES = ("local", "fedavg")
-
-
 class Pairs(NamedTuple):
     """The scores of the same clients, those of all seeds one after the other, ``[n]`` each."""
 
@@ -189,7 +183,7 @@ def against_baselines(data: Gathered) -> Picture | None:
         return None
     title = data.titles[method]
     figure, axes = panels(2 * len(found))
-    told = []
+    sentences = []
     for number, (name, entry) in enumerate(found.items()):
         before, after = data.scaled(entry.before), data.scaled(entry.after)
         left, right = axes[2 * number : 2 * number + 2]
@@ -206,12 +200,12 @@ def against_baselines(data: Gathered) -> Picture | None:
                 widely(left, axis, [before, after])
         _differences(right, after - before, colour, data)
         right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}{_unit(data)}")
-        told.append(_sentence(data, entry, data.name(method), data.name(name)))
-    return Picture("Who gains and who loses", " ".join(told), figure)
+        sentences.append(_sentence(data, entry, data.name(method), data.name(name)))
+    return Picture("Who gains and who loses", " ".join(sentences), figure)
 
 
 def subject(data: Gathered) -> str | None:
-    """Return whose gains are looked at: FedEM's, else those of the best method that is no baseline."""
+    """Return whose gains are looked at: FedEM's, else those of the best method that is not a baseline."""
     others = (method for method, runs in data.runs.items() if runs[0].method not in _BASELINES)
     return data.best_of("fedem") or next(others, None)
 

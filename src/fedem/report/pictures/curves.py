@@ -1,4 +1,4 @@
-"""Scores on the way: against the rounds, against the bytes sent, and what was diagnosed."""
+"""Scores on the way: against the rounds, against the bytes sent; and what was diagnosed."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _reaching(data: Gathered) -> str:
     known = [value for value in finals if value is not None]
     if not known:
         return "No method ends with a test score in every seed."
-    goal, told = known[-1], []
+    goal, reaching = known[-1], []
     for method, runs in data.runs.items():
         rounds, values = common_curve(runs, data.score)
         means = values.mean(0)
@@ -165,9 +165,9 @@ def _reaching(data: Gathered) -> str:
             np.isclose(means, goal) | (means > goal if data.metric.larger_is_better else means < goal)
         ).nonzero()[0]
         if len(reached):
-            told.append(f"{data.name(method)} has sent {_amount(sent_by(runs, rounds)[reached[0]])}")
+            reaching.append(f"{data.name(method)} has sent {_amount(sent_by(runs, rounds)[reached[0]])}")
     which = "its final score" if len(data.runs) == 1 else "the worst of the final scores"
-    return f"On reaching {data.in_words(goal)}, {which}, for the first time, {_listed(told)}."
+    return f"On reaching {data.in_words(goal)}, {which}, for the first time, {_listed(reaching)}."
 
 
 def _unit(amount: float) -> tuple[str, float]:

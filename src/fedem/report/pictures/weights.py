@@ -1,8 +1,11 @@
-"""Mixture weights: a heat map, the simplex of three components, and how mixed clients are."""
+"""Mixtures: a heat map of the weights, the simplex of three components, how mixed clients are, how alike components.
+
+Shapes: T clients, M components.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.tree import Tree
-from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, legend, panels, thinned
+from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
 from fedem.report.runs import Gathered, Numbers, Run
 from fedem.report.studies import COLOURS
 from fedem.runs.config import GIVEN
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 _BINS = 25
 _SETTLED = 0.9
 _HEIGHT = np.sqrt(3) / 2
+_NUMBERED = 10
+# A checkpoint holds every client's models where there is no server: reading much more would take longer than the page.
+_MOST_BYTES = 200_000_000
 
 
 def heat_map(data: Gathered) -> Picture | None:
@@ -34,14 +40,9 @@ def heat_map(data: Gathered) -> Picture | None:
     for place, method in zip(axes, methods, strict=True):
         weights = _first(data, method)
         # An image, and not a patch a client: its size in a page does not grow with the federation.
-        image = place.imshow(
-            weights[by_dominant(weights)].T,
-            aspect="auto",
-            interpolation="nearest",
-            vmin=0,
-            vmax=1,
-            extent=(0, len(weights), weights.shape[1] - 0.5, -0.5),
-        )
+        extent = (0, len(weights), weights.shape[1] - 0.5, -0.5)
+        how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "extent": extent}
+        image = place.imshow(weights[by_dominant(weights)].T, **how)
         place.grid(visible=False)
         place.set(title=_panel(data, method), xlabel="clients, sorted by dominant component", ylabel="component")
         place.set_yticks(range(weights.shape[1]))
@@ -90,17 +91,8 @@ def entropy(data: Gathered) -> Picture | None:
     most = max(_first(data, method).shape[1] for method in methods)
     figure, (axes,) = panels(1, height=3.2)
     for method, numbers in found.items():
-        counts, edges = np.histogram(numbers, _BINS, (1, most))
-        how = data.looks[method]
-        axes.stairs(
-            100 * counts / len(numbers),
-            edges,
-            color=how["color"],
-            linestyle=how["linestyle"],
-            label=data.titles[method],
-        )
-    axes.set(xlabel="components in use: exp(entropy of the weights)", ylabel="share of clients in %", xlim=(1, most))
-    axes.set_ylim(bottom=0)
+        outline(axes, numbers, np.linspace(1, most, _BINS + 1), data, method)
+    axes.set(xlabel="components in use: exp(entropy of the weights)", xlim=(1, most))
     legend(figure, axes)
     first = methods[0]
     sentence = (
@@ -152,24 +144,11 @@ def _triangle(axes: Axes) -> None:
     corners = in_triangle(np.eye(3))
     axes.plot(*corners[[0, 1, 2, 0]].T, color=INK, linewidth=1)
     for component, (corner, offset) in enumerate(zip(corners, ((0, -12), (0, -12), (0, 4)), strict=True)):
-        axes.annotate(
-            f"component {component}",
-            corner,
-            offset,
-            textcoords="offset points",
-            ha="center",
-            color=COLOURS[component],
-        )
+        how: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": COLOURS[component]}
+        axes.annotate(f"component {component}", corner, offset, **how)
     axes.set_aspect("equal")
     axes.set_axis_off()
     axes.set(xlim=(-0.2, 1.2), ylim=(-0.12, 1.0))
-
-
-# How alike the components of a mixture are.
-
-# A checkpoint holds every client's models where there is no server: reading much more would take longer than the page.
-_MOST_BYTES = 200_000_000
-_NUMBERED = 10
 
 
 def similarity(data: Gathered) -> Picture | None:
