@@ -117,7 +117,7 @@ def test_a_probability_of_zero_costs_a_finite_loss() -> None:
 def test_the_loss_s_own_metric_unless_others_are_named() -> None:
     assert [metric.name for metric in choose_metrics("", Logistic(), 1)] == ["accuracy"]
     assert [metric.name for metric in choose_metrics("", SquaredError(), 1)] == ["mean_squared_error"]
-    named = choose_metrics("roc_auc,accuracy,roc_auc,top_2_accuracy", CrossEntropy(), 3)
+    named = choose_metrics("roc_auc,accuracy,top_2_accuracy,roc_auc,top_2_accuracy", CrossEntropy(), 3)
     assert [metric.name for metric in named] == ["roc_auc", "accuracy", "top_2_accuracy"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -70,26 +71,12 @@ def _bars(quiet: bool) -> Iterator[Listener]:
         tasks: dict[str, TaskID] = {}
 
         def listen(what: str, done: int, total: int | None) -> None:
-            count = f"{done:,}" if what == "samples" else f"{size(done)}{f' of {size(total)}' if total else ''}"
+            count = f"{done:,}" if what == "samples" else f"{decimal(done)}{f' of {decimal(total)}' if total else ''}"
             if what not in tasks:
                 tasks[what] = bars.add_task(what, total=total, count=count)
             bars.update(tasks[what], completed=done, total=total, count=count)
 
         yield listen
-
-
-def size(num_bytes: int) -> str:
-    """Write a number of bytes.
-
-    >>> size(340), size(170_498_071), size(2_500_000_000)
-    ('340.0 B', '170.5 MB', '2.5 GB')
-    """
-    number = float(num_bytes)
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} GB"
 
 
 def _outcome(about: About, place: Path) -> Table:
@@ -98,7 +85,7 @@ def _outcome(about: About, place: Path) -> Table:
         "samples": f"{about.samples:,} of shape {about.files['inputs']['shape'][1:]}, {about.files['inputs']['dtype']}",
         "classes": f"{len(about.labels)}",
         "clients": f"{len(about.owners):,}" if about.owners else "none of its own",
-        "size": size(about.num_bytes),
+        "size": decimal(about.num_bytes),
         "fingerprint": about.fingerprint,
         "folder": str(place),
     }
@@ -114,22 +101,19 @@ def _table() -> Table:
     for kind in PUBLIC.values():
         places = prepared(kind)
         for place in places:
-            _add_row(table, kind, place)
+            table.add_row(*_cells(kind, place))
         if not places:
             table.add_row(kind.name, "", "", "", _origin(kind, f"not prepared: {kind().command}"))
     return table
 
 
-def _add_row(table: Table, kind: type[Public], place: Path) -> None:
+def _cells(kind: type[Public], place: Path) -> tuple[RenderableType, ...]:
     try:
         about = read_about(place)
     except (OSError, ValueError):
-        table.add_row(
-            place.name, "", "", "", _origin(kind, f"{place} is damaged or outdated: {kind().command} --again")
-        )
-        return
+        return place.name, "", "", "", _origin(kind, f"{place} is damaged or outdated: {kind().command} --again")
     clients = f"{len(about.owners):,}" if about.owners else "-"
-    table.add_row(about.name, f"{about.samples:,}", clients, size(about.num_bytes), _origin(kind, str(place)))
+    return about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), _origin(kind, str(place))
 
 
 def _origin(kind: type[Public], where: str) -> Group:

@@ -317,7 +317,7 @@ def report(
     """Put the results of runs on one page: tables, figures and what there is to see in them, the configuration.
 
     The page needs nothing else: no network, no scripts, no data. Each data set has its table and its figures; runs of
-    a method are told apart by what differs in their settings, and by their seeds.
+    a method are distinguished by what differs in their settings, and by their seeds.
 
     Examples:
       fedem report runs/compare-synthetic

@@ -234,4 +234,4 @@ def choose_metrics(names: str, loss: Loss, num_outputs: int) -> tuple[Metric, ..
                 f"Metric {metric.name!r} needs the package scikit-learn, which is not installed: "
                 "pip install 'fedem[metrics]'."
             )
-    return tuple(dict.fromkeys(chosen))
+    return tuple({metric.name: metric for metric in chosen}.values())

@@ -200,7 +200,7 @@ def draw_clients(description: Description, ending: str) -> bytes:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    # Names are users' own: a dollar is no formula, and what the font has not is drawn as a box.
+    # Names are users' own: a dollar is not a formula, and a character that the font lacks is drawn as a box.
     with style.context(["default", {**SETTINGS, "text.parse_math": False}]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from", UserWarning)
         figure = Figure(figsize=(9, 5.4), facecolor="white")

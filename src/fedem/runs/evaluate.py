@@ -106,7 +106,7 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
 def evaluate(
     algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
 ) -> dict[str, Scores]:
-    """Score every client's own predictor on each part of its data that there is; by the loss's own metric unless told.
+    """Score every client's own predictor on each part of its data that there is; by default with the loss's metric.
 
     Means over samples are summed up by the engine. Predictions are collected, client by client, for other metrics only.
     """

@@ -112,7 +112,7 @@ def alone(picture: Picture, ending: str) -> bytes:
 
 
 def panels(count: int, columns: int = 2, height: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure of ``count`` panels, so many in a row."""
+    """Return a figure of ``count`` panels, ``columns`` of them in a row."""
     from matplotlib.figure import Figure
 
     columns = min(count, columns)
