@@ -60,10 +60,9 @@ def test_figures_are_those_of_the_clients_predictions() -> None:
 def test_metrics_change_no_other_figure() -> None:
     usual = fedem.train(_federation(), rounds=3).summary
     more = fedem.train(_federation(), rounds=3, metrics="accuracy, log_loss,calibration_error").summary
-    measured = {"seconds_per_round", "seconds_total"}
-    assert {key: more[key] for key in usual if key not in measured | {"best"}} == {
-        key: value for key, value in usual.items() if key not in measured | {"best"}
-    }
+    # What is measured differs from run to run; the state that is best has further figures.
+    same = [key for key in usual if key != "best" and not key.startswith(("seconds", "peak"))]
+    assert {key: more[key] for key in same} == {key: usual[key] for key in same}
     assert usual["best"].items() <= more["best"].items()
     assert more["test_log_loss"] == pytest.approx(more["test_loss"], rel=1e-5)
 
