@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedem.core.tree import Tree
 from fedem.deploy import client_app
 from fedem.deploy.flower.server import serve
-from fedem.deploy.node import Kept, place
+from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.plan import RunConfig
 from fedem.runs.rounds import State
 from fedem.runs.trainer import Trainer
@@ -98,7 +98,7 @@ class Deployed:
         return serve(self.plan, RunConfig.read(self.run_config | values), self.grid)
 
     def kept(self, name: str) -> Kept:
-        return Kept.load(place(self.folder / "state", "trial", name))
+        return Kept.load(kept_path(self.folder / "state", "trial", name))
 
     @property
     def run_folder(self) -> Path:

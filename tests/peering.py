@@ -23,7 +23,7 @@ import torch
 from patience import patient
 from torch import Tensor
 
-from fedem.deploy.node import Kept
+from fedem.deploy.kept import Kept
 from fedem.deploy.peers.meeting import AgentFolder, make_key
 from fedem.deploy.peers.work import Peer, Task
 from fedem.deploy.plan import Plan

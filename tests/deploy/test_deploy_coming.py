@@ -15,7 +15,7 @@ from flwr.app import Message
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
-from fedem.deploy.flower.gathering import Roster
+from fedem.deploy.flower.server import ClientRegistry
 from fedem.runs.result import Result
 
 EXACT = {"dtype": "float64", "evaluate_every": 0}
@@ -76,12 +76,12 @@ def test_a_name_moves_when_its_node_is_gone(tmp_path: Path, caplog: pytest.LogCa
 
 
 def test_a_node_has_one_name(caplog: pytest.LogCaptureFixture) -> None:
-    roster = Roster("token", {})
-    roster.connected = frozenset({11, 14})
-    assert roster.admits("a", 11)
-    assert not roster.admits("a", 14)
-    again = Roster("token", roster.to_json())
-    again.connected = roster.connected
+    registry = ClientRegistry("token", {})
+    registry.connected = frozenset({11, 14})
+    assert registry.admits("a", 11)
+    assert not registry.admits("a", 14)
+    again = ClientRegistry("token", registry.to_json())
+    again.connected = registry.connected
     assert not again.admits("a", 14)
     assert again.admits("b", 11), "it was misnamed"
     assert again.admits("a", 14)

@@ -18,7 +18,8 @@ from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.deploy import server_app
-from fedem.deploy.node import Kept, Node
+from fedem.deploy.kept import Kept
+from fedem.deploy.node import Node
 from fedem.runs.result import Result
 
 METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")

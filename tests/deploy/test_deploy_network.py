@@ -18,7 +18,7 @@ from patience import patient
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
-from fedem.deploy.node import Kept, place
+from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
 from fedem.runs.folder import MANIFEST, RunFolder
@@ -145,13 +145,14 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
 
         cut = network.submit(app, settings)
         files = [
-            place(network.folder / "state" / f"node-{number}", "first", client.name)
+            kept_path(network.folder / "state" / f"node-{number}", "first", client.name)
             for number, client in enumerate(clients)
         ]
         until(lambda: checkpointed(folder) == 1, cut)
         # Somebody has trained the second round, and the server has not got everybody's answers: one is held back.
         until(lambda: any(Kept.load(path).round == 2 for path in files), cut)
-        network.kill_superlink()
+        network.superlink.kill()
+        network.executor.kill()
         assert checkpointed(folder) == 1
         held.unlink()
         network.start_superlink()
@@ -191,7 +192,7 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
     with Loopback(tmp_path / "network") as network:
         node = start_nodes(network, clients)[2]
         state = network.folder / "state" / "node-2"
-        kept = place(state, "second", clients[2].name)
+        kept = kept_path(state, "second", clients[2].name)
         going_on = network.submit(app, settings)
         until(lambda: node.output().count("Receiving: train message") == 2, going_on)
         node.kill()

@@ -22,7 +22,8 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
 from fedem.data import Dataset
 from fedem.data.federation import PARTS, Federation
-from fedem.deploy.node import Kept, Node, place
+from fedem.deploy.kept import Kept, kept_path
+from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config
 
@@ -120,7 +121,7 @@ def test_sums_are_the_simulators_scores(tmp_path: Path, tuned: int) -> None:
     scores = trainer.scores(trainer.predictors(state))
     for position, name in enumerate(trainer.federation.names):
         own = tree_index(state.personal, position)
-        found = Node.open(plan, sample, name).assess(tree_index(state.shared, 0), own)
+        found = Node.open(plan, sample, name).score(tree_index(state.shared, 0), own)
         for part, entry in found.items():
             assert entry.samples == int(scores[part].counts[position])
             assert entry.loss / entry.samples == pytest.approx(float(scores[part].losses[position]), rel=1e-4)
@@ -133,9 +134,9 @@ def test_fitted_weights_beat_all_others(tmp_path: Path) -> None:
     state, _ = trainer.training.step(trainer.training.init())
     shared = tree_index(state.shared, 0)
     node = Node.open(plan, sample, "shop B")
-    fitted = node.assess(shared, node.fit(shared))["train"].loss
+    fitted = node.score(shared, node.fit(shared))["train"].loss
     draws = torch.distributions.Dirichlet(torch.ones(3, dtype=torch.float64)).sample((50,)).log()
-    assert all(fitted <= node.assess(shared, {"log_weights": other})["train"].loss + 1e-6 for other in draws)
+    assert all(fitted <= node.score(shared, {"log_weights": other})["train"].loss + 1e-6 for other in draws)
 
 
 def test_what_a_plan_refuses(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def _open_to_all() -> Iterator[None]:
 @pytest.mark.usefixtures("_open_to_all")
 def test_what_a_client_keeps_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
-    path = place(tmp_path / "state", "trial", "shop A")
+    path = kept_path(tmp_path / "state", "trial", "shop A")
     kept = Kept(plan, 1, {"log_weights": torch.zeros(3)}, client="shop A")
     kept.save(path)
     # A process that was killed has left one by the name that is written to first.
@@ -227,7 +228,7 @@ def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:
     plan, trainer = deployments.make_plan(deployments.write_sample(tmp_path))
     shared = tree_index(trainer.training.init().shared, 0)
     weights = {"log_weights": torch.tensor([0.0, -torch.inf, -3.5])}
-    path = place(tmp_path, "trial", "shop A")
+    path = kept_path(tmp_path, "trial", "shop A")
     for entry in (Kept(plan, 2, weights), Kept(plan, 3, {}, shared, weights), Kept(plan, 3, weights, before=weights)):
         entry.save(path)
         back = Kept.load(path)
@@ -242,7 +243,7 @@ def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "empty", "foreign"])
 def test_a_damaged_kept_file_is_named(tmp_path: Path, damage: str) -> None:
     plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
-    path = place(tmp_path, "trial", "shop A")
+    path = kept_path(tmp_path, "trial", "shop A")
     Kept(plan, 1, {"log_weights": torch.zeros(3)}).save(path)
     content = path.read_bytes()
     path.write_bytes({"cut": content[:-5], "empty": b"", "foreign": content}[damage])
@@ -257,7 +258,7 @@ _WORDS = st.text(min_size=1, max_size=300)
 
 @given(_WORDS, _WORDS)
 def test_every_client_has_a_file_of_its_own(one: str, other: str) -> None:
-    paths = [place(Path("state"), "trial", name) for name in (one, other)]
+    paths = [kept_path(Path("state"), "trial", name) for name in (one, other)]
     assert (str(paths[0]).lower() == str(paths[1]).lower()) == (one == other)
     for path in paths:
         assert path.parent == Path("state/trial")

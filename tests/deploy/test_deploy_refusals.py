@@ -18,9 +18,10 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
-from fedem.deploy.flower.gathering import first_state
-from fedem.deploy.flower.messages import check_leaves, kind_of, to_record, to_tree, upload_kind
-from fedem.deploy.node import Kept, Node
+from fedem.deploy.flower.messages import check_leaves, layout_of, to_record, to_tree, upload_layout
+from fedem.deploy.flower.server import first_server_state
+from fedem.deploy.kept import Kept
+from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.runs.config import Config
 from fedem.runs.recipe import SampleFormat
@@ -74,7 +75,7 @@ def _spoilt(answer: Message, asked: Message, fault: str) -> Message:
 
 def _mean_without(there: Deployed, bad: str) -> Tree:
     """The mean of all others' uploads in the first round."""
-    shared, federation = tree_index(first_state(there.plan).shared, 0), there.trainer.federation
+    shared, federation = tree_index(first_server_state(there.plan).shared, 0), there.trainer.federation
     nodes = [Node(there.plan, name, federation) for name in federation.names if name != bad]
     uploads = [node.train(shared, node.first_personal(shared), 0, there.plan.rate(0))[0] for node in nodes]
     sizes = torch.tensor([float(node.num_samples) for node in nodes])
@@ -281,15 +282,15 @@ def test_records_give_trees_back() -> None:
     }
     record = to_record(tree)
     assert all(array.shape for array in record.values())
-    back = to_tree(record, kind_of(tree))
-    check_leaves(back, kind_of(tree))
+    back = to_tree(record, layout_of(tree))
+    check_leaves(back, layout_of(tree))
     for name, leaf in tree.items():
         assert torch.equal(leaf, back[name])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_kind_of_an_upload_is_found_without_data(tmp_path: Path, method: str) -> None:
+def test_the_layout_of_an_upload_is_found_without_data(tmp_path: Path, method: str) -> None:
     plan, trainer = deployments.make_plan(deployments.write_sample(tmp_path), method={"name": method})
-    shared = tree_index(first_state(plan).shared, 0)
+    shared = tree_index(first_server_state(plan).shared, 0)
     node = Node(plan, trainer.federation.names[0], trainer.federation)
-    assert upload_kind(plan, shared) == kind_of(node.train(shared, node.first_personal(shared), 0, 0.1)[0])
+    assert upload_layout(plan, shared) == layout_of(node.train(shared, node.first_personal(shared), 0, 0.1)[0])

@@ -12,7 +12,7 @@ from small_runs import small_run
 
 import fedem
 from fedem.core.tree import tree_index
-from fedem.deploy.node import Kept, place
+from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.plan import Plan
 from fedem.export import load_exported
 from fedem.runs.evaluate import predict
@@ -60,7 +60,7 @@ def test_a_client_that_fine_tunes_exports_what_it_predicts_with(run: Run, tmp_pa
     state, parts = simulated(there.trainer), there.trainer.recipe
     tuned = there.trainer.predictors(state)
     for position, name in enumerate(there.trainer.federation.names):
-        code, _, err = run("export", place(tmp_path / "state", "trial", name), "--out", tmp_path / f"m{position}")
+        code, _, err = run("export", kept_path(tmp_path / "state", "trial", name), "--out", tmp_path / f"m{position}")
         assert code == 0, err
         about = json.loads((tmp_path / f"m{position}" / "model.json").read_text())
         assert (about["client"], about["state"], about["round"]) == (name, "last", 3)

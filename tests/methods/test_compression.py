@@ -232,10 +232,11 @@ def test_followers_are_counted_by_the_news_and_the_others_by_the_whole() -> None
     for _ in range(4):
         news = training.codec.news(state.memory)
         assert news
-        state, log = training.step(state)
-        following = len(before & set(log.cohort.tolist()))
-        assert log.bytes_down == following * tree_bytes(news) + (3 - following) * whole
-        before = set(log.cohort.tolist())
+        cohort = set(training.sample(state.round).tolist())
+        state, costs = training.step(state)
+        following = len(before & cohort)
+        assert costs.bytes_down == following * tree_bytes(news) + (3 - following) * whole
+        before = cohort
 
 
 @pytest.mark.parametrize(("form", "fewer"), [("bfloat16", 2.0), ("int8", 3.9)])

@@ -17,7 +17,7 @@ from fedem.core.files import write_atomically, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
 from fedem.data.tables import Table, read_table
-from fedem.deploy.node import Kept
+from fedem.deploy.kept import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual

@@ -324,8 +324,8 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
     cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(training.device)), samples)
     judge = _Judge.of(training.algorithm)
     alphas: dict[int, Tensor] = {}
-    settings = (clients, state.round, this.learning_rate, plan.num_steps, plan.scales)
-    for chunk in training.train_cohort(cohort, *settings):
+    settings = (state.round, this.learning_rate, plan.num_steps, plan.scales)
+    for chunk in training.local.train(cohort, training.federation.keys[clients], *settings):
         for row, position in enumerate(chunk.positions.tolist()):
             shared = tree_index(cohort.shared, int(cohort.reads[position]))
             personal, upload = tree_index(cohort.personal, position), tree_index(chunk.uploads, row)

@@ -143,7 +143,8 @@ class Recipe:
         return Model(source, self.loss, dtype, run.precision)
 
     @cached_property
-    def _method(self) -> Assembled:
+    def method(self) -> Assembled:
+        """The method, with what the run asks for around it."""
         config = self.config
         return assemble(
             config.method.name,
@@ -159,22 +160,22 @@ class Recipe:
     @property
     def algorithm(self) -> Algorithm:
         """What a client does."""
-        return self._method.algorithm
+        return self.method.algorithm
 
     @property
     def mixer(self) -> Mixer:
         """What stands between the clients."""
-        return Settled() if self.is_fitted else self._method.mixer
+        return Settled() if self.is_fitted else self.method.mixer
 
     @property
     def codec(self) -> Codec | None:
         """What writes the messages, where they are compressed."""
-        return self._method.codec
+        return self.method.codec
 
     def fitted(self) -> Recipe:
         """Return the recipe of clients that were fitted after training; the model and the algorithm are the same."""
         recipe = replace(self, is_fitted=True)
-        vars(recipe).update(model=self.model, _method=self._method)
+        vars(recipe).update(model=self.model, method=self.method)
         return recipe
 
     def engine(self) -> tuple[Engine, str | None]:

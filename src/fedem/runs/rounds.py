@@ -1,13 +1,16 @@
-"""Rounds: who takes part, and one step of the whole federation's state.
+"""One round, written once: the first state, the clients' step, the server's step and what a round costs.
 
-Shapes: T clients, G groups, C clients of the cohort.
+The simulator (:class:`Training`) calls them for a whole federation, a server and its clients over a network each for
+their side, and peers for the clients of one process.
+
+Shapes: T clients, G groups, g groups written in a round, C clients of the cohort, c clients that finish together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -31,8 +34,9 @@ from fedem.core.tree import (
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal, Work
 from fedem.engines.processes import ALONE, Team, placed
+from fedem.methods.assembly import Assembled
 from fedem.methods.base import Algorithm
-from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Start
+from fedem.methods.mixer import Mixed, Mixer, Round, Start, Uploads
 from fedem.methods.wrappers.compression import Codec, join_residual, split_residual
 from fedem.solvers.schedules import Schedule
 
@@ -55,19 +59,208 @@ class State:
         return State(self.round, *(tree_to(tree, device) for tree in (self.shared, self.personal, self.memory)))
 
 
-class RoundLog(NamedTuple):
-    """What a round cost."""
+class RoundCosts(NamedTuple):
+    """What a round cost; a line of metrics.jsonl begins with it."""
 
-    cohort: Tensor
+    round: int
+    """rounds done with it"""
     learning_rate: float
+    clients: int
+    """that took part"""
     seconds: float
     bytes_up: int
     bytes_down: int
 
 
+class DivergedError(UserError):
+    """Numbers are no longer finite."""
+
+
+# The first state.
+
+
+def mixer_seed(seed: int) -> int:
+    """Return the source of what a mixer draws once for a run."""
+    return int(derive(seed, MIXER))
+
+
+def round_key(seed: int, round_index: int) -> int:
+    """Return the source of what a mixer draws in a round."""
+    return int(derive(seed, MIXER, round_index))
+
+
+def first_state(method: Assembled, names: Tensor, seed: int) -> State:
+    """Draw the state before the first round, of clients whose names have these keys ``[T]``.
+
+    There may be none: a server that does not know its clients begins with the same shared trees, and no personal ones.
+    """
+    algorithm, mixer, codec = method
+    shared, draws = tree_sorted(algorithm.init_shared(int(derive(seed, COMPONENTS)))), list[Tree]()
+
+    def draw_each() -> Tree:
+        draws.extend(algorithm.init_shared(draw) for draw in derive(names, COMPONENTS, seed).tolist())
+        return tree_stack(draws)
+
+    groups, memory = mixer.init(Start(shared, algorithm.model.trainable, names, mixer_seed(seed), draw_each))
+    personal = {}
+    if len(names):
+        personal = first_personal(method, groups if draws else shared, names, seed, apart=bool(draws))
+    if codec is not None:
+        memory |= codec.first_memory(groups)
+    # As a checkpoint gives them back: a run that is resumed must add up in the same order.
+    return State(0, *map(tree_sorted, (groups, personal, memory)))
+
+
+def first_personal(method: Assembled, shared: Tree, names: Tensor, seed: int, apart: bool = False) -> Tree:
+    """Return what clients with these ``names`` keep before their first round, ``[T, ...]``.
+
+    They start beside one ``shared`` tree or, where they are ``apart``, each beside its own, ``[T, ...]``.
+    """
+    personal = init_personal(method.algorithm, shared, derive(names, PERSONAL, seed), apart)
+    if method.codec is None:
+        return personal
+    return join_residual(personal, tree_repeat(method.codec.first_residual(shared), len(names)))
+
+
+def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool = False) -> Tree:
+    """Return the first v_t of the clients with these ``keys``, ``[T, ...]``; ``shared`` and ``apart`` likewise."""
+    if not algorithm.init_personal(tree_index(shared, 0) if apart else shared, keys[0]):
+        return {}
+    return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
+
+
+# The clients' step.
+
+
+@dataclass(frozen=True, eq=False)
+class LocalTraining:
+    """The clients' side of a round, for any number of them."""
+
+    algorithm: Algorithm
+    engine: Engine
+    batching: Batching
+    seed: int
+    codec: Codec | None = None
+
+    @cached_property
+    def _by_solver(self) -> SolverDeal:
+        return SolverDeal(self.algorithm)
+
+    def train(
+        self,
+        cohort: Cohort,
+        names: Tensor,
+        round_index: int,
+        learning_rate: float,
+        num_steps: int | None = None,
+        scales: Tensor | None = None,
+    ) -> Iterator[Finished]:
+        """Train C clients, whose names have these keys ``[C]``, for one round, counted from 0.
+
+        ``num_steps`` and ``scales`` are as in :class:`~fedem.methods.mixer.RoundPlan`. Yields some clients after the
+        other: their messages and what they keep.
+        """
+        keys = derive(names, SHUFFLE, self.seed, round_index)
+        personal, residual = split_residual(cohort.personal)
+        cohort = cohort._replace(personal=personal)
+        work = Work(self.batching, keys, learning_rate, scales)
+        found = self._by_solver.train(self.engine, cohort, work, names, num_steps)
+        if self.codec is None:
+            yield from found
+            return
+        received = tree_index(cohort.shared, 0)  # by all: messages are compressed behind a server that averages
+        if not residual:
+            # Nothing is left unsaid by a client that was fitted after training.
+            residual = tree_repeat(self.codec.first_residual(received), len(names))
+        encode = vmap(self.codec.encode, in_dims=(0, None, 0, 0))
+        for chunk in found:
+            unsaid = tree_index(residual, chunk.positions.to(cohort.device))
+            messages, unsaid = encode(chunk.uploads, received, chunk.personal, unsaid)
+            yield chunk._replace(uploads=messages, personal=join_residual(chunk.personal, unsaid))
+
+
+# The server's step.
+
+
+def server_step(
+    method: Assembled, state: State, this: Round, uploads: Uploads, share: float, team: Team = ALONE
+) -> tuple[State, int]:
+    """Mix the clients' messages as they come in, and step every group that is written.
+
+    A process of a ``team`` has the uploads of its share of the clients. ``share`` of all samples took part.
+
+    Returns:
+        the state after the round, personal trees as they were; and how many messages were sent
+
+    Raises:
+        DivergedError: numbers are no longer finite.
+
+    """
+    algorithm, mixer, codec = method
+    read = vmap(codec.decode if codec else algorithm.summand)
+    summands: Uploads = ((positions, read(trees)) for positions, trees in uploads)
+    adds_up = mixer.adds_up and (codec is None or codec.adds_up)
+    if team.size > 1 and not adds_up:
+        count = len(this.clients)
+        (together,) = team.total(placed(summands, count))
+        summands = [(torch.arange(count), together)]
+    mixed, memory = mixer.mix(state.shared, state.memory, this, summands)
+    means = team.total(mixed.means)[0] if adds_up else mixed.means
+    if codec is not None:
+        means, memory = codec.announce(means, memory)
+        means = tree_map(torch.add, state.shared, means)
+    shared = step_groups(algorithm, state.shared, mixed._replace(means=means), share)
+    _refuse_divergence(not_finite(shared) or not_finite(memory), state.round + 1, this.learning_rate)
+    return replace(state, round=state.round + 1, shared=shared, memory=memory), mixed.num_messages
+
+
+def step_groups(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
+    """Return the groups' next trees ``[G, ...]``: those that are written take the method's step on the server."""
+    device = next(iter(shared.values())).device
+    groups, count = mixed.groups.to(device), len(next(iter(shared.values())))
+    # A new group has no past of its own.
+    past = tree_index(shared, torch.where(groups < count, groups, 0))
+    written = vmap(partial(algorithm.update, share=share))(past, mixed.means)
+    new = max(0, int(groups.max()) + 1 - count)
+    grown = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(new, *leaf.shape[1:])]), shared) if new else shared
+    return tree_map(lambda leaf, rows: leaf.index_copy(0, groups, rows.to(leaf.dtype)), grown, written)
+
+
+def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite) -> str | None:
+    """Return the name of a leaf with numbers that are not finite, if there is one."""
+    return next((name for name, leaf in tree_floats(tree).items() if not bool(is_fine(leaf).all())), None)
+
+
+def _refuse_divergence(name: str | None, round_number: int, learning_rate: float) -> None:
+    if name is not None:
+        raise DivergedError(
+            f"Training diverged in round {round_number}: {name!r} is no longer finite at learning rate "
+            f"{learning_rate:g}; a smaller schedule.learning_rate is needed."
+        )
+
+
+# Who takes part, and the simulator's round.
+
+
+def cohort_size(clients_per_round: float, num_clients: int) -> int:
+    """Turn a share of the clients (up to 1.0) or a count (a whole number above 1) into a count.
+
+    >>> cohort_size(0.2, 300), cohort_size(1.0, 300), cohort_size(50, 300)
+    (60, 300, 50)
+    """
+    if 0 < clients_per_round <= 1:
+        return max(1, round(clients_per_round * num_clients))
+    if clients_per_round != int(clients_per_round) or not 1 < clients_per_round <= num_clients:
+        raise UserError(
+            f"clients_per_round is {clients_per_round:g}; allowed: a share above 0 and up to 1, or a whole number of "
+            f"clients from 2 to {num_clients}."
+        )
+    return int(clients_per_round)
+
+
 @dataclass(frozen=True, eq=False)
 class Training:
-    """Everything that stays the same from round to round."""
+    """The simulator: everything that stays the same from round to round."""
 
     algorithm: Algorithm
     mixer: Mixer
@@ -85,28 +278,17 @@ class Training:
     """writes the messages, where they are compressed"""
 
     @cached_property
-    def _deal(self) -> SolverDeal:
-        return SolverDeal(self.algorithm)
+    def _method(self) -> Assembled:
+        return Assembled(self.algorithm, self.mixer, self.codec)
+
+    @cached_property
+    def local(self) -> LocalTraining:
+        """The clients' side of a round."""
+        return LocalTraining(self.algorithm, self.engine, self.batching, self.seed, self.codec)
 
     def init(self) -> State:
         """Draw the initial state."""
-        shared = tree_sorted(self.algorithm.init_shared(int(derive(self.seed, COMPONENTS))))
-        names = self.federation.keys
-
-        def draw_each() -> Tree:
-            draws = derive(names, COMPONENTS, self.seed).tolist()
-            return tree_stack([self.algorithm.init_shared(draw) for draw in draws])
-
-        start = Start(shared, self.algorithm.model.trainable, names, mixer_seed(self.seed), draw_each)
-        groups, memory = self.mixer.init(start)
-        apart = len(next(iter(groups.values()))) > 1
-        beside = tree_index(*self.mixer.read(groups, memory, torch.arange(len(names)))) if apart else shared
-        personal = init_personal(self.algorithm, beside, derive(names, PERSONAL, self.seed), apart)
-        if self.codec is not None:
-            personal = join_residual(personal, tree_repeat(self.codec.first_residual(shared), len(names)))
-            memory |= self.codec.first_memory(groups)
-        # As a checkpoint gives them back: a run that is resumed must add up in the same order.
-        return State(0, *map(tree_sorted, (groups, personal, memory))).to(self.device)
+        return first_state(self._method, self.federation.keys, self.seed).to(self.device)
 
     def sample(self, round_index: int) -> Tensor:
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""
@@ -114,156 +296,56 @@ class Training:
 
     def round(self, round_index: int, clients: Tensor) -> Round:
         """Return what the mixer knows of a round of ``clients``."""
-        rate = self.schedule.rate(round_index, self.num_rounds)
-        key = int(derive(self.seed, MIXER, round_index))
         train, count = self.federation.train, self.federation.num_clients
+        key, rate = round_key(self.seed, round_index), self.schedule.rate(round_index, self.num_rounds)
         trained = self.algorithm.model.trainable
         return Round(clients, train.sizes[clients], count, rate, key, len(train) / count, trained)
 
-    def step(self, state: State) -> tuple[State, RoundLog]:
+    def step(self, state: State) -> tuple[State, RoundCosts]:
         """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree."""
         started = time.perf_counter()
         clients = self.sample(state.round)
         samples, this = self.federation.train.take(clients), self.round(state.round, clients)
         plan = self.mixer.plan(state.shared, state.memory, this)
-        personal = tree_index(state.personal, clients.to(self.device))
-        personal, residual = split_residual(personal) if self.codec else (personal, {})
-        cohort = Cohort(*plan.downloads, personal, samples)
-        mixed, memory, personal, upload_bytes = self._train_and_mix(state, this, cohort, plan, residual)
-        download_bytes = self._download_bytes(state, clients, self._public(cohort.shared))
-        if self.codec is not None:
-            means, memory = self.codec.announce(mixed.means, memory)
-            mixed = mixed._replace(means=tree_map(torch.add, state.shared, means))
+        cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(self.device)), samples)
+        own, count = self.team.share(this.sizes), len(clients)
+        kept: list[tuple[Tensor, Tree]] = []
+        sent = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+        def uploads() -> Iterator[tuple[Tensor, Tree]]:
+            names, scales = self.federation.keys[clients[own]], None if plan.scales is None else plan.scales[own]
+            settings = (names, state.round, this.learning_rate, plan.num_steps, scales)
+            for chunk in self.local.train(cohort.take(own), *settings):
+                sent.add_(self._upload_bytes(chunk.uploads))
+                kept.append((own[chunk.positions], chunk.personal))
+                yield own[chunk.positions], chunk.uploads
+
         share = int(samples.sizes.sum()) / len(self.federation.train)
-        state = State(
-            state.round + 1,
-            _write(self.algorithm, state.shared, mixed, share),
-            tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal),
-            memory,
-        )
-        _check_finite(state, this.learning_rate)
+        after, num_messages = server_step(self._method, state, this, uploads(), share, self.team)
+        personal, total = self.team.total(placed(kept, count), {"bytes": sent})
+        # Logarithms of mixture weights may be minus infinity.
+        _refuse_divergence(not_finite(personal, lambda leaf: ~leaf.isnan()), after.round, this.learning_rate)
+        written = tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
-        bytes_up, bytes_down = (mixed.num_messages * way // len(clients) for way in (upload_bytes, download_bytes))
-        return state, RoundLog(clients, this.learning_rate, seconds, bytes_up, bytes_down)
+        ways = int(total["bytes"]), self._download_bytes(state, clients, cohort.shared)
+        bytes_up, bytes_down = (num_messages * way // count for way in ways)
+        costs = RoundCosts(after.round, this.learning_rate, count, seconds, bytes_up, bytes_down)
+        return replace(after, personal=written), costs
 
-    def _train_and_mix(
-        self, state: State, this: Round, cohort: Cohort, plan: RoundPlan, residual: Tree
-    ) -> tuple[Mixed, Tree, Tree, int]:
-        """Let the team train the cohort, each process its share, and mix all uploads.
-
-        Returns:
-            the means, the mixer's next memory, the cohort's personal trees ``[C, ...]``, and the uploads' bytes
-        """
-        count, own = len(this.clients), self.team.share(this.sizes)
-        finished: list[tuple[Tensor, Tree]] = []
-        sent = torch.zeros(1, dtype=torch.float64, device=self.device)
-
-        def summands() -> Iterator[tuple[Tensor, Tree]]:
-            scales = None if plan.scales is None else plan.scales[own]
-            settings = (this.clients[own], state.round, this.learning_rate, plan.num_steps, scales)
-            for chunk in self.train_cohort(cohort.take(own), *settings):
-                where = own[chunk.positions]
-                if self.codec is None:
-                    sent.add_(tree_bytes(self._public(chunk.uploads)))
-                    finished.append((where, chunk.personal))
-                    yield where, vmap(self.algorithm.summand)(chunk.uploads)
-                    continue
-                received, unsaid = tree_index(state.shared, 0), tree_index(residual, where.to(self.device))
-                encode = vmap(self.codec.encode, in_dims=(0, None, 0, 0))
-                messages, unsaid = encode(chunk.uploads, received, chunk.personal, unsaid)
-                sent.add_(self.codec.num_bytes(messages))
-                finished.append((where, join_residual(chunk.personal, unsaid)))
-                yield where, vmap(self.codec.decode)(messages)
-
-        adds_up = self.mixer.adds_up and (self.codec is None or self.codec.adds_up)
-        if adds_up or self.team.size == 1:
-            mixed, memory = self.mixer.mix(state.shared, state.memory, this, summands())
-            means, personal, total = self.team.total(mixed.means, placed(finished, count), {"bytes": sent})
-            return mixed._replace(means=means), memory, personal, int(total["bytes"])
-        uploads = placed(summands(), count)
-        uploads, personal, total = self.team.total(uploads, placed(finished, count), {"bytes": sent})
-        mixed, memory = self.mixer.mix(state.shared, state.memory, this, [(torch.arange(count), uploads)])
-        return mixed, memory, personal, int(total["bytes"])
+    def _upload_bytes(self, uploads: Tree) -> int:
+        return tree_bytes(self._public(uploads)) if self.codec is None else self.codec.num_bytes(uploads)
 
     def _download_bytes(self, state: State, clients: Tensor, served: Tree) -> int:
         """Count what the cohort downloads; a server may have news for those who took part in the last round."""
-        whole, news = tree_bytes(tree_index(served, 0)), self.codec.news(state.memory) if self.codec else {}
+        whole = tree_bytes(tree_index(self._public(served), 0))
+        news = self.codec.news(state.memory) if self.codec else {}
         if not news or state.round == 0:
             return len(clients) * whole
         following = int(torch.isin(clients, self.sample(state.round - 1)).sum())
         return following * tree_bytes(news) + (len(clients) - following) * whole
 
-    def train_cohort(
-        self,
-        cohort: Cohort,
-        clients: Tensor,
-        round_index: int,
-        rate: float,
-        num_steps: int | None,
-        scales: Tensor | None,
-    ) -> Iterator[Finished]:
-        """Let the cohort train, those with the same solver together."""
-        names = self.federation.keys[clients]
-        keys = derive(names, SHUFFLE, self.seed, round_index)
-        return self._deal.train(self.engine, cohort, Work(self.batching, keys, rate, scales), names, num_steps)
-
     def _public(self, trees: Tree) -> Tree:
         """Return the leaves that messages have: not those that never leave their client."""
         return {name: leaf for name, leaf in trees.items() if name not in self.mixer.local_leaves}
-
-
-def mixer_seed(seed: int) -> int:
-    """Return the source of what a mixer draws once for a run."""
-    return int(derive(seed, MIXER))
-
-
-def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool = False) -> Tree:
-    """Return the first personal trees of the clients with these ``keys``, ``[T, ...]``.
-
-    They start beside one ``shared`` tree or, where they are ``apart``, each beside its own, ``[T, ...]``.
-    """
-    if not algorithm.init_personal(tree_index(shared, 0) if apart else shared, keys[0]):
-        return {}
-    return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
-
-
-def _write(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
-    """Take the server's step in every group that is written."""
-    device = next(iter(shared.values())).device
-    groups, count = mixed.groups.to(device), len(next(iter(shared.values())))
-    # A new group has no past of its own.
-    past = tree_index(shared, torch.where(groups < count, groups, 0))
-    written = vmap(partial(algorithm.update, share=share))(past, mixed.means)
-    new = max(0, int(groups.max()) + 1 - count)
-    grown = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(new, *leaf.shape[1:])]), shared) if new else shared
-    return tree_map(lambda leaf, rows: leaf.index_copy(0, groups, rows.to(leaf.dtype)), grown, written)
-
-
-def _check_finite(state: State, rate: float) -> None:
-    # Logarithms of mixture weights may be minus infinity.
-    learnt = tree_floats(state.shared) | tree_floats(state.memory)
-    spoilt = [name for name, leaf in learnt.items() if not bool(torch.isfinite(leaf).all())]
-    spoilt += [name for name, leaf in tree_floats(state.personal).items() if bool(torch.isnan(leaf).any())]
-    if spoilt:
-        raise UserError(
-            f"Training diverged in round {state.round}: {spoilt[0]!r} is no longer finite at learning rate {rate:g}; "
-            "a smaller schedule.learning_rate is needed."
-        )
-
-
-def cohort_size(clients_per_round: float, num_clients: int) -> int:
-    """Turn a share of the clients (up to 1.0) or a count (a whole number above 1) into a count.
-
-    >>> cohort_size(0.2, 300), cohort_size(1.0, 300), cohort_size(50, 300)
-    (60, 300, 50)
-    """
-    if 0 < clients_per_round <= 1:
-        return max(1, round(clients_per_round * num_clients))
-    if clients_per_round != int(clients_per_round) or not 1 < clients_per_round <= num_clients:
-        raise UserError(
-            f"clients_per_round is {clients_per_round:g}; allowed: a share above 0 and up to 1, or a whole number of "
-            f"clients from 2 to {num_clients}."
-        )
-    return int(clients_per_round)

@@ -32,7 +32,7 @@ from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, meas
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result, name_tuned
-from fedem.runs.rounds import RoundLog, State, Training, cohort_size
+from fedem.runs.rounds import State, Training, cohort_size
 
 Listener = Callable[[Record], None]
 """Called with each round's record."""
@@ -323,8 +323,8 @@ class Trainer:
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
         before = progress.state
-        progress.state, log = self.training.step(before)
-        entry = _cost(progress.state.round, log)
+        progress.state, costs = self.training.step(before)
+        entry: Record = costs._asdict()
         run, done = self.config.run, progress.state.round
         if run.is_due(run.measure_alpha_every, done):
             entry |= measure_alpha(self.training, before).record()
@@ -429,14 +429,3 @@ def _improves(scores: Scores, best: float | None) -> bool:
     if best is None or (math.isnan(best) and not math.isnan(scores.average)):
         return True
     return scores.average > best if scores.larger_is_better else scores.average < best
-
-
-def _cost(round_number: int, log: RoundLog) -> Record:
-    return {
-        "round": round_number,
-        "learning_rate": log.learning_rate,
-        "clients": len(log.cohort),
-        "seconds": log.seconds,
-        "bytes_up": log.bytes_up,
-        "bytes_down": log.bytes_down,
-    }

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically
@@ -62,7 +63,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int =
     key = _new_key()
     builder = _certificate(hosts[0], authority.subject, key, signer, days)
     builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     _write_private(files.key, key, PrivateFormat.PKCS8)
     _sign_and_write(files.certificate, builder, signer)
     return files
@@ -85,7 +86,7 @@ def _authority(path: Path, key_path: Path) -> tuple[ec.EllipticCurvePrivateKey, 
     """Return the authority's key and certificate from their files, which are made when both are missing."""
     if not path.exists() and not key_path.exists():
         key, name = _new_key(), "fedem authority"
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         _write_private(key_path, key, PrivateFormat.PKCS8)
         _sign_and_write(path, _certificate(name, subject, key, key, _AUTHORITY_DAYS, authority=True), key)
     for wanted in (path, key_path):
@@ -128,7 +129,7 @@ def _certificate(
     )
     return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name[:64])]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])]))
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())

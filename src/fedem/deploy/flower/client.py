@@ -12,8 +12,9 @@ from flwr.clientapp import ClientApp
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
-from fedem.deploy.flower.messages import Ask, read_ask, write_answer, write_scores
-from fedem.deploy.node import Kept, Node, place, read_clients
+from fedem.deploy.flower.messages import Request, read_request, write_scores, write_upload
+from fedem.deploy.kept import Kept, kept_path
+from fedem.deploy.node import Node, read_clients
 from fedem.deploy.plan import NodeConfig, Plan, RunConfig
 
 log = logging.getLogger("flwr")  # whose lines end up where the rest of a run's do
@@ -27,49 +28,49 @@ class Client:
     node: Node
     path: Path
 
-    def train(self, ask: Ask) -> RecordDict:
-        """Run a round from what was kept, keep what comes of it, then answer."""
-        start = self._start(self._kept(ask), ask)
-        upload, personal = self.node.train(ask.shared, start, ask.round, ask.learning_rate)
-        self._keep(ask, ask.round + 1, personal, before=start)
-        return write_answer(self.node.plan, self.node.name, self.node.num_samples, upload)
+    def train(self, request: Request) -> RecordDict:
+        """Run a round from what was kept, keep its result, then answer."""
+        start = self._start(self._kept(request), request)
+        upload, personal = self.node.train(request.shared, start, request.round, request.learning_rate)
+        self._keep(request, request.round + 1, personal, before=start)
+        return write_upload(self.node.plan, self.node.name, self.node.num_samples, upload)
 
-    def _start(self, kept: Kept | None, ask: Ask) -> Tree:
+    def _start(self, kept: Kept | None, request: Request) -> Tree:
         if kept is None:
-            return self.node.first_personal(ask.shared)
-        if kept.round <= ask.round:
+            return self.node.first_personal(request.shared)
+        if kept.round <= request.round:
             return kept.personal
         # The server repeats a round: it never got the answer, or lost it.
-        if kept.round == ask.round + 1 and kept.before is not None:
+        if kept.round == request.round + 1 and kept.before is not None:
             return kept.before
         raise UserError(
-            f"{self.path} is of round {kept.round}, but the server begins round {ask.round + 1}; allowed: a run config "
-            "whose experiment has another name, or to remove that file."
+            f"{self.path} is of round {kept.round}, but the server begins round {request.round + 1}; allowed: a run "
+            "config whose experiment has another name, or to remove that file."
         )
 
-    def evaluate(self, ask: Ask) -> RecordDict:
+    def evaluate(self, request: Request) -> RecordDict:
         """Score the predictor; weights that were never trained are fitted at once, and not kept."""
-        kept = self._kept(ask)
-        personal = self.node.fit(ask.shared) if kept is None else kept.personal
-        parts = self.node.assess(ask.shared, personal)
-        return write_scores(self.node.plan, self.node.name, self.node.num_samples, parts)
+        kept = self._kept(request)
+        personal = self.node.fit(request.shared) if kept is None else kept.personal
+        scores = self.node.score(request.shared, personal)
+        return write_scores(self.node.plan, self.node.name, self.node.num_samples, scores)
 
-    def keep(self, ask: Ask) -> RecordDict:
-        """Keep what the predictor is made of, so that it can be used without a server."""
-        kept = self._kept(ask)
+    def keep(self, request: Request) -> RecordDict:
+        """Keep the client's predictor, so that it can be used without a server."""
+        kept = self._kept(request)
         if kept is None:
-            personal = self.node.fit(ask.shared)
+            personal = self.node.fit(request.shared)
         else:
             # Asked once more, it starts from what it had before it was asked.
             personal = kept.personal if kept.shared is None or kept.before is None else kept.before
-        shared, settled = self.node.settle(ask.shared, personal)
-        self._keep(ask, ask.round, settled, shared, before=personal)
+        shared, own = self.node.predictor(request.shared, personal)
+        self._keep(request, request.round, own, shared, before=personal)
         return write_scores(self.node.plan, self.node.name, self.node.num_samples, {})
 
-    def _keep(self, ask: Ask, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
-        Kept(self.node.plan, done, personal, shared, before, ask.run, self.node.name).save(self.path)
+    def _keep(self, request: Request, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
+        Kept(self.node.plan, done, personal, shared, before, request.run, self.node.name).save(self.path)
 
-    def _kept(self, ask: Ask) -> Kept | None:
+    def _kept(self, request: Request) -> Kept | None:
         """Read what was kept, if there is something; refuse what belongs to another plan, or another run."""
         if not self.path.exists():
             return None
@@ -79,10 +80,10 @@ class Client:
                 f"{self.path} was kept under plan {kept.plan.fingerprint}, but the present one is "
                 f"{self.node.plan.fingerprint}; allowed: a run config whose experiment has another name."
             )
-        if kept.run != ask.run:
+        if kept.run != request.run:
             raise UserError(
-                f"{self.path} was kept in another run of experiment {ask.experiment!r}, and stays as it is; allowed: "
-                "a run config whose experiment has another name, or to move that file away."
+                f"{self.path} was kept in another run of experiment {request.experiment!r}, and stays as it is; "
+                "allowed: a run config whose experiment has another name, or to move that file away."
             )
         return kept
 
@@ -106,19 +107,19 @@ def make_client_app(folder: Path) -> ClientApp:
     return app
 
 
-def _answer(folder: Path, message: Message, context: Context, act: Callable[[Client, Ask], RecordDict]) -> Message:
-    """Answer a message, or say why not. What is wrong with data stays here: the server hears only where to look."""
+def _answer(folder: Path, message: Message, context: Context, act: Callable[[Client, Request], RecordDict]) -> Message:
+    """Answer a message, or say why not. What is wrong with data stays here: the server only gets a hint."""
     try:
         own, run = NodeConfig.read(context.node_config), RunConfig.read(context.run_config)
         data, state = own.places(run)
         plan = Plan.load(folder).on_node(own.device)
-        ask = read_ask(message, plan)
+        request = read_request(message, plan)
     except UserError as error:
         return _refusal(message, error, str(error))
     try:
         node = _open(plan, data, own)
-        return Message(act(Client(node, place(state, ask.experiment, node.name)), ask), reply_to=message)
-    except Exception as error:  # Flower would tell the server what any of them says
+        return Message(act(Client(node, kept_path(state, request.experiment, node.name)), request), reply_to=message)
+    except Exception as error:  # Flower would send the server what any of them says
         if not isinstance(error, UserError):
             log.exception("The message can't be answered.")
         return _refusal(message, error, "its own log says why; see 'data' and 'state' of its node config.")
@@ -136,6 +137,6 @@ def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
     return Node(plan, federation.names[own.partition_id], federation).check()
 
 
-def _refusal(message: Message, error: Exception, told: str) -> Message:
+def _refusal(message: Message, error: Exception, reason: str) -> Message:
     log.error("%s", error)
-    return Message(Error(_REFUSED, told), reply_to=message)
+    return Message(Error(_REFUSED, reason), reply_to=message)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from fedem.core.errors import UserError
 from fedem.core.files import toml_literal, write_atomically
-from fedem.deploy.flower.gathering import check_server
 from fedem.deploy.plan import Plan, RunConfig
-from fedem.methods import METHODS
+from fedem.methods import METHODS, find_method, names_where
 
 _APP = '''\
 """The two apps that Flower starts: each reads the plan beside this file."""
@@ -79,6 +78,27 @@ In Flower's simulation engine, `data` in the run config names a file of all clie
 flwr run . SIMULATION --stream --run-config "data='/path/to/all.csv' state='/path/to/state'"
 ```
 """
+
+
+def check_server(plan: Plan) -> None:
+    """Refuse a method whose server does more than to average what everybody sends."""
+    mixer, config, method = plan.mixer, plan.config, plan.config.name("method")
+    if mixer.is_server_mean and config.compression.downloads == "none":
+        return
+    if not find_method(method).mixer.is_server_mean:
+        raise UserError(
+            f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; "
+            f"allowed: {names_where(lambda row: row.mixer.is_server_mean)}."
+        )
+    chosen = {
+        "graph.name": config.name("graph"),
+        "run.local_layers": config.run.local_layers,
+        "compression.downloads": config.compression.downloads,
+    }
+    refused = " and ".join(f"{key} is {value!r}" for key, value in chosen.items() if value != "none")
+    raise UserError(
+        f"{refused}, but behind this server all clients get the same components, and whole; allowed there: none."
+    )
 
 
 def check_empty(folder: Path) -> None:

@@ -335,11 +335,6 @@ class Loopback:
         self.superlink = superlink
         return superlink
 
-    def kill_superlink(self) -> None:
-        """End the SuperLink and the server's app at once, as a crash of their machine would."""
-        self.superlink.kill()
-        self.executor.kill()
-
     def register(self, name: str) -> Path:
         """Make a key for a node and register its public half with the SuperLink; returns the key."""
         from fedem.deploy.flower.certificates import make_node_key
@@ -351,15 +346,9 @@ class Loopback:
     def start_node(
         self, name: str, settings: Values, key: Path | None, *, verify: bool = True, wait: bool = True
     ) -> Program:
-        """Start a SuperNode, and wait until the SuperLink has let it in.
+        """Start a SuperNode with its node config and private key, and ``wait`` until the SuperLink has let it in.
 
-        Args:
-            name: names its log.
-            settings: its node configuration.
-            key: its private key; None for a node without one.
-            verify: whether it has the authority's certificate, by which it knows the SuperLink.
-            wait: whether to wait.
-
+        One that does not ``verify`` lacks the authority's certificate, by which it knows the SuperLink.
         """
         node = self._start(
             "flower-supernode",
@@ -381,25 +370,11 @@ class Loopback:
         run.wait_for("Successfully started run")
         return run
 
-    def command(self, *words: str) -> str:
-        """Run ``flwr`` with these words to its end; returns what it printed."""
-        command = f"flwr {' '.join(words)}"
-        try:
-            done = subprocess.run(
-                ["flwr", *words],
-                env=self.environment,
-                # Not where the user is: flwr takes a folder there for an app, if it is called like our connection.
-                cwd=self.logs,
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{command} has not ended within {_COMMAND:.0f} s.") from None
-        if done.returncode:
-            raise UserError(f"{command} failed:\n{_STYLE.sub('', done.stdout + done.stderr).strip()}")
-        return done.stdout
+    def command(self, *words: str) -> None:
+        """Run ``flwr`` with these words to its end."""
+        command = self._start("flwr", *words, log="-".join(["flwr", *words[:2]]))
+        if command.finish(_COMMAND):
+            raise command.failure("failed")
 
     def close(self) -> None:
         """End everything that was started here, by its process group."""
@@ -411,9 +386,9 @@ class Loopback:
         self.programs.clear()
 
     def _start(self, command: str, *arguments: str, log: str = "") -> Program:
-        path = shutil.which(command, path=self._path)
-        assert path is not None, "looked for when this was made"
-        program = Program(log or command, [path, *arguments], self.logs / f"{log or command}.log", self.environment)
+        # Programs run in the folder of logs: flwr takes a folder where it runs for an app, if it is called like it.
+        path, name = str(shutil.which(command, path=self._path)), log or command
+        program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment)
         self.programs.append(program)
         return program
 

@@ -25,10 +25,11 @@ from torch import Tensor
 from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.core.files import locked
-from fedem.core.random import COHORT, COMPONENTS, MIXER, choose, client_keys, derive
-from fedem.core.tree import Tree, tree_floats, tree_index, tree_repeat, tree_sorted, tree_stack, tree_to
+from fedem.core.random import COHORT, choose, client_keys
+from fedem.core.tree import Tree, tree_index, tree_repeat, tree_sorted, tree_stack, tree_to
 from fedem.data.federation import PARTS
-from fedem.deploy.node import Kept, Node, place
+from fedem.deploy.kept import Kept, kept_path
+from fedem.deploy.node import Node, combine_scores
 from fedem.deploy.peers.group import PeersChangedError, ProcessGroup, pack, unpack
 from fedem.deploy.peers.meeting import AgentFolder, Meeting, MeetingOverError, Notify, read_key, take_part
 from fedem.deploy.peers.neighbours import (
@@ -40,17 +41,18 @@ from fedem.deploy.peers.neighbours import (
     run_to_go_on_with,
 )
 from fedem.deploy.plan import Plan
-from fedem.graphs import File, Topology, among
+from fedem.graphs import File, Ring, Topology, among
 from fedem.methods import names_where
+from fedem.methods.assembly import Assembled
 from fedem.methods.decentralised import Graph, scaled
-from fedem.methods.mixer import Round, weighted_means
+from fedem.methods.mixer import Mixed, Round, weighted_means
 from fedem.models.images import INSTALLED
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.rounds import cohort_size, mixer_seed
+from fedem.runs.rounds import RoundCosts, cohort_size, first_state, mixer_seed, not_finite, round_key, step_groups
 
-_CPU = torch.device("cpu")
+_CPU, _HERE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,9 @@ class Peer:
         for client in clients:
             client.run = common_run
         folder.save_run(common_run)
-        run, mixer = self.plan.config.run, self.plan.mixer
-        self.topology = graph_of(self.plan)
-        self.local = mixer.local_leaves
+        run, self.topology = self.plan.config.run, graph_of(self.plan)
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
-        self.scales = Graph(self.topology).step_scales(self.sizes, float(self.sizes.double().mean()))
         self.own = {self.names.index(client.node.name): client for client in clients}
         self.done = round_to_go_on_with(present)
         self.graph = PeerGraph.over(self.topology, self.names, mixer_seed(run.seed))
@@ -170,7 +169,7 @@ class Peer:
                     client.keep()
                 own: Mapping[str, Record] = {}
                 if run.is_scored(self.done):
-                    averages, own = self._assess()
+                    averages, own = self._score()
                     line |= averages
                     self.notify(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
                 for client, log in logs:
@@ -181,85 +180,86 @@ class Peer:
     def _step(self, round_index: int) -> Record:
         """Train, exchange and mix; returns what the round cost."""
         started = time.perf_counter()
-        run, algorithm = self.plan.config.run, self.plan.algorithm
-        clients = choose(self.graph.keys, self.cohort_size, COHORT, run.seed, round_index)
-        key, rate = int(derive(run.seed, MIXER, round_index)), self.plan.rate(round_index)
-        matrix = among(self.graph.matrix(round_index, key), clients)
-        members = {row: self.own[client] for row, client in enumerate(clients.tolist()) if client in self.own}
-        common: dict[int, Tree] = {}
-        own: dict[int, Tree] = {}
-        for row, member in members.items():
-            position = int(clients[row])
-            scale = 1.0 if self.scales is None else float(self.scales[position])
-            upload, member.personal = member.node.train(member.shared, member.personal, round_index, rate, scale)
-            upload, member.personal = tree_to(upload, _CPU), tree_to(member.personal, _CPU)
-            member.check(upload, rate)
-            own[row] = {name: leaf for name, leaf in upload.items() if name in self.local}
-            common[row] = {name: leaf for name, leaf in upload.items() if name not in self.local}
-            if self.topology.scale == "updates":
-                common[row] = self._stretched(member, common[row], position, rate, key)
-        up, down = self._exchange(common, matrix, clients.tolist())
-        share = int(self.sizes[clients].sum()) / int(self.sizes.sum())
-        for row, member in members.items():
+        seed, algorithm = self.plan.config.run.seed, self.plan.algorithm
+        cohort = choose(self.graph.keys, self.cohort_size, COHORT, seed, round_index)
+        key, rate, average = (
+            round_key(seed, round_index),
+            self.plan.rate(round_index),
+            float(self.sizes.double().mean()),
+        )
+        this = Round(cohort, self.sizes[cohort], len(self.sizes), rate, key, average, algorithm.model.trainable)
+        matrix = among(self.graph.matrix(round_index, key), cohort)
+        scales = Graph(self.topology).step_scales(this.sizes, average)
+        members = {row: self.own[client] for row, client in enumerate(cohort.tolist()) if client in self.own}
+        uploads = {
+            row: client.train(round_index, rate, 1.0 if scales is None else float(scales[row]))
+            for row, client in members.items()
+        }
+        common = {row: self._common(upload) for row, upload in uploads.items()}
+        if self.topology.scale == "updates":
+            common = {row: self._scaled(this, row, members[row], tree) for row, tree in common.items()}
+        bytes_up, bytes_down = self._exchange(common, matrix, cohort.tolist())
+        share = int(this.sizes.sum()) / int(self.sizes.sum())
+        for row, client in members.items():
             heard = matrix[row].nonzero().flatten()
             trees = tree_stack([common[other] for other in heard.tolist()])
-            mean = tree_index(weighted_means(matrix[row, heard][None], [(torch.arange(len(heard)), trees)]), 0)
-            past = {name: leaf for name, leaf in member.shared.items() if name not in self.local}
-            member.shared = tree_sorted(algorithm.update(past, mean, share) | own[row])
-        return {
-            "round": round_index + 1,
-            "learning_rate": rate,
-            "clients": len(clients),
-            "peers": self.group.size,
-            "seconds": time.perf_counter() - started,
-            "bytes_up": up,
-            "bytes_down": down,
-        }
+            means = weighted_means(matrix[row, heard][None], [(torch.arange(len(heard)), trees)])
+            mixed = Mixed(_HERE, means, len(heard))
+            shared = step_groups(algorithm, tree_repeat(self._common(client.shared), 1), mixed, share)
+            client.shared = tree_sorted(uploads[row] | tree_index(shared, 0))
+        seconds = time.perf_counter() - started
+        costs = RoundCosts(round_index + 1, rate, len(cohort), seconds, bytes_up, bytes_down)
+        return costs._asdict() | {"peers": self.group.size}
 
-    def _stretched(self, member: PeerClient, upload: Tree, position: int, rate: float, key: int) -> Tree:
-        """Scale what the client's training came to."""
-        average, here = float(self.sizes.double().mean()), torch.zeros(1, dtype=torch.int64)
-        trained = self.plan.model.trainable
-        this = Round(here, self.sizes[[position]], len(self.sizes), rate, key, average, trained)
-        ((_, stretched),) = scaled(tree_repeat(member.shared, 1), this, [(here, tree_repeat(upload, 1))])
-        return tree_index(stretched, 0)
+    def _common(self, tree: Tree) -> Tree:
+        """Return the leaves that clients average; the others stay with their client."""
+        return {name: leaf for name, leaf in tree.items() if name not in self.plan.mixer.local_leaves}
 
-    def _exchange(self, trees: dict[int, Tree], matrix: Tensor, clients: Sequence[int]) -> tuple[int, int]:
+    def _scaled(self, this: Round, row: int, client: PeerClient, upload: Tree) -> Tree:
+        """Scale what a client's training changed, as the simulator does."""
+        alone = this._replace(clients=_HERE, sizes=this.sizes[[row]])
+        ((_, found),) = scaled(tree_repeat(client.shared, 1), alone, [(_HERE, tree_repeat(upload, 1))])
+        return tree_index(found, 0)
+
+    def _exchange(self, trees: dict[int, Tree], matrix: Tensor, cohort: Sequence[int]) -> tuple[int, int]:
         """Add what clients of other processes have trained to ``trees``, by row; returns bytes sent and received."""
-        sends, receives = routes(matrix, [self.ranks[client] for client in clients], self.group.rank)
+        sends, receives = routes(matrix, [self.ranks[client] for client in cohort], self.group.rank)
         outgoing = {rank: torch.cat([pack(trees[row]) for row in rows]) for rank, rows in sends.items()}
-        like = {name: leaf for name, leaf in self.clients[0].shared.items() if name not in self.local}
+        like = self._common(self.clients[0].shared)
         size = len(pack(like))
         incoming = {rank: torch.empty(size * len(rows), dtype=torch.uint8) for rank, rows in receives.items()}
         self.group.exchange(outgoing, incoming)
         for rank, rows in receives.items():
-            for row, part in zip(rows, incoming[rank].split(size), strict=True):
-                trees[row] = unpack(part, like)
-                if (leaf := spoilt(trees[row])) is not None:
+            for row, buffer in zip(rows, incoming[rank].split(size), strict=True):
+                trees[row] = unpack(buffer, like)
+                if (leaf := not_finite(trees[row])) is not None:
                     raise UserError(
-                        f"Client {self.names[clients[row]]!r} sent {leaf!r} with numbers that are not finite, which "
+                        f"Client {self.names[cohort[row]]!r} sent {leaf!r} with numbers that are not finite, which "
                         "would spoil whoever averages with it; what was learnt before is kept. Stop that client."
                     )
         return sum(map(len, outgoing.values())), sum(map(len, incoming.values()))
 
-    def _assess(self) -> tuple[Record, dict[str, Record]]:
+    def _score(self) -> tuple[Record, dict[str, Record]]:
         """Score the clients here; returns averages over all that are there, by training samples, and each one's own.
 
         Sums pass between processes, and no list of clients' scores.
         """
         metric = self.plan.model.loss.metric
-        sums = torch.zeros(len(PARTS), 3, dtype=torch.float64)
-        own: dict[str, Record] = {}
-        for member in self.clients:
-            found, weight = member.node.assess(member.shared, member.personal), member.node.num_samples
-            record = own.setdefault(member.node.name, {})
-            for row, part in enumerate(PARTS):
-                if part in found:
-                    count, loss, value = found[part]
-                    sums[row] += weight * torch.tensor([1, loss / count, value / count], dtype=torch.float64)
-                    record |= {f"own_{part}_loss": loss / count, f"own_{part}_{metric}": value / count}
+        sums = {one.node.name: (one.node.num_samples, one.node.score(one.shared, one.personal)) for one in self.clients}
+        own = {
+            name: {
+                f"own_{part}_{key}": value / entry.samples
+                for part, entry in scores.items()
+                for key, value in (("loss", entry.loss), (metric, entry.value))
+            }
+            for name, (_, scores) in sums.items()
+        }
+        here, totals = combine_scores(metric, list(sums.values())), torch.zeros(len(PARTS), 3, dtype=torch.float64)
+        for row, part in enumerate(PARTS):
+            if entry := here.get(part):
+                totals[row] = entry.weights.sum() * torch.tensor([1, entry.average, entry.loss], dtype=torch.float64)
         averages: Record = {}
-        for part, (weight, loss, value) in zip(PARTS, self.group.total(sums).tolist(), strict=True):
+        for part, (weight, value, loss) in zip(PARTS, self.group.total(totals).tolist(), strict=True):
             if weight:
                 averages |= {f"{part}_{metric}": value / weight, f"{part}_loss": loss / weight}
         return averages, own
@@ -316,18 +316,16 @@ class PeerClient:
     def open(cls, node: Node, state: Path) -> PeerClient:
         """Take up what the client has kept under this plan, or start."""
         plan = node.plan
-        path = place(state, f"peers-{plan.fingerprint[:12]}", node.name)
+        path = kept_path(state, f"peers-{plan.fingerprint[:12]}", node.name)
         if path.exists():
             kept = Kept.load(path)
             if kept.plan.fingerprint != plan.fingerprint or kept.shared is None or not kept.run:
                 raise UserError(f"{path} was not kept by a peer under this plan; allowed: another folder for --state.")
             return cls(node, path, kept.round, kept.shared, kept.personal, kept.run)
-        seed = plan.config.run.seed
-        draw = derive(seed, COMPONENTS)
-        if graph_of(plan).start == "apart":
-            draw = derive(client_keys([node.name])[0], COMPONENTS, seed)
-        shared = tree_sorted(plan.algorithm.init_shared(int(draw)))
-        return cls(node, path, 0, shared, node.first_personal(shared))
+        # Alone it needs no neighbours yet, whatever the graph will be.
+        method = Assembled(plan.algorithm, Graph(Ring(start=graph_of(plan).start)))
+        first = first_state(method, client_keys([node.name]), plan.config.run.seed)
+        return cls(node, path, 0, tree_index(first.shared, 0), tree_index(first.personal, 0))
 
     def keep(self) -> None:
         """Write what it has learnt."""
@@ -354,16 +352,13 @@ class PeerClient:
         folder.path.mkdir(parents=True, exist_ok=True)
         return folder.open_metrics(self.round)
 
-    def check(self, upload: Tree, rate: float) -> None:
-        """Refuse to pass on numbers that are no longer finite."""
-        if (name := spoilt(upload)) is not None:
+    def train(self, round_index: int, rate: float, scale: float) -> Tree:
+        """Run one round; returns what it uploads, and refuses numbers that are no longer finite."""
+        trained = self.node.train(self.shared, self.personal, round_index, rate, scale)
+        upload, self.personal = (tree_to(tree, _CPU) for tree in trained)
+        if (name := not_finite(upload)) is not None:
             raise UserError(
                 f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {name!r} is no longer "
                 f"finite at learning rate {rate:g}; a plan with a smaller schedule.learning_rate is needed."
             )
-
-
-def spoilt(tree: Tree) -> str | None:
-    """Return the name of a leaf with numbers that are not finite, if there is one."""
-    names = (name for name, leaf in tree_floats(tree).items() if not bool(torch.isfinite(leaf).all()))
-    return next(names, None)
+        return upload
