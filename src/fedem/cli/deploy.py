@@ -16,8 +16,6 @@ from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Quiet, Rou
 from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import SHORT, check_nodes, choose_clients, draw_clients, run_trial
-from fedem.deploy.peers.meeting import KEY, Meeting, host_meeting, make_key
-from fedem.deploy.peers.work import Task, check_start, graph_of, join
 from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
@@ -201,6 +199,9 @@ def peer(
         missing = {"--plan": plan, "--data": data, "--meet": meet_at, "--state": state}
         names = ", ".join(name for name, value in missing.items() if value is None)
         raise UserError(f"A peer needs {names}; see `fedem peer --help`.")
+    from fedem.deploy.peers.meeting import Meeting
+    from fedem.deploy.peers.work import Task, join
+
     meeting = Meeting.at(
         meet_at,
         min_peers=min_peers,
@@ -230,6 +231,9 @@ def make_plan(
     settings: Assignments = None,
 ) -> None:
     """Make the plan that all peers agree on; the data are a sample that says what columns and classes there are."""
+    from fedem.deploy.peers.meeting import KEY, make_key
+    from fedem.deploy.peers.work import check_start, graph_of
+
     asked: Sections = {
         "run": given(rounds=rounds),
         "method": {"name": method},
@@ -254,6 +258,8 @@ def meet(
     ] = "127.0.0.1",
 ) -> None:
     """Host the place where peers find each other, for one run; no model and no sample passes through it."""
+    from fedem.deploy.peers.meeting import host_meeting
+
     store = host_meeting(port, host)
     notify(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
     threading.Event().wait()

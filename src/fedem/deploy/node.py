@@ -75,12 +75,8 @@ class Node:
     def open(cls, plan: Plan, path: Path, name: str | None = None) -> Node:
         """Read a client's samples from a file, encode them as the plan says and split them as the simulator does.
 
-        Args:
-            plan: what all agree on.
-            path: a file, or a folder of files, as for training.
-            name: of the client. Where the samples have a column of clients, its rows are taken (may be None if there is
-                one client only); where they have none, all are the client's.
-
+        Where the samples have a column of clients, the rows of ``name`` are taken (None if there is one client only);
+        where they have none, all are the client's.
         """
         federation = read_clients(plan, path, name)
         if name is None:

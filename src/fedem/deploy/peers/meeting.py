@@ -2,7 +2,7 @@
 
 Every peer's process runs an agent. The agents meet, and each starts a worker that knows how many they are and its rank.
 When a worker fails because somebody is gone, or when somebody new is waiting, the agents stop their workers and meet
-again.
+again. Importing this takes a while: commands import it late.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.core.settings import Settings
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 KEY = "meeting.key"
 """the file of a plan's folder with the secret that all who meet share"""
@@ -133,19 +144,15 @@ def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Left to itself, the store listens on all addresses, whichever it is given.
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-    chosen = listener.getsockname()[1]
-    return _store(host, chosen, seconds, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    chosen, timeout = listener.getsockname()[1], timedelta(seconds=seconds)
+    return TCPStore(
+        host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timeout
+    )
 
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
     """Connect to a store, which may be opened meanwhile."""
-    return _store(host, port, seconds, is_master=False)
-
-
-def _store(host: str, port: int, seconds: float, **options: Any) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
-
-    return TCPStore(host, port, timeout=timedelta(seconds=seconds), **options)
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 # The secret: torch's agents unpickle what lies at the store, which runs whatever code its writer chose. A seal
@@ -177,7 +184,7 @@ def read_key(folder: Path) -> bytes:
     return key
 
 
-class SealedBackend:
+class SealedBackend(RendezvousBackend):
     """A backend of torch's rendezvous that returns no state that somebody without the key wrote.
 
     Raises:
@@ -190,16 +197,13 @@ class SealedBackend:
 
     @property
     def name(self) -> str:
-        """What torch calls the backend."""
         return self._backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token; None while there is no state."""
         found = self._backend.get_state()
         return None if found is None else (self._check(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state that ``token`` is of; returns the state that is there now, and whether it is this one."""
         found = self._backend.set_state(self._seal(state) + state, token)
         return None if found is None else (self._check(found[0]), *found[1:])
 
@@ -207,8 +211,6 @@ class SealedBackend:
         return hmac.digest(self._key, state, "sha256")
 
     def _check(self, sealed: bytes) -> bytes:
-        from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-
         seal, state = sealed[:_KEY_BYTES], sealed[_KEY_BYTES:]
         if not hmac.compare_digest(seal, self._seal(state)):
             raise RendezvousStateError("The seal is wrong.")
@@ -281,14 +283,6 @@ def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: N
         KeyboardInterrupt: this process was told to stop.
 
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousStateError,
-        RendezvousTimeoutError,
-    )
-
     with AgentFolder.opened(meeting.round_timeout) as folder, _torch_settings():
         while True:
             try:
@@ -326,13 +320,6 @@ def _work(worker: Worker, folder: AgentFolder, task: Any) -> None:
 
 
 def _run_agent(meeting: Meeting, key: bytes, worker: Worker, folder: AgentFolder, task: Any) -> None:
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
-
     address = meeting.reach()
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -352,7 +339,7 @@ def _run_agent(meeting: Meeting, key: bytes, worker: Worker, folder: AgentFolder
         keep_alive_max_attempt=_HEARTBEATS,
     )
     backend, store = create_backend(parameters)
-    handler = create_handler(store, cast(RendezvousBackend, SealedBackend(backend, key)), parameters)
+    handler = create_handler(store, SealedBackend(backend, key), parameters)
     spec = WorkerSpec("peer", 1, handler, entrypoint=_work, args=(worker, folder, task), max_restarts=_RESTARTS)
     spec.local_addr = address
     # A server that has imported what a worker needs makes one in no time, again and again.
