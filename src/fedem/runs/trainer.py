@@ -260,9 +260,13 @@ class Trainer:
         return self.recipe.config
 
     @cached_property
+    def _own_engine(self) -> Engine:
+        return self.recipe.engine()[0]
+
+    @cached_property
     def engine(self) -> Engine:
-        """Runs the clients, by all processes of the team together."""
-        return share_out(self.recipe.engine()[0], self.team)
+        """Runs the clients, by all processes of the team together; a round shares its cohort out by itself."""
+        return share_out(self._own_engine, self.team)
 
     @property
     def note(self) -> str | None:
@@ -276,7 +280,7 @@ class Trainer:
         return Training(
             recipe.algorithm,
             recipe.mixer,
-            self.engine,
+            self._own_engine,
             config.batching,
             config.schedule,
             self.federation,
