@@ -11,20 +11,14 @@ import pytest
 
 from fedem.core.settings import Settings
 from fedem.report.console import console
-from fedem.report.reference import SECTIONS, Kind, kinds_in, settings_of, settings_page
-from fedem.runs.config import ABOUT, NAMED, UNNAMED, complete_section, parse_assignment
+from fedem.report.reference import Kind, kinds_in, settings_of, settings_page
+from fedem.runs.config import SECTIONS, parse_assignment
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 KINDS = [(section, kind) for section in SECTIONS for kind in kinds_in(section)]
 CLASSES = sorted(
-    {
-        cls
-        for tables in ({"": UNNAMED}, NAMED)
-        for table in tables.values()
-        for kinds in table.values()
-        for cls in kinds
-    },
+    {cls for section in SECTIONS.values() for name in section.table for cls in section.kinds({"name": name})},
     key=lambda cls: f"{cls.__module__}.{cls.__name__}",
 )
 
@@ -54,7 +48,7 @@ def test_no_meaning_is_of_a_setting_that_is_gone(kind: type[Settings]) -> None:
 @pytest.mark.parametrize(("section", "kind"), KINDS, ids=lambda part: getattr(part, "name", part))
 def test_all_keys_are_told_and_their_defaults_are_true(section: str, kind: Kind) -> None:
     """What is shown as a default, given to --set, is what holds when nothing is set."""
-    values = complete_section(section, {"name": kind.name} if kind.name else {})
+    values = SECTIONS[section].complete({"name": kind.name} if kind.name else {})
     values.pop("name", None)
     told = [parse_assignment(f"{section}.{setting.name}={setting.default}")[section] for setting in kind.settings]
     assert {key: value for assigned in told for key, value in assigned.items()} == values
@@ -65,7 +59,7 @@ def test_sections_and_their_names_are_listed_within_eighty_columns(run) -> None:
     code, out, err = run("settings")
     assert (code, err) == (0, "")
     assert all(len(line) <= 80 for line in out.splitlines())
-    assert set(ABOUT) == set(SECTIONS)
+    assert all(section.about for section in SECTIONS.values())
     words = re.split(r"[\s,]+", out)
     for section in SECTIONS:
         assert section in words
@@ -78,7 +72,7 @@ def test_a_section_is_told_in_full(run, wide: None, section: str) -> None:
     code, out, err = run("settings", section)
     assert (code, err) == (0, "")
     lines = _lines(out)
-    assert ABOUT[section] in out
+    assert SECTIONS[section].about in out
     for kind in kinds_in(section):
         assert not kind.name or any(line.startswith(f"{kind.name}: ") for line in lines)
         for setting in kind.settings:

@@ -26,10 +26,8 @@ from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, resolve_method
 from fedem.report.console import labelled_table, simple_table
-from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, Kinds, complete_section
+from fedem.runs.config import GIVEN, SECTIONS, Config, Kinds
 from fedem.runs.rounds import mixer_seed
-
-SECTIONS = (*UNNAMED, *NAMED)
 
 _BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
@@ -205,7 +203,7 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
 def _is_implied(config: Config, place: str, key: str) -> bool:
     """Whether a graph's setting is what it would be anyway, once its name is known."""
     chosen = config.sections[place]
-    return place == "graph" and key != "name" and chosen[key] == complete_section(place, {"name": chosen["name"]})[key]
+    return place == "graph" and key != "name" and chosen[key] == SECTIONS[place].complete({"name": chosen["name"]})[key]
 
 
 def _shipped_table(name: str) -> Table:
@@ -227,13 +225,15 @@ def _shipped_table(name: str) -> Table:
 
 def kinds_in(section: str) -> list[Kind]:
     """Return the names that a section may have, and what can be set with each."""
-    if section in UNNAMED:
-        return [Kind("", [], _settings_of(UNNAMED[section]))]
+    found = SECTIONS[section]
+    if not found.is_named:
+        return [Kind("", [], _settings_of(found.kinds({})))]
+    classes = {name: found.kinds({"name": name}) for name in found.table}
     kinds = [
-        Kind(name, [METHODS[name].summary] if section == "method" else _paragraphs(classes[0]), _settings_of(classes))
-        for name, classes in NAMED[section].items()
+        Kind(name, [METHODS[name].summary] if section == "method" else _paragraphs(of[0]), _settings_of(of))
+        for name, of in classes.items()
     ]
-    return kinds + [Kind(name, [text], []) for (place, name), text in WITHOUT_SETTINGS.items() if place == section]
+    return kinds + [Kind(name, [text], []) for name, text in found.bare.items()]
 
 
 def _settings_of(classes: Kinds) -> list[Setting]:
@@ -252,7 +252,7 @@ def sections_pages() -> Iterator[RenderableType]:
     """Yield one row per section: what it is for, and its names."""
     table = simple_table("section", "what it sets", "names", bold="section")
     for section in SECTIONS:
-        table.add_row(section, ABOUT[section], ", ".join(kind.name for kind in kinds_in(section)) or "-")
+        table.add_row(section, SECTIONS[section].about, ", ".join(kind.name for kind in kinds_in(section)) or "-")
     yield table
     yield "fedem settings SECTION shows a section's keys, fedem settings SECTION.NAME those that go with a name."
 
@@ -270,7 +270,7 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
         yield _settings_table(f"Settings: {keys}", kind.settings) if kind.settings else "\nIt has no settings."
         return
     kinds = kinds_in(section)
-    yield Text(" ".join([ABOUT[section], *_choice(section)]))
+    yield Text(" ".join([SECTIONS[section].about, *_choice(section)]))
     if shared := _shared(kinds):
         yield _settings_table(f"Whatever the name: {keys}", shared)
     for kind in kinds:
@@ -286,7 +286,7 @@ def settings_page() -> str:
     parts = [_TITLE, _marked(_PRESETS)]
     for section in SECTIONS:
         kinds = kinds_in(section)
-        parts += [f"## {section}", " ".join([_marked(ABOUT[section]), *_choice(section, "`")])]
+        parts += [f"## {section}", " ".join([_marked(SECTIONS[section].about), *_choice(section, "`")])]
         if shared := _shared(kinds):
             parts += [f"Whatever the name:\n\n{_markdown_table(shared)}"]
         for kind in kinds:
@@ -299,7 +299,7 @@ def settings_page() -> str:
 
 def _kind(section: str, name: str) -> Kind:
     """Return what a name in a section stands for; a method may be called by any name that it has."""
-    if section in UNNAMED:
+    if not SECTIONS[section].is_named:
         raise UserError(f"[{section}] has no names, but {name!r} was asked for; allowed: fedem settings {section}.")
     kinds = {kind.name: kind for kind in kinds_in(section)}
     found = resolve_method(name) if section == "method" else name
@@ -310,9 +310,9 @@ def _kind(section: str, name: str) -> Kind:
 
 def _choice(section: str, quote: str = "") -> list[str]:
     """Say how a kind is chosen, where there are several."""
-    if section in UNNAMED:
+    if not SECTIONS[section].is_named:
         return []
-    default = DEFAULTS.get(section, {}).get("name")
+    default = SECTIONS[section].default
     usual = f"; {quote}{default}{quote} unless it is set" if default else ""
     return [f"{quote}--set {section}.name=NAME{quote} chooses{usual}."]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import toml_literal
@@ -19,7 +19,7 @@ from fedem.data.partitions import PARTITIONS, Partition
 from fedem.engines import ENGINES, Batching
 from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
-from fedem.methods import ALIASES, METHODS, find_method, resolve_method
+from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
 from fedem.models import MODELS, ModelSpec
 from fedem.models.losses import LOSSES, Loss
@@ -34,12 +34,9 @@ Values = dict[str, Any]
 Sections = dict[str, Values]
 Layer = Mapping[str, Mapping[str, Any]]
 Kinds = tuple[type[Settings], ...]
+_Kind = TypeVar("_Kind")
 
-GIVEN = "given"
-"""Name of data or a model that was passed from Python, and so can't be made again from a file."""
-
-NO_GRAPH = "none"
-"""Name of the graph of clients that talk to a server, or to nobody."""
+GIVEN = "given"  # the name of data or a model passed from Python, which can't be made again from a file
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ class RunSettings(Settings):
         rounds: communication rounds.
         seed: decides whatever is random.
         clients_per_round: share of the clients that take part in each round, up to 1, or their number, from 2.
-        unseen: share of the clients held out of training; when it is over they are fitted and scored, where the method
-            has something for them.
+        unseen: share of the clients held out of training; after it they are fitted and scored, where the method can.
         unseen_share: share of its training samples that a client held out is fitted on.
         device: "cpu", "cuda", "cuda:1", ...; "auto" takes a GPU where there is one.
         engine: "stacked" trains many clients at once, "one_by_one" one after the other, with the same results up to
@@ -60,16 +56,13 @@ class RunSettings(Settings):
         dtype: type of the models' parameters and of what is computed with them.
         precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
             bits; "bfloat16": models compute in that type where torch deems it safe.
-        local_layers: "batch_norm" keeps each client's batch normalisation, scales and statistics, with the client;
-            "none" shares all layers.
+        local_layers: "batch_norm" keeps batch normalisation, scales and statistics, with its client; "none" shares all.
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
-        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
-            FedAvg into FedAvg+.
+        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 makes FedAvg FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
-        evaluate_every: rounds between scores, by which the best state is chosen; the last round is scored in any case,
-            with 0 it alone.
+        evaluate_every: rounds between scores, by which the best state is chosen; the last round always is, with 0 it alone.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
             what is best; empty: accuracy for classes, mean_squared_error for numbers. For classes there are also
             balanced_accuracy, roc_auc, average_precision, macro_f1, top_5_accuracy (or another number), log_loss and
@@ -114,122 +107,80 @@ class RunSettings(Settings):
         return done == self.rounds or self.is_due(self.evaluate_every, done)
 
 
-@dataclass(frozen=True)
-class MethodSettings:
+class MethodSettings(NamedTuple):
     """The [method] section: a method's name and its values, which its algorithm and its mixer take."""
 
     name: str
     values: Values
 
 
-def _one_each(table: Mapping[str, type[Settings]]) -> dict[str, Kinds]:
-    return {name: (kind,) for name, kind in table.items()}
+class Section(NamedTuple):
+    """What may stand in a section: values of one kind of settings, or a name and the values that go with it."""
+
+    name: str
+    about: str
+    table: Mapping[str, Any]  # classes of settings by name, of methods their rows; {"": class} where there are no names
+    default: str = ""
+    bare: Mapping[str, str] = {}  # a name beside those with settings, and what it stands for: its settings are None
+
+    @property
+    def is_named(self) -> bool:
+        return "" not in self.table
+
+    def kinds(self, values: Mapping[str, Any]) -> Kinds:
+        """Return the classes that describe ``values``: for a method two, for a name without settings none."""
+        name = values.get("name") if self.is_named else ""
+        if not isinstance(name, str) or name not in (*self.table, *self.bare):
+            raise unknown(self.name, name, self.table)
+        row = self.table.get(name, ())
+        return (row.algorithm, row.mixer) if isinstance(row, Method) else (row,) if row else ()
+
+    def complete(self, values: Mapping[str, Any]) -> Values:
+        """Check the section's ``values`` and fill in the defaults."""
+        kinds = self.kinds(values)
+        named = {"name": values["name"]} if self.is_named else {}
+        own = {key: value for key, value in values.items() if key not in named}
+        if own and not kinds:
+            raise UserError(f"[{self.name}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
+        return named | complete(self.name, own, *kinds)
+
+    def typed(self, values: Mapping[str, Any]) -> Settings | MethodSettings | None:
+        """Check the section's ``values`` and make its settings of them."""
+        own = self.complete(values)
+        name = own.pop("name", "")
+        if self.table is METHODS:
+            return MethodSettings(name, own)
+        return next((kind(**own) for kind in self.kinds(values)), None)
+
+    def plain(self, settings: Settings | MethodSettings | None) -> Values:
+        """Return ``settings`` as the values of a file."""
+        if settings is None:
+            return {"name": next(iter(self.bare))}
+        if isinstance(settings, MethodSettings):
+            return {"name": settings.name, **settings.values}
+        kind = type(settings)
+        name = {"name": next(name for name, row in self.table.items() if row is kind)} if self.is_named else {}
+        return name | {key: getattr(settings, key) for key in names_of(kind)}
 
 
-class _MethodKinds(Mapping[str, Kinds]):
-    """The table of methods as it is at any moment: users may add rows of their own."""
-
-    def __getitem__(self, name: str) -> Kinds:
-        row = METHODS[name]
-        return row.algorithm, row.mixer
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(METHODS)
-
-    def __len__(self) -> int:
-        return len(METHODS)
-
-
-# A section's values belong to one kind of settings or, for a method, to its algorithm's and its mixer's.
-UNNAMED: dict[str, Kinds] = {"run": (RunSettings,), "batching": (Batching,), "compression": (Compression,)}
-NAMED: dict[str, Mapping[str, Kinds]] = {
-    "data": _one_each(DATA),
-    "partition": _one_each(PARTITIONS),
-    "method": _MethodKinds(),
-    "graph": _one_each(GRAPHS),
-    "model": _one_each(MODELS),
-    "loss": _one_each(LOSSES),
-    "solver": _one_each(SOLVERS),
-    "schedule": _one_each(SCHEDULES),
-}
-SECTIONS = (*UNNAMED, *NAMED)
-WITHOUT_SETTINGS: dict[tuple[str, str], str] = {
-    ("data", GIVEN): "Passed from Python.",
-    ("partition", GIVEN): "Passed from Python, as part of the data.",
-    ("graph", NO_GRAPH): "Clients talk to a server, or to nobody.",
-    ("model", GIVEN): "Passed from Python.",
-    ("loss", "auto"): "The one that fits the targets: squared_error for numbers, logistic for two classes, "
-    "cross_entropy for more.",
-}
-"""Names beside those with settings, one per section at most, and what they stand for: their settings are None."""
-
-ABOUT: dict[str, str] = {
-    "run": "How a run goes: rounds, who takes part, where it is computed, when it is scored.",
-    "batching": "How a client walks through its samples in a round.",
-    "compression": "What the messages of a server and its clients leave out.",
-    "data": "Where the samples come from.",
-    "partition": "How samples become clients'; by default as is usual for the data.",
-    "method": "What is trained, and how clients' work is put together.",
-    "graph": "Who averages with whom where there is no server.",
-    "model": "The network that each component, or each client, has.",
-    "loss": "What is minimised: the negative log-likelihood of the targets.",
-    "solver": "How a client takes its local steps.",
-    "schedule": "The learning rate of each round.",
-}
-"""One line on each section."""
-
-DEFAULTS: Sections = {
-    "data": {"name": "synthetic"},
-    "method": {"name": "fedem"},
-    "graph": {"name": NO_GRAPH},
-    "model": {"name": "linear"},
-    "loss": {"name": "auto"},
-    "solver": {"name": "sgd"},
-    "schedule": {"name": "step"},
-}
-
-
-def kinds_of(section: str, values: Mapping[str, Any]) -> Kinds:
-    """Return the classes that describe a section's values; none when it has none to set."""
-    if section in UNNAMED:
-        return UNNAMED[section]
-    name = values.get("name")
-    if isinstance(name, str) and (section, name) in WITHOUT_SETTINGS:
-        return ()
-    if not isinstance(name, str) or name not in NAMED[section]:
-        raise unknown(section, name, NAMED[section])
-    return NAMED[section][name]
-
-
-def complete_section(section: str, values: Mapping[str, Any]) -> Values:
-    """Check a section's values and fill in the defaults."""
-    kinds = kinds_of(section, values)
-    own = {key: value for key, value in values.items() if key != "name" or section in UNNAMED}
-    named = {} if section in UNNAMED else {"name": values["name"]}
-    if own and not kinds:
-        raise UserError(f"[{section}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
-    return named | complete(section, own, *kinds)
-
-
-def _typed(section: str, values: Mapping[str, Any]) -> Settings | MethodSettings | None:
-    """Check a section's values and make its settings of them."""
-    own = complete_section(section, values)
-    name = own.pop("name", "")
-    if section == "method":
-        return MethodSettings(name, own)
-    kinds = kinds_of(section, values)
-    return kinds[0](**own) if kinds else None
-
-
-def _plain(section: str, settings: Settings | MethodSettings | None) -> Values:
-    """Return a section's settings as the values of a file."""
-    if settings is None:
-        return {"name": next(name for place, name in WITHOUT_SETTINGS if place == section)}
-    if isinstance(settings, MethodSettings):
-        return {"name": settings.name, **settings.values}
-    kind = type(settings)
-    name = {} if section in UNNAMED else {"name": next(name for name, row in NAMED[section].items() if row == (kind,))}
-    return name | {key: getattr(settings, key) for key in names_of(kind)}
+_PASSED, _ALONG = {GIVEN: "Passed from Python."}, {GIVEN: "Passed from Python, as part of the data."}
+_AUTO = {"auto": "By the targets: squared_error for numbers, logistic for two classes, cross_entropy for more."}
+_SERVED = {"none": "Clients talk to a server, or to nobody."}
+_ALL = (
+    Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
+    Section("batching", "How a client walks through its samples in a round.", {"": Batching}),
+    Section("compression", "What the messages of a server and its clients leave out.", {"": Compression}),
+    Section("data", "Where the samples come from.", DATA, "synthetic", _PASSED),
+    Section("partition", "How samples become clients'; by default as is usual for the data.", PARTITIONS, "", _ALONG),
+    Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
+    Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
+    Section("model", "The network that each component, or each client, has.", MODELS, "linear", _PASSED),
+    Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
+    Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
+    Section("schedule", "The learning rate of each round.", SCHEDULES, "step"),
+)
+SECTIONS = {section.name: section for section in _ALL}
+DEFAULTS: Sections = {name: {"name": section.default} for name, section in SECTIONS.items() if section.default}
 
 
 def overlay(*layers: Layer) -> Sections:
@@ -243,7 +194,7 @@ def overlay(*layers: Layer) -> Sections:
             old = merged.get(section, {})
             default = DEFAULTS.get(section, {}).get("name")
             if old and "name" in values and old.get("name", default) != values["name"]:
-                known = names_of(*kinds_of(section, values))
+                known = names_of(*SECTIONS[section].kinds(values))
                 old = {key: value for key, value in old.items() if key in known}
             merged[section] = old | values
     return merged
@@ -263,11 +214,9 @@ class Config:
     _data: DataSource | None
     _partition: Partition | None
     method: MethodSettings
-    graph: Topology | None
-    """over which clients average; None where they don't"""
+    graph: Topology | None  # over which clients average; None where they don't
     _model: ModelSpec | None
-    loss: Loss | None
-    """None: the one that fits the targets"""
+    loss: Loss | None  # None: the one that fits the targets
     solver: Solver
     schedule: Schedule
 
@@ -290,7 +239,7 @@ class Config:
         if isinstance(path := merged["graph"].get("path"), str) and path:
             # A run may be taken up from another folder.
             merged["graph"]["path"] = str(Path(path).absolute())
-        made: dict[str, Any] = {_field(name): _typed(name, merged.get(name, {})) for name in SECTIONS}
+        made: dict[str, Any] = {_field(name): section.typed(merged.get(name, {})) for name, section in SECTIONS.items()}
         return cls(**made)
 
     def resolve(self, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True) -> Recipe:
@@ -301,27 +250,16 @@ class Config:
 
     @property
     def data(self) -> DataSource:
-        """Where the samples come from."""
-        if self._data is None:
-            raise UserError("The data of this run were passed from Python; pass them again, a file can't hold them.")
-        return self._data
+        return _there(self._data, "The data of this run were", "pass them again, a file can't hold them")
 
     @property
     def partition(self) -> Partition:
-        """How the data's samples become clients'."""
-        if self._partition is None:
-            raise UserError(
-                "The partition of this run was passed from Python, as part of its data; allowed in a file: "
-                f"{', '.join(PARTITIONS)}."
-            )
-        return self._partition
+        mend = f"as part of its data; allowed in a file: {', '.join(PARTITIONS)}"
+        return _there(self._partition, "The partition of this run was", mend)
 
     @property
     def model(self) -> ModelSpec:
-        """The network that each component, or each client, has."""
-        if self._model is None:
-            raise UserError("The model of this run was passed from Python; pass model=... again to load it.")
-        return self._model
+        return _there(self._model, "The model of this run was", "pass model=... again to load it")
 
     def make_data(self) -> Dataset:
         """Make the data and deal them to the clients."""
@@ -330,7 +268,7 @@ class Config:
     @cached_property
     def sections(self) -> Sections:
         """All sections as the values of a file, names included."""
-        return {section: _plain(section, getattr(self, _field(section))) for section in SECTIONS}
+        return {name: section.plain(getattr(self, _field(name))) for name, section in SECTIONS.items()}
 
     def name(self, section: str) -> str:
         """Return the name chosen in a section."""
@@ -343,7 +281,7 @@ class Config:
     def replace(self, section: str, **values: Any) -> Config:
         """Return a copy with some values of one section changed."""
         merged = overlay({section: self.sections[section]}, {section: values})[section]
-        changed: dict[str, Any] = {_field(section): _typed(section, merged)}
+        changed: dict[str, Any] = {_field(section): SECTIONS[section].typed(merged)}
         return dataclasses.replace(self, **changed)
 
     def differences(self, other: Config) -> list[str]:
@@ -360,8 +298,13 @@ class Config:
         return to_toml(self.sections)
 
 
+def _there(settings: _Kind | None, what: str, mend: str) -> _Kind:
+    if settings is None:
+        raise UserError(f"{what} passed from Python; {mend}.")
+    return settings
+
+
 def _field(section: str) -> str:
-    """Return the name of the field of :class:`Config` that holds a section."""
     return f"_{section}" if section in ("data", "partition", "model") else section
 
 
@@ -414,11 +357,12 @@ def parse_assignment(text: str) -> Sections:
 
 def unbound(file: Layer, *asked: Layer) -> Layer:
     """Return a file's sections without the hash of its partition, if what is ``asked`` besides makes other clients."""
-    merged = overlay(file, *asked)
-    same = all(merged.get(section, {}) == file.get(section, {}) for section in ("data", "partition")) and all(
-        merged.get("run", {}).get(key) == file.get("run", {}).get(key) for key in ("seed", "unseen")
-    )
-    if same or "run" not in file:
+
+    def clients(layer: Layer) -> list[Any]:
+        run = layer.get("run", {})
+        return [layer.get("data", {}), layer.get("partition", {}), run.get("seed"), run.get("unseen")]
+
+    if "run" not in file or clients(overlay(file, *asked)) == clients(file):
         return file
     return {**file, "run": {key: value for key, value in file["run"].items() if key != "partition_hash"}}
 
@@ -433,28 +377,24 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
     for key, value in options.items():
         if key == "data":
             raise UserError("Option 'data' is for runs from a file; the federation is the first argument.")
-        if key in SECTIONS:
-            if key in UNNAMED and not isinstance(value, Mapping):
-                raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
-            chosen.setdefault(key, {}).update(_section_of(key, value))
-        else:
+        if key not in SECTIONS:
             flat[key] = value
+            continue
+        section = SECTIONS[key]
+        if not isinstance(value, Mapping):
+            if not section.is_named:
+                raise UserError(f"Option {key!r} is {value!r}; allowed: a mapping of its settings.")
+            value = section.plain(value) if type(value) in section.table.values() else {"name": value}
+        chosen.setdefault(key, {}).update(value)
     places: dict[str, str] = {}
-    for section in ("run", "batching", "method", "solver", "schedule", "model", "loss", "graph"):
-        for key in names_of(*kinds_of(section, {**DEFAULTS.get(section, {}), **chosen.get(section, {})})):
-            places.setdefault(key, section)
+    for name in ("run", "batching", "method", "solver", "schedule", "model", "loss", "graph"):
+        for key in names_of(*SECTIONS[name].kinds({**DEFAULTS.get(name, {}), **chosen.get(name, {})})):
+            places.setdefault(key, name)
     for key, value in flat.items():
         if key not in places:
             raise unknown("option", key, places)
         chosen.setdefault(places[key], {})[key] = value
     return chosen
-
-
-def _section_of(section: str, value: Any) -> Mapping[str, Any]:
-    """Return a section from a mapping, from settings of one of its kinds, or from a name."""
-    if isinstance(value, Mapping):
-        return value
-    return _plain(section, value) if (type(value),) in NAMED.get(section, {}).values() else {"name": value}
 
 
 def _preset(data: Any, method: str) -> Sections:

@@ -16,7 +16,7 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method, title_of
 from fedem.models.metrics import find_metric
-from fedem.runs.config import UNNAMED, Config, Layer, Sections, parse_assignment
+from fedem.runs.config import SECTIONS, Config, Layer, Sections, parse_assignment
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies import sweep
@@ -62,7 +62,7 @@ def without_shipped(layer: Layer, main: Config) -> Layer:
     shipped = Config.build({"data": main.sections["data"], "method": {"name": main.name("method")}}).sections
     return {
         section: {key: value for key, value in values.items() if shipped[section].get(key) != value}
-        if section in UNNAMED
+        if not SECTIONS[section].is_named
         else values
         for section, values in layer.items()
     }
