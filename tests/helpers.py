@@ -136,3 +136,11 @@ def distance(first: State, second: State) -> float:
         assert trees[0].keys() == trees[1].keys()
         pairs += [(trees[0][name].double().cpu(), trees[1][name].double().cpu()) for name in trees[0]]
     return max(float(torch.where(a == b, 0.0, a - b).abs().max()) for a, b in pairs if a.numel())
+
+
+def same_states(first: State, second: State) -> bool:
+    """Whether two states are equal to the last bit."""
+    pairs = [(getattr(first, name), getattr(second, name)) for name in ("shared", "personal", "memory")]
+    return first.round == second.round and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
+    )

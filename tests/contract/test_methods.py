@@ -19,6 +19,7 @@ from helpers import (
     make_federation,
     make_model,
     make_training,
+    same_states,
     scores_of,
     stacked,
 )
@@ -30,7 +31,7 @@ from fedem.methods import METHODS, Algorithm
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Alone
 from fedem.models import Model
-from fedem.runs.folder import load_checkpoint, same_states, save_checkpoint
+from fedem.runs.folder import RunFolder
 from fedem.solvers import LBFGS, SGD, SOLVERS, Newton, Various
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -160,8 +161,8 @@ def test_stepping_leaves_the_old_state_alone(method: str) -> None:
 def test_a_checkpoint_resumes_to_the_same_bits(method: str, tmp_path: Path) -> None:
     training = make_training(method, cohort_size=3)
     middle = advance(training, 2)
-    save_checkpoint(tmp_path / "c", {"last": middle}, {"clients": list(NAMES)})
-    states, facts = load_checkpoint(tmp_path / "c")
+    RunFolder(tmp_path / "c").save({"last": middle}, {"clients": list(NAMES)})
+    states, facts = RunFolder(tmp_path / "c").load()
     assert facts == {"clients": list(NAMES)}
     assert same_states(states["last"], middle)
     assert same_states(advance(training, 2, states["last"]), advance(training, 4))
@@ -174,8 +175,8 @@ def test_a_checkpoint_of_many_leaves_resumes_to_the_same_bits(method: str, tmp_p
     solver = SGD(0.01, momentum=0.9) if method in ("scaffold", "qffl") else LBFGS(0.01, history=2, num_trials=4)
     training = make_training(method, model=model, solver=solver, batching=Batching(0, 2), cohort_size=3)
     middle = advance(training, 1)
-    save_checkpoint(tmp_path / "c", {"last": middle}, {})
-    states, _ = load_checkpoint(tmp_path / "c")
+    RunFolder(tmp_path / "c").save({"last": middle}, {})
+    states, _ = RunFolder(tmp_path / "c").load()
     assert same_states(advance(training, 2, states["last"]), advance(training, 3))
 
 

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import StopError, advance, distance, make_federation, make_personalizer, make_training, stop_at
+from helpers import (
+    StopError,
+    advance,
+    distance,
+    make_federation,
+    make_personalizer,
+    make_training,
+    same_states,
+    stop_at,
+)
 
 import fedem
 from fedem.engines import OneByOne, Stacked
 from fedem.methods import METHODS
 from fedem.runs.evaluate import evaluate
-from fedem.runs.folder import same_states
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import NEVER, advance, make_federation, make_training
+from helpers import NEVER, advance, make_federation, make_training, same_states
 from torch.func import vmap
 
 from fedem.engines import Batching, Stacked
 from fedem.engines.stacked import Replay
 from fedem.methods import METHODS
-from fedem.runs.folder import same_states
 from fedem.solvers import LBFGS, SOLVERS, Various
 
 SIZES = (7, 1, 10)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, advance, distance, make_federation, make_personalizer, make_training
+from helpers import DIMENSION, advance, distance, make_federation, make_personalizer, make_training, same_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -30,7 +30,7 @@ from fedem.methods.wrappers.compression import (
 )
 from fedem.models import Model
 from fedem.models.losses import Logistic
-from fedem.runs.folder import load_checkpoint, same_states, save_checkpoint
+from fedem.runs.folder import RunFolder
 from fedem.runs.rounds import State, Training
 
 METHODS = ("fedem", "fedavg", "fedprox", "ditto", "apfl", "perfedavg")
@@ -157,8 +157,8 @@ def test_loop_equals_stacked(kind: str) -> None:
 def test_a_checkpoint_holds_what_was_kept_back(kind: str, tmp_path: Path) -> None:
     training = compressed(make_training(cohort_size=3), KINDS[kind])
     state = advance(training, 2)
-    save_checkpoint(tmp_path, {"last": state}, {})
-    loaded = load_checkpoint(tmp_path)[0]["last"]
+    RunFolder(tmp_path).save({"last": state}, {})
+    loaded = RunFolder(tmp_path).load()[0]["last"]
     assert same_states(advance(training, 2, loaded), advance(training, 2, state))
 
 

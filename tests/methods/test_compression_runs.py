@@ -9,7 +9,7 @@ import pytest
 import torch
 from benchmarks.compression import SETTINGS
 from benchmarks.compression import main as measure
-from helpers import DIMENSION, StopError, make_federation, stop_at
+from helpers import DIMENSION, StopError, make_federation, same_states, stop_at
 from small_runs import SMALL
 from torch import nn
 
@@ -17,7 +17,6 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.methods.wrappers.compression import Compression
 from fedem.runs.config import Config
-from fedem.runs.folder import same_states
 
 BOTH: dict[str, Any] = {"updates": "int8", "downloads": "int8", "threshold": 0.05}
 

@@ -9,7 +9,7 @@ import deployments
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, StopError, make_federation, stop_at
+from helpers import DIMENSION, StopError, make_federation, same_states, stop_at
 from torch import Tensor, nn
 
 import fedem
@@ -19,7 +19,6 @@ from fedem.data.federation import Federation
 from fedem.deploy.node import Node
 from fedem.export import export_client
 from fedem.methods.wrappers.label_shares import SHIFT, LabelShares
-from fedem.runs.folder import same_states
 
 CLASSES, CLIENTS = 3, 5
 METHODS = ("fedem", "bfedem", "fedavg", "fedprox", "dfedem", "clustered", "local")

@@ -15,6 +15,7 @@ from helpers import (
     make_federation,
     make_personalizer,
     make_training,
+    same_states,
     stacked,
     stop_at,
 )
@@ -28,7 +29,6 @@ from fedem.methods.mixer import Alone, Star
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.models import Model
 from fedem.models.losses import Logistic
-from fedem.runs.folder import same_states
 from fedem.runs.rounds import Training
 from fedem.solvers.schedules import Constant
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import StopError, distance, make_federation, stop_at
+from helpers import StopError, distance, make_federation, same_states, stop_at
 from torch import Tensor
 
 import fedem
 from fedem.core.errors import UserError
 from fedem.methods import ALIASES, Local, Penalty, SingleModel, Star, Tree, register, trained_leaves
-from fedem.runs.folder import same_states
 
 GUIDE = Path(__file__).parents[2] / "docs" / "methods.md"
 

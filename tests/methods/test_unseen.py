@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import advance, make_personalizer, make_training, stacked
+from helpers import advance, make_personalizer, make_training, same_states, stacked
 from newcomers import NEWCOMERS, both_engines, every_method, every_sharing_method, losses_of, predict_all
 
 from fedem.core.errors import UserError
@@ -16,7 +16,6 @@ from fedem.data.samples import Samples
 from fedem.engines import Engine, OneByOne
 from fedem.methods.mixer import Settled
 from fedem.runs.evaluate import evaluate
-from fedem.runs.folder import same_states
 from fedem.runs.rounds import State, Training
 
 

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers import same_states
 from patience import patient
 
 import fedem
-from fedem.runs.folder import RunFolder, same_states
+from fedem.runs.folder import RunFolder
 
 ARGUMENTS = [
     "--rounds", "40", "--clients-per-round", "0.5", "--unseen", "0.2", "--quiet",

@@ -9,12 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import StopError, make_federation, stop_at
+from helpers import StopError, make_federation, same_states, stop_at
 from small_runs import SMALL, small_config, small_run
 
 import fedem
 from fedem.core.errors import UserError
-from fedem.runs.folder import RunFolder, load_checkpoint, same_states
+from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import reassess
 
 REQUIRED = {
@@ -101,7 +101,7 @@ def test_a_stray_tensor_file_of_a_killed_run_is_not_trusted(tmp_path: Path) -> N
     stray = tmp_path / "run" / "checkpoints" / "round-000001.safetensors"
     stray.write_bytes(b"half a file")
     small_run(tmp_path / "other")
-    states, _ = load_checkpoint(tmp_path / "run" / "checkpoints")
+    states, _ = RunFolder(tmp_path / "run").load()
     RunFolder(tmp_path / "run").save({"last": states["last"]}, {})
     assert not stray.exists()
 

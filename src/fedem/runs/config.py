@@ -59,10 +59,10 @@ class RunSettings(Settings):
         local_layers: "batch_norm" keeps batch normalisation, scales and statistics, with its client; "none" shares all.
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
-        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 makes FedAvg FedAvg+.
+        fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
-        evaluate_every: rounds between scores, by which the best state is chosen; the last round always is, with 0 it alone.
+        evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
             what is best; empty: accuracy for classes, mean_squared_error for numbers. For classes there are also
             balanced_accuracy, roc_auc, average_precision, macro_f1, top_5_accuracy (or another number), log_loss and

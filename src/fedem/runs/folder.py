@@ -25,7 +25,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
@@ -44,15 +43,9 @@ class RunFolder:
     """The folder of one run."""
 
     def __init__(self, path: Path):
-        self.path = path
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the state lies."""
-        return self.path / "checkpoints"
+        self.path, self.checkpoints = path, path / "checkpoints"
 
     def exists(self) -> bool:
-        """Whether there is a run in the folder."""
         return (self.path / "config.toml").is_file()
 
     # --- writing
@@ -67,7 +60,6 @@ class RunFolder:
             raise UserError(f"The run's folder {self.path} can't be written: {there} is not a folder we may write to.")
 
     def create(self, config: Config) -> None:
-        """Start a new run in the folder."""
         self.prepare()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -79,12 +71,9 @@ class RunFolder:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
         changed = set(self.config().differences(config)) - _FREE
         # Nobody sets the hash: it is found, and says who owns which samples.
-        settings = changed - {"run.partition_hash"}
-        if settings:
-            raise UserError(
-                f"The run in {self.path} was started with other settings ({', '.join(sorted(settings))}); "
-                "resume it as it was, or start a new one."
-            )
+        if settings := ", ".join(sorted(changed - {"run.partition_hash"})):
+            mend = "resume it as it was, or start a new one"
+            raise UserError(f"The run in {self.path} was started with other settings ({settings}); {mend}.")
         if changed:
             raise UserError(f"The data are not those that the run in {self.path} was trained on.")
         remove_leftovers(self.path)
@@ -101,18 +90,38 @@ class RunFolder:
     def open_metrics(self, done: int) -> IO[str]:
         """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""
         path = self.path / "metrics.jsonl"
-        lines = [self.line(line) for line in self.metrics() if line["round"] <= done]
-        write_atomically(path, "".join(lines).encode())
+        write_atomically(path, "".join(self.line(line) for line in self.metrics() if line["round"] <= done).encode())
         return path.open("a", encoding="utf-8")
 
     @staticmethod
     def line(record: Mapping[str, Any]) -> str:
-        """Return a record as a line of metrics.jsonl."""
         return json.dumps(plain(record), allow_nan=False) + "\n"
 
     def save(self, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
-        """Write a checkpoint."""
-        save_checkpoint(self.checkpoints, states, metadata)
+        """Write ``states`` (by role, such as "last" and "best") and ``metadata`` (JSON), then drop what nothing names.
+
+        A state is written once; roles that have the same one share its file.
+        """
+        from safetensors.torch import save
+
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        path, entries, kept = self.checkpoints / MANIFEST, {}, set()
+        if path.exists():  # a file that no manifest names was left by a killed run and is written again
+            kept = {entry["file"] for entry in json.loads(path.read_text(encoding="utf-8"))["states"].values()}
+        for role, state in states.items():
+            # Round by round a state has one value; whatever else has a prefix to its role.
+            name = f"{role.rpartition('-')[0] or 'round'}-{state.round:06d}.safetensors"
+            entries[role] = {"round": state.round, "file": name}
+            if name not in kept:
+                tree = {key: leaf for part in _TREES for key, leaf in add_prefix(part, getattr(state, part)).items()}
+                tensors = {key: leaf.contiguous().cpu() for key, leaf in tree.items()}
+                write_atomically(self.checkpoints / name, save(tensors, metadata={"round": str(state.round)}))
+                kept.add(name)
+        write_json(path, {"facts": dict(metadata), "states": entries})
+        for file in self.checkpoints.glob("*-*.safetensors"):
+            if all(file.name != entry["file"] for entry in entries.values()):
+                file.unlink()
+        remove_leftovers(self.checkpoints)
 
     def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         """Write the outcome."""
@@ -176,8 +185,22 @@ class RunFolder:
             return list(csv.DictReader(file))
 
     def load(self) -> tuple[dict[str, State], dict[str, Any]]:
-        """Read the checkpoint."""
-        return load_checkpoint(self.checkpoints)
+        """Read the checkpoint: the states by role, and the metadata."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        folder = self.checkpoints
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            states: dict[str, State] = {}
+            for role, entry in manifest["states"].items():
+                tensors: dict[str, Tensor] = load_file(folder / entry["file"])
+                states[role] = State(entry["round"], *(tree_sorted(take_prefix(name, tensors)) for name in _TREES))
+            return states, manifest["facts"]
+        except FileNotFoundError as error:
+            raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
+        except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+            raise UserError(f"The checkpoint in {folder} can't be read ({type(error).__name__}: {error}).") from None
 
     def baselines(self) -> list[RunFolder]:
         """Runs of other methods on the same data, in folders below."""
@@ -199,67 +222,3 @@ def new_folder(base: Path, name: str) -> Path:
     while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return Path(os.path.relpath(path)) if not base.is_absolute() else path
-
-
-def save_checkpoint(folder: Path, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
-    """Write ``states`` (by role, such as "last" and "best") and ``metadata`` (JSON), then drop what nothing names.
-
-    A state is written once; roles that have the same one share its file.
-    """
-    from safetensors.torch import save
-
-    folder.mkdir(exist_ok=True)
-    manifest: dict[str, Any] = {"facts": dict(metadata), "states": {}}
-    # A file that no manifest names was left by a killed run and is written again.
-    kept = _named_files(folder)
-    for role, state in states.items():
-        # Round by round a state has one value; whatever else has a prefix to its role.
-        prefix = role.rpartition("-")[0] or "round"
-        path = folder / f"{prefix}-{state.round:06d}.safetensors"
-        if path.name not in kept:
-            tree = {key: leaf for name in _TREES for key, leaf in add_prefix(name, getattr(state, name)).items()}
-            tensors = {name: leaf.contiguous().cpu() for name, leaf in tree.items()}
-            write_atomically(path, save(tensors, metadata={"round": str(state.round)}))
-            kept.add(path.name)
-        manifest["states"][role] = {"round": state.round, "file": path.name}
-    write_json(folder / MANIFEST, manifest)
-    named = _named_files(folder)
-    for path in folder.glob("*-*.safetensors"):
-        if path.name not in named:
-            path.unlink()
-    remove_leftovers(folder)
-
-
-def _named_files(folder: Path) -> set[str]:
-    """Return the tensor files that the present manifest names."""
-    path = folder / MANIFEST
-    if not path.exists():
-        return set()
-    return {entry["file"] for entry in json.loads(path.read_text(encoding="utf-8"))["states"].values()}
-
-
-def load_checkpoint(folder: Path) -> tuple[dict[str, State], dict[str, Any]]:
-    """Read the states by role, and the metadata."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    manifest_path = folder / MANIFEST
-    try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        states: dict[str, State] = {}
-        for role, entry in manifest["states"].items():
-            tensors: dict[str, Tensor] = load_file(folder / entry["file"])
-            states[role] = State(entry["round"], *(tree_sorted(take_prefix(name, tensors)) for name in _TREES))
-        return states, manifest["facts"]
-    except FileNotFoundError as error:
-        raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
-        raise UserError(f"The checkpoint in {folder} can't be read ({type(error).__name__}: {error}).") from None
-
-
-def same_states(first: State, second: State) -> bool:
-    """Whether two states are equal to the last bit."""
-    pairs = [(getattr(first, name), getattr(second, name)) for name in _TREES]
-    return first.round == second.round and all(
-        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
-    )

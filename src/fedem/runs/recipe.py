@@ -39,25 +39,19 @@ from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import State, mixer_seed
 
 ModelSource = nn.Module | Callable[[], nn.Module]
-_TRIED = 5
-"""samples that a model is tried on"""
+_TRIED = 5  # samples that a model is tried on
 
 
 @dataclass(frozen=True, eq=False)
 class SampleFormat:
     """What a model must know of the data: the shape and type of an input, the number of outputs, names, encoding."""
 
-    inputs: tuple[int, ...]
-    """shape of one input"""
+    inputs: tuple[int, ...]  # shape of one input
     input_dtype: torch.dtype
-    outputs: int
-    """number of a model's outputs"""
-    features: tuple[str, ...] | None = None
-    """names of the input columns, when they came from a table"""
-    encoding: Encoding | None = None
-    """how a table becomes inputs and targets"""
-    labels: tuple[str, ...] | None = None
-    """names of the classes, where they have some"""
+    outputs: int  # number of a model's outputs
+    features: tuple[str, ...] | None = None  # names of the input columns, when they came from a table
+    encoding: Encoding | None = None  # how a table becomes inputs and targets
+    labels: tuple[str, ...] | None = None  # names of the classes, where they have some
 
     def conform(self, name: str, values: Any) -> Tensor:
         """Check a client's new inputs; they must be of the kind that was trained on."""
@@ -75,23 +69,18 @@ class SampleFormat:
             "input_shape": list(self.inputs),
             "input_dtype": str(self.input_dtype).removeprefix("torch."),
             "num_outputs": self.outputs,
-            "feature_names": None if self.features is None else list(self.features),
-            "encoding": None if self.encoding is None else self.encoding.to_json(),
-            "labels": None if self.labels is None else list(self.labels),
+            "feature_names": self.features and list(self.features),
+            "encoding": self.encoding and self.encoding.to_json(),
+            "labels": self.labels and list(self.labels),
         }
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SampleFormat:
         """Read what :meth:`to_json` wrote, among other things."""
         names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
-        return cls(
-            tuple(content["input_shape"]),
-            getattr(torch, content["input_dtype"]),
-            content["num_outputs"],
-            None if names is None else tuple(names),
-            None if encoding is None else Encoding.from_json(encoding),
-            None if labels is None else tuple(labels),
-        )
+        shape, dtype = tuple(content["input_shape"]), getattr(torch, content["input_dtype"])
+        known = None if encoding is None else Encoding.from_json(encoding)
+        return cls(shape, dtype, content["num_outputs"], names and tuple(names), known, labels and tuple(labels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +92,12 @@ class Recipe:
 
     config: Config
     format: SampleFormat
-    source: ModelSource | None = None
-    """the user's own model; None for the one that the configuration names"""
-    is_fitted: bool = False
-    """whether its clients were fitted after training: each then has a model that is not mixed any more"""
-    device_name: str = ""
-    """where to compute in place of run.device: a run may be loaded on another machine"""
+    source: ModelSource | None = None  # the user's own model; None for the one that the configuration names
+    is_fitted: bool = False  # whether its clients were fitted after training: their models are not mixed any more
+    device_name: str = ""  # where to compute in place of run.device: a run may be loaded on another machine
 
     @property
     def loss(self) -> Loss:
-        """What is minimised."""
         if self.config.loss is None:
             raise UserError(f"loss.name is 'auto', which needs the data; allowed without them: {', '.join(LOSSES)}.")
         return self.config.loss
@@ -124,20 +109,16 @@ class Recipe:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where everything is computed."""
         return find_device(self.device_name or self.config.run.device)
 
     @cached_property
     def model(self) -> Model:
-        """The model that each component, or each client, has."""
         run, source = self.config.run, self.source
         if source is None:
             source = partial(self.config.model.build, self.format.inputs, self.format.outputs)
         dtype = {"float32": torch.float32, "float64": torch.float64}[run.dtype]
         if run.precision == "bfloat16" and dtype == torch.float64:
-            raise UserError(
-                "run.precision is 'bfloat16' but run.dtype is 'float64'; allowed with it: run.dtype float32."
-            )
+            raise UserError("run.precision is 'bfloat16' but run.dtype is 'float64'; allowed: run.dtype float32.")
         if run.label_shares:
             source = shifted(source, self.format.outputs)
         return Model(source, self.loss, dtype, run.precision)
@@ -145,31 +126,28 @@ class Recipe:
     @cached_property
     def method(self) -> Assembled:
         """The method, with what the run asks for around it."""
-        config = self.config
+        config, run = self.config, self.config.run
         return assemble(
             config.method.name,
             self.model,
             config.solver,
             config.method.values,
             topology=config.graph,
-            label_shares=config.run.label_shares,
-            local_layers=config.run.local_layers,
+            label_shares=run.label_shares,
+            local_layers=run.local_layers,
             compression=config.compression,
         )
 
     @property
     def algorithm(self) -> Algorithm:
-        """What a client does."""
         return self.method.algorithm
 
     @property
     def mixer(self) -> Mixer:
-        """What stands between the clients."""
         return Settled() if self.is_fitted else self.method.mixer
 
     @property
     def codec(self) -> Codec | None:
-        """What writes the messages, where they are compressed."""
         return self.method.codec
 
     def fitted(self) -> Recipe:
@@ -187,19 +165,9 @@ class Recipe:
         return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
-        """Return what makes clients' predictors."""
-        run = self.config.run
-        return Personalizer(
-            self.algorithm,
-            self.mixer,
-            engine,
-            self.config.batching,
-            self.config.schedule.learning_rate,
-            run.fine_tune_epochs,
-            run.unseen_epochs,
-            run.seed,
-            run.fine_tune_rate,
-        )
+        run, batching, rate = self.config.run, self.config.batching, self.config.schedule.learning_rate
+        after = (run.fine_tune_epochs, run.unseen_epochs, run.seed, run.fine_tune_rate)
+        return Personalizer(self.algorithm, self.mixer, engine, batching, rate, *after)
 
     def describe(self, state: State) -> Record:
         """Say what was trained: the head of every summary."""
@@ -216,8 +184,6 @@ class Recipe:
             "num_parameters": self.model.num_parameters,
             "device": str(self.device),
         }
-
-    # --- checks
 
     def check_samples(
         self, inputs: Tensor, targets: Tensor, input_range: Callable[[], tuple[int, int]] | None = None
@@ -236,10 +202,8 @@ class Recipe:
         lonely = (sizes % widths == 1) | (widths == 1)
         if bool(lonely.any()):
             name = federation.names[int(lonely.nonzero()[0])]
-            raise UserError(
-                f"Client {name!r} would train on a batch of one sample, which batch normalisation can't take; "
-                "another batching.batch_size is needed, or a model without it."
-            )
+            mend = "another batching.batch_size is needed, or a model without batch normalisation, which can't take it"
+            raise UserError(f"Client {name!r} would train on a batch of one sample; {mend}.")
 
     def check_leaves(self, leaves: Mapping[str, list[int]] | None) -> None:
         """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
@@ -247,12 +211,8 @@ class Recipe:
         if leaves is None or mine == leaves:
             return
         name = next(name for name in {**leaves, **mine} if leaves.get(name) != mine.get(name))
-        raise UserError(
-            f"The model is not the one that was trained: its {name!r} has shape {mine.get(name, 'none')}; "
-            f"allowed: {leaves.get(name, 'none')}."
-        )
-
-    # --- as JSON
+        found = f"its {name!r} has shape {mine.get(name, 'none')}; allowed: {leaves.get(name, 'none')}"
+        raise UserError(f"The model is not the one that was trained: {found}.")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as JSON has them."""
@@ -289,20 +249,16 @@ class Recipe:
 def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True) -> Recipe:
     """Settle what depends on the data, and check everything that can be checked before work starts.
 
-    Args:
-        config: of the run.
-        dataset: of all clients; some may be held out already.
-        source: the user's own model, if there is one.
-        fresh: whether the run starts anew; one that is taken up has a state, and in it what the mixer makes at the
-            start, such as a graph.
-
+    Of the ``dataset`` some clients may be held out already. A run that is not ``fresh`` but taken up has a state, and
+    in it what the mixer makes at the start, such as a graph.
     """
     federation, run = dataset.federation, config.run
     if run.unseen and federation.unseen is None:
         federation = federation.hold_out(run.unseen, run.seed)
     _check_encoding(config, dataset)
     config = _settle_partition(config, dataset.partition_hash)
-    targets = _all_targets(federation)
+    groups = [federation] + ([federation.unseen] if federation.unseen else [])
+    targets = torch.cat([group.part(part).targets for group in groups for part in PARTS])
     if (loss := config.loss) is None:
         loss = guess_loss(targets)
         config = config.replace("loss", name=next(name for name, kind in LOSSES.items() if kind is type(loss)))
@@ -310,10 +266,9 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     outputs, labels = loss.num_outputs(targets), dataset.label_names
     if labels is not None and outputs > 1:
         outputs = len(labels)  # some may have no sample among these clients
-    features, encoding = dataset.feature_names, dataset.encoding
-    sample_format = SampleFormat(federation.input_shape, inputs.dtype, outputs, features, encoding, labels)
-    recipe = Recipe(config, sample_format, source)
-    algorithm, model, mixer, device = recipe.algorithm, recipe.model, recipe.mixer, recipe.device
+    shape, features, encoding = federation.input_shape, dataset.feature_names, dataset.encoding
+    recipe = Recipe(config, SampleFormat(shape, inputs.dtype, outputs, features, encoding, labels), source)
+    algorithm, model, mixer = recipe.algorithm, recipe.model, recipe.mixer
     _ = recipe.metrics  # refused here if they do not fit
     recipe.check_samples(inputs, targets, lambda: federation.input_range)
     recipe.check_batches(federation)
@@ -322,7 +277,7 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
             f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
             "recurrent; allowed with it: models without such layers, or another solver."
         )
-    model.probe(inputs.to(device))
+    model.probe(inputs.to(recipe.device))
     algorithm.check(inputs)
     if fresh:
         mixer.check(federation.keys, mixer_seed(run.seed))
@@ -335,11 +290,11 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
 
 def _check_encoding(config: Config, dataset: Dataset) -> None:
     """Refuse to hold out clients that a table's encoding was fitted on."""
-    asked, fitted = (config.run.unseen, config.run.seed), (dataset.unseen, dataset.seed)
-    if dataset.encoding is not None and config.run.unseen and asked != fitted:
+    run = config.run
+    if dataset.encoding is not None and run.unseen and (run.unseen, run.seed) != (dataset.unseen, dataset.seed):
         raise UserError(
-            f"run.unseen is {asked[0]} and run.seed {asked[1]}, but the table was encoded for {fitted[0]} and "
-            f"{fitted[1]}, so by clients that would be held out; allowed: the same as when the table was read "
+            f"run.unseen is {run.unseen} and run.seed {run.seed}, but the table was encoded for {dataset.unseen} and "
+            f"{dataset.seed}, so by clients that would be held out; allowed: the same as when the table was read "
             "(from_frame(..., unseen=, seed=))."
         )
 
@@ -353,12 +308,6 @@ def _settle_partition(config: Config, found: str) -> Config:
             "allowed: the same data and partition, or an empty run.partition_hash."
         )
     return config.replace("run", partition_hash=found)
-
-
-def _all_targets(federation: Federation) -> Tensor:
-    """Return the targets of all parts, clients held out included."""
-    groups = [federation] + ([federation.unseen] if federation.unseen else [])
-    return torch.cat([group.part(part).targets for group in groups for part in PARTS])
 
 
 def find_device(name: str) -> torch.device:

@@ -19,7 +19,7 @@ from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.methods.base import Mixture
-from fedem.methods.mixer import Served, Settled
+from fedem.methods.mixer import Settled
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
 from fedem.runs.config import GIVEN, Config
@@ -29,7 +29,7 @@ from fedem.runs.personalize import Predictors
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.rounds import State
 
-TUNED = "tuned-"
+_TUNED = "tuned-"  # before the role of fine-tuned models in a checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,9 @@ class PersonalModel:
             with torch.no_grad():
                 found = predict(self.model, self.mixture, checked).cpu()
         except (RuntimeError, IndexError) as error:
-            allowed = ", ".join(map(str, ("n", *self.format.inputs)))
+            shape, allowed = list(checked.shape), ", ".join(map(str, ("n", *self.format.inputs)))
             raise UserError(
-                f"The model can't take inputs of shape {list(checked.shape)}; allowed: [{allowed}], as in training."
+                f"The model can't take inputs of shape {shape}; allowed: [{allowed}], as in training."
             ) from error
         return found if self.format.encoding is None else self.format.encoding.decode(found)
 
@@ -87,16 +87,13 @@ class Result:
 
     @property
     def config(self) -> Config:
-        """The complete configuration."""
         return self.recipe.config
 
     def __repr__(self) -> str:
         about = self.summary
         score = next((f", {key} {about[key]:.4g}" for key in about if key.startswith("test_") and about[key]), "")
-        return (
-            f"<Result of {about['method']} on {about['data']}: {about['num_clients']} clients, {about['rounds']} rounds"
-            f"{score}>"
-        )
+        clients, rounds = about["num_clients"], about["rounds"]
+        return f"<Result of {about['method']} on {about['data']}: {clients} clients, {rounds} rounds{score}>"
 
     def state(self, which: str = "last") -> State:
         """Return the state called "last" or "best"."""
@@ -105,14 +102,17 @@ class Result:
         return self.states[which]
 
     def client(self, name: str, which: str = "last") -> PersonalModel:
-        """Return the predictor of a client that took part in training."""
-        position = self._position(name)
-        found = self._served(which, torch.tensor([position]))
-        state = self.tuned.get(which, self.state(which))
+        """Return the predictor of a client that took part in training: the fine-tuned one, where the run fine-tunes."""
+        position, recipe = self._position(name), self.recipe
+        state, mixer = self.state(which), recipe.mixer
+        if self.config.run.fine_tune_epochs and not recipe.is_fitted:
+            if which not in self.tuned:
+                raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
+            state, mixer = self.tuned[which], Settled()
+        found = mixer.read(state.shared, state.memory, torch.tensor([position]))
         shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
-        personal, _ = split_residual(personal)
-        recipe = self.recipe
-        return PersonalModel(recipe.model, recipe.algorithm.predictor(shared, personal), recipe.format)
+        predictor = recipe.algorithm.predictor(shared, split_residual(personal)[0])
+        return PersonalModel(recipe.model, predictor, recipe.format)
 
     def _position(self, name: str) -> int:
         check_here(self.names)
@@ -120,17 +120,6 @@ class Result:
             some = ", ".join(map(repr, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
             raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
         return self.names.index(name)
-
-    def _served(self, which: str, clients: Tensor) -> Served:
-        """Return what clients read: their fine-tuned trees, where the run fine-tunes."""
-        state, mixer = self.state(which), self.recipe.mixer
-        if self.config.run.fine_tune_epochs and not self.recipe.is_fitted:
-            if which not in self.tuned:
-                raise UserError(
-                    "Clients fine-tune their models once the run is complete; go on with it first (--resume)."
-                )
-            state, mixer = self.tuned[which], Settled()
-        return mixer.read(state.shared, state.memory, clients)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:
         """Predict for a client that took part in training: class probabilities ``[n, K]``, or means ``[n, D]``."""
@@ -167,16 +156,11 @@ class Result:
                 targets = sample_format.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
-        found = self.fit_unseen(samples, client_keys(["(new client)"]), max_iterations, which, beside)
+        found = self._fit(samples, client_keys(["(new client)"]), max_iterations, which, beside)
         return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format)
 
-    def fit_unseen(
-        self,
-        samples: Samples,
-        keys: Tensor,
-        max_iterations: int | None = None,
-        which: str = "last",
-        beside: str | None = None,
+    def _fit(
+        self, samples: Samples, keys: Tensor, max_iterations: int | None, which: str, beside: str | None
     ) -> Predictors:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
         position = None if beside is None else self._position(beside)
@@ -185,18 +169,13 @@ class Result:
             return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
 
     def with_unseen(
-        self,
-        federation: Federation,
-        *,
-        max_iterations: int | None = None,
-        which: str = "last",
-        beside: str | None = None,
+        self, federation: Federation, max_iterations: int | None = None, which: str = "last", beside: str | None = None
     ) -> Result:
         """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
         samples, recipe = federation.train, self.recipe.fitted()
         recipe.format.conform(federation.names[0], samples.inputs[:1])
         recipe.check_samples(samples.inputs, samples.targets)
-        found = self.fit_unseen(samples, federation.keys, max_iterations, which, beside)
+        found = self._fit(samples, federation.keys, max_iterations, which, beside)
         state = found.settled(self.state(which).round)
         scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)
@@ -209,19 +188,18 @@ class Result:
         folder.create(self.config)
         with folder.open_metrics(0) as file:
             file.writelines(folder.line(record) for record in self.history)
-        folder.save({**self.states, **name_tuned(self.tuned)}, self.recipe.metadata(self.names) | dict(self.origin))
+        self.save_states(folder)
         folder.finish(self.summary, self.clients)
         return folder.path
 
+    def save_states(self, folder: RunFolder) -> None:
+        """Write the checkpoint of a run folder."""
+        tuned = {f"{_TUNED}{role}": state for role, state in self.tuned.items()}
+        folder.save({**self.states, **tuned}, self.recipe.metadata(self.names) | dict(self.origin))
+
     @classmethod
     def load(cls, path: str | Path, model: ModelSource | None = None, device: str = "auto") -> Result:
-        """Read a run folder, complete or killed; the data are not needed.
-
-        Args:
-            path: the folder.
-            model: the user's own model, if the run was trained with one.
-            device: where to put it, wherever it was trained.
-        """
+        """Read a run folder, complete or killed; the data are not needed, but a ``model`` passed from Python is."""
         folder = RunFolder(Path(path))
         config = folder.config()
         if config.name("model") == GIVEN and model is None:
@@ -231,15 +209,9 @@ class Result:
         names = tuple(metadata["clients"])
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
         placed = {role: state.to(recipe.device) for role, state in states.items()}
-        trained = {role: state for role, state in placed.items() if not role.startswith(TUNED)}
-        tuned = {role.removeprefix(TUNED): state for role, state in placed.items() if role.startswith(TUNED)}
+        tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
         summary = folder.summary()
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
-        head = summary or recipe.describe(trained["last"]) | {"num_clients": len(names)}
-        return cls(recipe, trained, names, head, folder.metrics(), rows, origin, tuned)
-
-
-def name_tuned(tuned: Mapping[str, State]) -> dict[str, State]:
-    """Return the roles under which a checkpoint holds fine-tuned models."""
-    return {f"{TUNED}{role}": state for role, state in tuned.items()}
+        head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
+        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned)

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +31,10 @@ from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, measure_alpha, recover
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
-from fedem.runs.result import Result, name_tuned
+from fedem.runs.result import Result
 from fedem.runs.rounds import State, Training, cohort_size
 
-Listener = Callable[[Record], None]
-"""Called with each round's record."""
+Listener = Callable[[Record], None]  # called with each round's record
 
 
 def train(
@@ -105,42 +104,35 @@ def carry_out(
     trainer: Trainer, *, out: str | Path | None = None, resume: bool = False, listener: Listener | None = None
 ) -> Result:
     """Carry out a run that is prepared already; of a team the leader alone writes, and calls the listener."""
-    team, config = trainer.team, trainer.config
+    team, config, run = trainer.team, trainer.config, trainer.config.run
     if team.size > 1:
         team.agree("settings or data", config.to_toml() + trainer.federation.fingerprint)
-    with trainer.recipe.products():
+    if resume and out is None:
+        raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
+    folder, restored = RunFolder(Path(out)) if out is not None and team.leads else None, None
+    with trainer.recipe.products(), ExitStack() as stack:
         trainer = trainer.placed()
-        if resume and out is None:
-            raise UserError("resume needs the folder of the run to go on with; pass out=... (--out).")
-        if out is None or not team.leads:
-            return _carry_out(trainer, None, None, listener if team.leads else None)
-        folder = RunFolder(Path(out))
-        if not resume:
-            folder.create(config)
-        elif not folder.exists():
-            raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
-        with folder.locked():
-            begun = resume and folder.reopen(config)
-            return _carry_out(trainer, folder, _restore(trainer, folder) if begun else None, listener)
-
-
-def _carry_out(
-    trainer: Trainer, folder: RunFolder | None, restored: Progress | None, listener: Listener | None
-) -> Result:
-    rounds, told = trainer.config.run.rounds, trainer.team.tell(restored)
-    progress = Progress(trainer.training.init(), None, None, []) if told is None else told.to(trainer.recipe.device)
-    with _recording(folder, progress.state.round, listener) as record:
-        while progress.state.round < rounds:
-            record(trainer.advance(progress))
-            due = progress.state.round % trainer.config.run.checkpoint_every == 0
-            if folder and (due or progress.state.round == rounds):
-                folder.save(progress.states, trainer.metadata(progress))
-    result = trainer.conclude(progress)
-    if folder:
-        if result.tuned:
-            folder.save(progress.states | name_tuned(result.tuned), trainer.metadata(progress))
-        folder.finish(result.summary, result.clients)
-    return result
+        if folder:
+            if not resume:
+                folder.create(config)
+            elif not folder.exists():
+                raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
+            stack.enter_context(folder.locked())
+            restored = _restore(trainer, folder) if resume and folder.reopen(config) else None
+        restored = team.tell(restored)
+        progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
+        with _recording(folder, progress.state.round, listener if team.leads else None) as record:
+            while progress.state.round < run.rounds:
+                record(trainer.advance(progress))
+                if folder and run.is_due(run.checkpoint_every, progress.state.round):
+                    metadata = trainer.recipe.metadata(trainer.federation.names) | trainer.origin(progress)
+                    folder.save(progress.states, metadata)
+        result = trainer.conclude(progress)
+        if folder:
+            if result.tuned:
+                result.save_states(folder)
+            folder.finish(result.summary, result.clients)
+        return result
 
 
 def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
@@ -210,16 +202,14 @@ class Progress:
     """Where a run stands."""
 
     state: State
-    best: State | None
-    best_validation: float | None
-    history: list[Record]
-    seconds_before: float = 0.0
-    """taken before the run was resumed"""
+    best: State | None = None
+    best_validation: float | None = None
+    history: list[Record] = field(default_factory=list)
+    seconds_before: float = 0.0  # taken before the run was resumed
     started: float = field(default_factory=time.perf_counter)
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken in all."""
         return self.seconds_before + time.perf_counter() - self.started
 
     @property
@@ -228,7 +218,6 @@ class Progress:
         return {"last": self.state} | ({"best": self.best} if self.best else {})
 
     def to(self, device: torch.device) -> Progress:
-        """Move the states to ``device``."""
         return replace(self, state=self.state.to(device), best=None if self.best is None else self.best.to(device))
 
 
@@ -238,10 +227,8 @@ class Trainer:
 
     recipe: Recipe
     federation: Federation
-    truth: Truth | None = None
-    """what generated the data, where it is known"""
-    team: Team = ALONE
-    """the processes that share the work, each of which has prepared the same run"""
+    truth: Truth | None = None  # what generated the data, where it is known
+    team: Team = ALONE  # the processes that share the work, each of which has prepared the same run
 
     @classmethod
     def prepare(
@@ -256,7 +243,6 @@ class Trainer:
 
     @property
     def config(self) -> Config:
-        """The configuration, settled on the data."""
         return self.recipe.config
 
     @cached_property
@@ -275,7 +261,6 @@ class Trainer:
 
     @cached_property
     def training(self) -> Training:
-        """What runs the rounds."""
         recipe, config = self.recipe, self.config
         return Training(
             recipe.algorithm,
@@ -294,7 +279,6 @@ class Trainer:
 
     @cached_property
     def personalizer(self) -> Personalizer:
-        """What makes clients' predictors."""
         return self.recipe.personalizer(self.engine)
 
     def placed(self) -> Trainer:
@@ -304,24 +288,16 @@ class Trainer:
             return self
         return replace(self, federation=self.federation.to(device))
 
-    def metadata(self, progress: Progress) -> Record:
-        """Return what a checkpoint must say besides its tensors."""
-        return self.recipe.metadata(self.federation.names) | self._origin(progress)
-
-    def _origin(self, progress: Progress) -> Record:
-        return {
-            "data": self.federation.fingerprint,
-            "best_validation": progress.best_validation,
-            "seconds": progress.seconds,
-        }
+    def origin(self, progress: Progress) -> Record:
+        """Return what a checkpoint says of the training it came from, so that it can be gone on with."""
+        data, best = self.federation.fingerprint, progress.best_validation
+        return {"data": data, "best_validation": best, "seconds": progress.seconds}
 
     def predictors(self, state: State) -> Predictors:
-        """Return every client's predictor."""
         with torch.no_grad():
             return self.personalizer.predictors(state, self.federation)
 
     def scores(self, found: Predictors) -> dict[str, Scores]:
-        """Score the clients' predictors on every part of the data."""
         return evaluate(self.recipe.algorithm, self.engine, found, self.federation, self.recipe.metrics)
 
     def advance(self, progress: Progress) -> Record:
@@ -345,38 +321,37 @@ class Trainer:
 
     def conclude(self, progress: Progress) -> Result:
         """Score the end of the run and sum it up."""
+        algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run
         found = {role: self.predictors(state) for role, state in progress.states.items()}
         scores = {role: self.scores(entry) for role, entry in found.items()}
-        summary = self._summary(progress, found["last"], scores)
-        weights = found["last"].log_weights(self.recipe.algorithm)
-        summary |= name_weights(weights)
-        clients = client_rows("train", self.federation.names, scores["last"], weights)
-        unseen = self.federation.unseen
+        weights = found["last"].log_weights(algorithm)
+        summary = self._summary(progress, found["last"], scores) | name_weights(weights)
+        clients = client_rows("train", federation.names, scores["last"], weights)
+        unseen = federation.unseen
         if unseen is not None and not self.recipe.mixer.welcome(progress.state.shared, progress.state.memory).refusal:
-            run, samples = self.config.run, unseen.train
+            samples = unseen.train
             if run.unseen_share < 1:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
                 fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
-            theirs = evaluate(self.recipe.algorithm, self.engine, fitted, unseen, self.recipe.metrics)
-            summary |= {f"unseen_{key}": value for key, value in name_scores(theirs).items()}
-            their_weights = fitted.log_weights(self.recipe.algorithm)
-            summary |= {f"unseen_{key}": value for key, value in name_weights(their_weights).items()}
-            clients += client_rows("unseen", unseen.names, theirs, their_weights)
+            theirs = evaluate(algorithm, self.engine, fitted, unseen, self.recipe.metrics)
+            weights = fitted.log_weights(algorithm)
+            summary |= {f"unseen_{key}": value for key, value in (name_scores(theirs) | name_weights(weights)).items()}
+            clients += client_rows("unseen", unseen.names, theirs, weights)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         tuned = {}
-        if self.config.run.fine_tune_epochs:
+        if run.fine_tune_epochs:
             tuned = {role: found[role].settled(state.round) for role, state in progress.states.items()}
-        names, history = self.federation.names, progress.history
-        return Result(self.recipe, progress.states, names, summary, history, clients, self._origin(progress), tuned)
+        origin, history = self.origin(progress), progress.history
+        return Result(self.recipe, progress.states, federation.names, summary, history, clients, origin, tuned)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
-        history = progress.history
+        history, unseen = progress.history, self.federation.unseen
         seconds = [line["seconds"] for line in history]
         summary: Record = {
             **self.recipe.describe(progress.state),
             "num_clients": self.federation.num_clients,
-            "num_unseen_clients": self.federation.unseen.num_clients if self.federation.unseen else 0,
+            "num_unseen_clients": unseen.num_clients if unseen else 0,
             "engine": type(self.training.engine).__name__,
             **name_scores(scores["last"]),
             # The test part took no part in choosing it.
@@ -387,18 +362,15 @@ class Trainer:
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)
-        measured = [line for line in history if "alpha_mean" in line]
-        if measured:
+        if measured := [line for line in history if "alpha_mean" in line]:
             summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}
         if any("dissimilarity" in line for line in history):
             summary |= estimate_dissimilarity(history).record()
         if self.truth is not None:
-            oracle = evaluate_oracle(self.truth, self.federation, self.recipe.metrics)
-            if oracle is not None:
+            if (oracle := evaluate_oracle(self.truth, self.federation, self.recipe.metrics)) is not None:
                 summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
-            recovery = self._recovery(found)
-            if recovery is not None:
+            if (recovery := self._recovery(found)) is not None:
                 summary["recovery"] = {
                     "component_distances": list(recovery.component_distances),
                     "weight_distance": recovery.weight_distance,
