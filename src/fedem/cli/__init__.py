@@ -31,23 +31,10 @@ def _start(context: typer.Context) -> None:
 
 
 # In the order in which the help lists them.
-for command in (
-    train.train,
-    studies.compare,
-    studies.tune,
-    studies.theory,
-    runs.report,
-    runs.plot,
-    about.methods,
-    about.graphs,
-    about.settings,
-    runs.show,
-    runs.evaluate,
-    runs.personalize,
-    runs.predict,
-    runs.export,
-    about.version,
-):
+_TRAINING = (train.train, studies.compare, studies.tune, studies.theory, runs.report, runs.plot)
+_ABOUT = (about.methods, about.graphs, about.settings)
+_RUNS = (runs.show, runs.evaluate, runs.personalize, runs.predict, runs.export, about.version)
+for command in (*_TRAINING, *_ABOUT, *_RUNS):
     app.command()(command)
 data.data_group.command()(data.describe)
 app.add_typer(data.data_group, name="data")
@@ -65,14 +52,10 @@ def main() -> None:
     except click.exceptions.NoArgsIsHelpError as error:
         console.print(error.format_message(), highlight=False)
         sys.exit(2)
-    except click.ClickException as error:
-        errors.print(f"error: {error.format_message()}", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
-    except UserError as error:
-        errors.print(f"error: {error}", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
-    except OSError as error:
-        errors.print(f"error: {error}.", highlight=False, soft_wrap=True, markup=False)
+    except (click.ClickException, UserError, OSError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        end = "." if isinstance(error, OSError) else ""
+        errors.print(f"error: {message}{end}", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
         errors.print("Stopped; a run that was going on can be continued with --resume.", highlight=False)

@@ -12,17 +12,8 @@ from fedem.cli.options import given
 from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.methods import resolve_method
+from fedem.report import reference
 from fedem.report.console import console, waiting
-from fedem.report.reference import (
-    describe,
-    graph_pages,
-    graphs_table,
-    method_pages,
-    methods_table,
-    section_pages,
-    sections_pages,
-    settings_page,
-)
 from fedem.runs.config import Config, parse_assignment
 
 
@@ -31,9 +22,9 @@ def methods(
 ) -> None:
     """List the methods; with a NAME, show all of one: its origin, its settings, and what is shipped with it."""
     if name is None:
-        _print([methods_table(), "fedem methods NAME shows a method's settings."])
+        _print([reference.methods_table(), "fedem methods NAME shows a method's settings."])
     else:
-        _print(method_pages(resolve_method(name)))
+        _print(reference.method_pages(resolve_method(name)))
 
 
 def settings(
@@ -54,9 +45,9 @@ def settings(
     if markdown:
         if name is not None:
             raise UserError(f"--markdown is for all sections, but {name!r} was asked for; allowed: one of the two.")
-        typer.echo(settings_page(), nl=False)
+        typer.echo(reference.settings_page(), nl=False)
         return
-    _print(sections_pages() if name is None else section_pages(name))
+    _print(reference.sections_pages() if name is None else reference.section_pages(name))
 
 
 def graphs(
@@ -78,16 +69,16 @@ def graphs(
 
     """
     if name is None:
-        _print([graphs_table(), "fedem graphs NAME shows a graph's settings."])
+        _print([reference.graphs_table(), "fedem graphs NAME shows a graph's settings."])
         return
     topology = Config.build({"graph": given(name=name)}, *map(parse_assignment, settings or [])).graph
     if topology is None:
         _print(["none: clients talk to a server, or to nobody."])
     elif clients is None:
-        _print(graph_pages(name))
+        _print(reference.graph_pages(name))
     else:
         with waiting("Finding the mixing matrix", quiet=False):
-            table = describe(topology, clients, seed)
+            table = reference.describe(topology, clients, seed)
         _print([table])
 
 
