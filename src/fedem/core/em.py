@@ -19,13 +19,8 @@ _MOST_NEWTON_STEPS, _MOST_HALVINGS = 1000, 30
 def log_responsibilities(losses: Tensor, log_weights: Tensor, sharpness: float = 1.0) -> Tensor:
     """E-step: log q(z = m), with q(z = m) proportional to pi_m exp(-s loss_m) (Eq. 4 where s = 1).
 
-    Args:
-        losses: negative log-likelihoods ``[M, n]``; infinite ones count as the largest finite number.
-        log_weights: ``[M]``
-        sharpness: s, the power that likelihoods have.
-
-    Returns:
-        ``[M, n]``; each column's exponentials sum to one.
+    ``losses`` are negative log-likelihoods ``[M, n]``, where infinite ones count as the largest finite number, and
+    ``log_weights`` are ``[M]``; s is the ``sharpness``. Returns ``[M, n]``: each column's exponentials sum to one.
 
     >>> log_responsibilities(torch.tensor([[1e30], [1e30]]), torch.tensor([0.25, 0.75]).log()).exp().flatten()
     tensor([0.2500, 0.7500])
@@ -52,12 +47,7 @@ def _finite(losses: Tensor) -> Tensor:
 def update_log_weights(log_responsibilities: Tensor, mask: Tensor) -> Tensor:
     """First half of the M-step: pi_m = mean over samples of q(z = m) (Eq. 5), in log-space.
 
-    Args:
-        log_responsibilities: ``[M, n]``
-        mask: ``[n]`` bool, true where there is a sample; at least one.
-
-    Returns:
-        log weights ``[M]``
+    ``[M, n] -> [M]``; the ``mask`` ``[n]`` is true where there is a sample, of which there is at least one.
 
     >>> update_log_weights(torch.tensor([[0.5, 1.0], [0.5, 0.0]]).log(), torch.tensor([True, True])).exp()
     tensor([0.7500, 0.2500])
@@ -93,18 +83,14 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
 def fit_log_weights(
     losses: Tensor, max_iterations: int | None = None, prior: float = 0.0, tolerance: float = 1e-6
 ) -> Tensor:
-    """Fit one client's mixture weights with the components fixed, from uniform.
+    """Fit one client's mixture weights with the components fixed, from uniform: ``losses [M, n] -> log weights [M]``.
 
     Args:
-        losses: ``[M, n]``; with no samples the weights stay uniform.
+        losses: with no samples the weights stay uniform.
         max_iterations: updates of EM, one being the paper's rule for unseen clients; None for convergence.
         prior: pseudo-count, shared equally by the components, where it converges: the mode under a Dirichlet
-            distribution of 1 + prior / M. 0 is the greatest likelihood, which for a single sample is one component
-            alone.
+            distribution of 1 + prior / M. 0 is the greatest likelihood, for a single sample one component alone.
         tolerance: how far the mean log-likelihood may provably be from its maximum at convergence.
-
-    Returns:
-        log weights ``[M]``, in ``losses``'s type
 
     >>> one_sample = torch.tensor([[0.0], [5.0]])
     >>> [round(float(fit_log_weights(one_sample, prior=prior)[0].exp()), 2) for prior in (0, 1, 1000)]

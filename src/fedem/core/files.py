@@ -55,14 +55,9 @@ def plain(content: Any) -> Any:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a lock that one process at a time can have; a process that is killed releases it.
+    """Hold a lock, the file ``path``, that one process at a time can have; a process that is killed releases it.
 
-    Args:
-        path: the lock's own file, which is made when missing and stays.
-        wait: whether to wait for a process that has the lock.
-
-    Yields:
-        Whether the lock is held: False when another process has it and this one does not wait.
+    Yields whether the lock is held: False when another process has it and this one does not ``wait``.
     """
     from filelock import FileLock, Timeout
 

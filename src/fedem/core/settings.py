@@ -15,7 +15,12 @@ import numpy as np
 
 from fedem.core.errors import UserError, unknown
 
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "true or false"),
+    "str": ((str,), "a word"),
+}
 _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "min": (lambda value, bound: value >= bound, "at least"),
     "above": (lambda value, bound: value > bound, "above"),
@@ -29,15 +34,28 @@ class Settings:
     """A frozen dataclass whose plain fields are checked on construction."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            if kind_of(entry) in _TYPES:
-                value = _check(f"{type(self).__name__}.{entry.name}", getattr(self, entry.name), entry)
-                object.__setattr__(self, entry.name, value)
+        for name, entry in entries_of(type(self)).items():
+            object.__setattr__(self, name, _check(f"{type(self).__name__}.{name}", getattr(self, name), entry))
 
 
-def kind_of(entry: Field[Any]) -> str:
+def _kind(entry: Field[Any]) -> str:
     """Return the name of a field's type, however its file has annotations evaluated: as text or as types."""
     return entry.type if isinstance(entry.type, str) else getattr(entry.type, "__name__", "")
+
+
+def entries_of(*kinds: type[Settings]) -> dict[str, Field[Any]]:
+    """Return the fields that a user sets, by name: those of a plain type."""
+    return {entry.name: entry for kind in kinds for entry in fields(kind) if _kind(entry) in _TYPES}
+
+
+def allowed(entry: Field[Any]) -> str:
+    """Say what a field allows."""
+    if "each" in entry.metadata:
+        return "names, with commas between them"
+    if "choices" in entry.metadata:
+        return " or ".join(entry.metadata["choices"])
+    limits = [f"{word} {entry.metadata[key]}" for key, (_, word) in _BOUNDS.items() if key in entry.metadata]
+    return " and ".join(limits) or _TYPES[_kind(entry)][1]
 
 
 def _check(where: str, value: Any, entry: Field[Any]) -> Any:
@@ -51,34 +69,26 @@ def _check(where: str, value: Any, entry: Field[Any]) -> Any:
             for word in kept:
                 entry.metadata["each"](word)
             value = ",".join(kept)
-    kinds = _TYPES[kind_of(entry)]
+    kinds, what = _TYPES[_kind(entry)]
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise UserError(f"{where} is {value!r}; allowed: {_article(kind_of(entry))}.")
+        raise UserError(f"{where} is {value!r}; allowed: {what}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} is {value!r}; allowed: a finite number.")
     if "choices" in entry.metadata and value not in entry.metadata["choices"]:
         raise unknown(where, value, entry.metadata["choices"])
-    limits = [
-        (word, bound, holds) for key, (holds, word) in _BOUNDS.items() if (bound := entry.metadata.get(key)) is not None
-    ]
-    if not all(holds(value, bound) for _, bound, holds in limits):
-        allowed = " and ".join(f"{word} {bound}" for word, bound, _ in limits)
-        raise UserError(f"{where} is {value!r}; allowed: {allowed}.")
+    if not all(holds(value, entry.metadata[key]) for key, (holds, _) in _BOUNDS.items() if key in entry.metadata):
+        raise UserError(f"{where} is {value!r}; allowed: {allowed(entry)}.")
     return value
 
 
-def _article(kind: str) -> str:
-    return {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}[kind]
-
-
 def names_of(*kinds: type[Settings]) -> tuple[str, ...]:
-    """Names of the fields that a user sets: those of a plain type."""
-    return tuple(entry.name for kind in kinds for entry in fields(kind) if kind_of(entry) in _TYPES)
+    """Return the names of the fields that a user sets."""
+    return tuple(entries_of(*kinds))
 
 
 def complete(where: str, values: Mapping[str, Any], *kinds: type[Settings]) -> dict[str, Any]:
     """Check a user's ``values`` for ``kinds``, found in the section called ``where``, and fill in the defaults."""
-    entries = {entry.name: entry for kind in kinds for entry in fields(kind) if kind_of(entry) in _TYPES}
+    entries = entries_of(*kinds)
     checked: dict[str, Any] = {}
     for name, value in values.items():
         if name not in entries:

@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import Field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from rich.text import Text
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import client_keys
-from fedem.core.settings import Settings, kind_of, names_of
+from fedem.core.settings import Settings, allowed, entries_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, resolve_method
@@ -29,8 +28,6 @@ from fedem.report.console import labelled_table, simple_table
 from fedem.runs.config import GIVEN, SECTIONS, Config, Kinds
 from fedem.runs.rounds import mixer_seed
 
-_BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 _ANY, _EMPTY = "any data", '""'
 _OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
@@ -79,21 +76,10 @@ def settings_of(kind: type[Settings]) -> list[Setting]:
     meanings = {
         attribute: _plain(" ".join(text.split())) for part in described for attribute, text in _ATTRIBUTE.findall(part)
     }
-    entries = {entry.name: entry for entry in fields(kind)}
     return [
-        Setting(name, _literal(entries[name].default), _allowed(entries[name]), meanings.get(name, ""))
-        for name in names_of(kind)
+        Setting(name, _literal(entry.default), allowed(entry), meanings.get(name, ""))
+        for name, entry in entries_of(kind).items()
     ]
-
-
-def _allowed(entry: Field[Any]) -> str:
-    """Say what a setting's field allows."""
-    if "each" in entry.metadata:
-        return "names, with commas between them"
-    if "choices" in entry.metadata:
-        return " or ".join(entry.metadata["choices"])
-    limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
-    return " and ".join(limits) or _TYPES[kind_of(entry)]
 
 
 def _paragraphs(kind: type) -> list[str]:
