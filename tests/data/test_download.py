@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedem.core.errors import UserError
-from fedem.data.download import Remote, check, digest_of, download
+from fedem.data.store import Remote, check, digest_of, download
 
 CONTENT = np.random.default_rng(0).bytes(700_001)
 MD5 = f"md5:{hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()}"

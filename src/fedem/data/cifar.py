@@ -13,13 +13,12 @@ import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.download import Remote
-from fedem.data.store import Block, Public, opened, pick
+from fedem.data.store import Block, Public, Remote, opened, pick
 
 _SHAPE = (3, 32, 32)
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -72,7 +71,6 @@ def _batches(source: Path, names: tuple[str, ...], keys: tuple[bytes, ...]) -> I
             yield [images.reshape(-1, *_SHAPE), *(np.array(batch[key], dtype=np.int64) for key in keys)]
 
 
-@final
 @dataclass(frozen=True)
 class Cifar10(Public):
     """CIFAR-10: ten classes."""
@@ -93,7 +91,6 @@ class Cifar10(Public):
             yield Block(images, labels)
 
 
-@final
 @dataclass(frozen=True)
 class Cifar100(Public):
     """CIFAR-100: a hundred classes in twenty groups of five."""

@@ -19,10 +19,8 @@ class Truth(ABC):
     """The parameters that generated the data: M true components and each client's true mixture weights."""
 
     names: tuple[str, ...]
-    components: Tensor
-    """``[M, d]``"""
-    mixture_weights: Tensor
-    """``[T, M]``, one row per name"""
+    components: Tensor  # [M, d]
+    mixture_weights: Tensor  # [T, M], one row per name
 
     @abstractmethod
     def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
@@ -59,8 +57,7 @@ class Dataset(NamedTuple):
 class DataSource(Settings, ABC):
     """A recipe for a data set: a frozen dataclass of its parameters. The same recipe and seed make the same data."""
 
-    usual: ClassVar[str] = "natural"
-    """name of the partition that makes its clients, unless another is asked for"""
+    usual: ClassVar[str] = "natural"  # name of the partition that makes its clients, unless another is asked for
 
     @abstractmethod
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:

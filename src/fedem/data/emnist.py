@@ -16,17 +16,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, ClassVar, final
+from typing import IO, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.data.download import Remote
-from fedem.data.store import ROWS, Block, Files, Public, opened, pick
+from fedem.data.store import ROWS, Block, Files, Public, Remote, opened, pick
 
 SHAPE = (1, 28, 28)
-CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
-"""what each of the 62 labels stands for"""
+CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
 
 _BYTES = 8  # idx's code for entries of one byte
 
@@ -63,7 +61,6 @@ def _pairs(files: Files, source: Path, part: str) -> Iterator[tuple[NDArray[np.u
         yield from zip(*streams, strict=True)
 
 
-@final
 @dataclass(frozen=True)
 class Emnist(Public):
     """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""

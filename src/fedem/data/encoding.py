@@ -24,10 +24,8 @@ from fedem.core.errors import UserError
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
 TASKS = ("auto", "classification", "regression")
-_NAMED = 5
-"""names that a message lists"""
-_FEW = 20
-"""distinct numbers that may well be classes"""
+_NAMED = 5  # names that a message lists
+_FEW = 20  # distinct numbers that may well be classes
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,7 @@ class Feature:
     """How one column becomes inputs."""
 
     name: str
-    kind: str
-    """boolean, number or text"""
+    kind: str  # boolean, number or text
     mean: float = 0.0
     deviation: float = 1.0
     categories: tuple[str, ...] = ()
@@ -113,12 +110,9 @@ class Target:
     """How the column of targets becomes classes or numbers."""
 
     name: str
-    kind: str
-    """what the column held in training: boolean, whole, number or text"""
-    distinct: int
-    """number of different values"""
-    classes: tuple[str, ...] | None
-    """names of the classes, whose positions are the targets; None for regression"""
+    kind: str  # what the column held in training: boolean, whole, number or text
+    distinct: int  # number of different values
+    classes: tuple[str, ...] | None  # names of the classes, whose positions are the targets; None for regression
     mean: float = 0.0
     deviation: float = 1.0
 
@@ -198,10 +192,8 @@ class Encoding:
     features: tuple[Feature, ...] | None
     """in the order of the inputs; None where the inputs are an array, which is taken as it is"""
     target: Target
-    client: str = "client"
-    """name of the column of clients"""
-    ignored: tuple[str, ...] = ()
-    """names of columns that are left out"""
+    client: str = "client"  # name of the column of clients
+    ignored: tuple[str, ...] = ()  # names of columns that are left out
 
     @classmethod
     def fit(

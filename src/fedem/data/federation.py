@@ -16,19 +16,8 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError, unknown
-from fedem.core.random import HOLD_OUT, SPLIT, choose, client_keys, derive
-from fedem.data.samples import (
-    Pool,
-    Samples,
-    check_pair,
-    check_shares,
-    describe,
-    first_not_finite,
-    not_finite,
-    offsets_of,
-    split_rows,
-    split_sizes,
-)
+from fedem.core.random import HOLD_OUT, choose, client_keys
+from fedem.data.samples import Pool, Samples, check_finite, check_pair, describe, offsets_of, split_rows
 
 PARTS = ("train", "validation", "test")
 
@@ -76,15 +65,11 @@ class Federation:
         """
         pairs = list(clients)
         labels = check_names(names, len(pairs))
-        check_shares(validation, test)
-        columns: dict[str, list[tuple[Tensor, Tensor]]] = {part: [] for part in PARTS}
-        for name, key, pair in zip(labels, client_keys(labels), pairs, strict=True):
-            inputs, targets = check_pair(name, pair)
-            order = torch.argsort(derive(key, SPLIT, seed, torch.arange(len(targets))), stable=True)
-            counts = [int(size) for size in split_sizes(torch.tensor(len(order)), validation, test)]
-            for part, rows in zip(PARTS, order.split(counts), strict=True):
-                columns[part].append((inputs[rows], targets[rows]))
-        return cls.from_parts(**columns, names=labels)
+        whole = _join(labels, pairs)
+        ranks = torch.cat([torch.arange(size) for size in whole.sizes.tolist()])
+        cuts = split_rows(labels, torch.arange(len(whole)), whole.offsets, ranks, validation, test, seed)
+        train, validating, testing = (Samples(whole.pool.read(rows), offsets) for rows, offsets in cuts)
+        return cls(labels, train, validating, testing).check()
 
     @classmethod
     def from_arrays(cls, inputs: Any, targets: Any, clients: Any, **options: Any) -> Federation:
@@ -96,9 +81,8 @@ class Federation:
         x, y = check_pair("(all)", (inputs, targets), finite=False)
         if owners.shape != (len(y),):
             raise UserError(f"There must be one client name per row: got shape {owners.shape} for {len(y)} rows.")
-        for what, values in (("inputs", x), ("targets", y)):
-            if (row := first_not_finite(values)) is not None:
-                raise not_finite(owners[row], what, row)
+        check_finite(owners, "inputs", x)
+        check_finite(owners, "targets", y)
         names, codes = np.unique(owners, return_inverse=True)
         order = torch.from_numpy(np.argsort(codes, kind="stable"))
         ends = np.bincount(codes, minlength=len(names)).tolist()
@@ -132,8 +116,7 @@ class Federation:
                 continue
             if len(pairs) != len(labels):
                 raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
-            checked = [check_pair(name, pair) for name, pair in zip(labels, pairs, strict=True)]
-            parts[part] = _join(labels, checked)
+            parts[part] = _join(labels, pairs)
         return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
 
     @classmethod
@@ -167,15 +150,7 @@ class Federation:
         if empty:
             raise UserError(f"Client {empty[0]!r} has no training samples ({len(empty)} such); at least 1 is needed.")
         for part in PARTS[1:]:
-            samples = self.part(part)
-            for what, mine, reference in (
-                ("inputs", samples.pool.inputs, self.train.pool.inputs),
-                ("targets", samples.pool.targets, self.train.pool.targets),
-            ):
-                if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
-                    raise UserError(
-                        f"The {part} {what} are {describe(mine)}; allowed: {describe(reference)}, as in training."
-                    )
+            _check_kind(f"The {part}", self.part(part).pool, self.train.pool, " are", "in training")
         return self
 
     @property
@@ -272,17 +247,21 @@ class Federation:
         return tuple(self.train.pool.inputs.shape[1:])
 
 
-def _join(names: Sequence[str], pairs: Sequence[tuple[Tensor, Tensor]]) -> Samples:
-    """Lay checked pairs end to end, refusing clients whose arrays differ in kind from the first one's."""
-    first = next((pair for pair in pairs if len(pair[1])), pairs[0])
+def _join(names: Sequence[str], given: Sequence[tuple[Any, Any]]) -> Samples:
+    """Check the clients' pairs and lay them end to end; arrays must be of the same kind as the first client's."""
+    pairs = [Pool(*check_pair(name, pair)) for name, pair in zip(names, given, strict=True)]
+    first = next((pair for pair in pairs if len(pair.targets)), pairs[0])
     for name, pair in zip(names, pairs, strict=True):
-        for what, mine, reference in zip(("inputs", "targets"), pair, first, strict=True):
-            if (mine.shape[1:], mine.dtype) != (reference.shape[1:], reference.dtype):
-                raise UserError(
-                    f"Client {name!r} has {what} {describe(mine)}; allowed: {describe(reference)}, as the first has."
-                )
-    sizes = torch.tensor([len(targets) for _, targets in pairs])
-    return Samples.of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), offsets_of(sizes))
+        _check_kind(f"Client {name!r} has", pair, first, "", "the first has")
+    sizes = torch.tensor([len(pair.targets) for pair in pairs])
+    return Samples(Pool(*(torch.cat(arrays) for arrays in zip(*pairs, strict=True))), offsets_of(sizes))
+
+
+def _check_kind(whose: str, pool: Pool, reference: Pool, verb: str, like: str) -> None:
+    """Refuse inputs and targets of another shape or type than those of ``reference``."""
+    for what, mine, other in zip(("inputs", "targets"), pool, reference, strict=True):
+        if (mine.shape[1:], mine.dtype) != (other.shape[1:], other.dtype):
+            raise UserError(f"{whose} {what}{verb} {describe(mine)}; allowed: {describe(other)}, as {like}.")
 
 
 def check_names(names: Sequence[str] | None, count: int, what: str = "clients") -> tuple[str, ...]:

@@ -24,15 +24,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
-from fedem.data.download import Remote
 from fedem.data.emnist import CHARACTERS, SHAPE
-from fedem.data.store import Block, Files, Public, opened
+from fedem.data.store import Block, Files, Public, Remote, opened
 
 _NIST = ("by_class", "by_write")
 
@@ -118,7 +117,6 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
         yield Block(np.stack(images), np.array(labels), writer)
 
 
-@final
 @dataclass(frozen=True)
 class Femnist(Public):
     """FEMNIST, all writers; a part of them is chosen when it is partitioned."""

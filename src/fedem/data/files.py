@@ -5,7 +5,6 @@ A table is split among its clients and encoded by what its training rows say.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -24,19 +23,15 @@ from fedem.data.dataset import Dataset, Pooled
 from fedem.data.encoding import TASKS, Encoding, Target
 from fedem.data.federation import PARTS, Federation, check_names
 from fedem.data.partitions import Collection, Natural, Partition, fingerprint, from_arrays
-from fedem.data.samples import Pool, check_inputs, first_not_finite, not_finite
+from fedem.data.samples import Pool, check_finite, check_inputs
 from fedem.data.tables import BOOLEAN, READERS, TEXT, Column, Piece, Table, frame_column, joined, read_frame, read_table
 
-_NAMED = 30
-"""columns of a table that an error lists"""
+_NAMED = 30  # columns of a table that an error lists
 
 
 @dataclass(frozen=True)
-class Tabular(Pooled):
-    """A table of samples, one column with targets and one with the clients' names.
-
-    Text is one-hot. Missing values are refused; a CSV file's words for them (NA, None, ?, ...) count as such among
-    numbers and are categories among text.
+class FromFile(Pooled):
+    """Samples of several clients in a file or a folder of files; each client's are split at random.
 
     Attributes:
         target_column: name of the column of targets.
@@ -48,6 +43,8 @@ class Tabular(Pooled):
             the targets of a regression as well.
         max_categories: different values that a column of text may have, and that whole numbers may have to be guessed
             classes.
+        path: where the file or folder is; ``--data PATH`` sets it.
+        table: what was read already, in place of a path.
     """
 
     target_column: str = "y"
@@ -56,10 +53,16 @@ class Tabular(Pooled):
     task: str = field(default="auto", metadata={"choices": TASKS})
     standardize: bool = True
     max_categories: int = field(default=100, metadata={"min": 2})
+    path: str = ""
+    table: Table | None = field(default=None, repr=False)
 
-    @abstractmethod
     def read(self) -> Table:
         """Read the table."""
+        if self.table is not None:
+            return self.table
+        if not self.path:
+            raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
+        return read_table(Path(self.path), self.target_column, self.client_column)
 
     def collect(self) -> Collection:
         """Return all samples with their columns as numbers, not yet scaled: that needs to know who trains on what."""
@@ -78,9 +81,8 @@ class Tabular(Pooled):
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
-        encoded = _encoded(federation, table, encoding)
         return Dataset(
-            encoded,
+            _encoded(federation, table, encoding),
             feature_names=encoding.input_names,
             encoding=encoding,
             partition_hash=fingerprint(assignment, collection),
@@ -90,12 +92,10 @@ class Tabular(Pooled):
         )
 
     def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
-        """Read and split as :meth:`make` does, but encode by what was learnt elsewhere: nothing is fitted.
+        """Read and split as :meth:`make` does, but encode by what was learnt of all clients: nothing is fitted.
 
-        Args:
-            encoding: of all clients.
-            seed: decides the split, together with the clients' names and the content of their rows.
-            owner: whose the rows are, where no column says so.
+        The seed decides the split, together with the clients' names and the content of their rows; ``owner`` is whose
+        the rows are, where no column says so.
         """
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
@@ -105,8 +105,7 @@ class Tabular(Pooled):
             self._need(table, table.client, "the name of the client is needed then")
         elif table.client not in table.columns:
             table = table.owned_by(owner)
-        unscaled = replace(encoding.target, mean=0.0, deviation=1.0)
-        collection = _collection(table, unscaled)
+        collection = _collection(table, replace(encoding.target, mean=0.0, deviation=1.0))
         return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
@@ -121,11 +120,9 @@ class Tabular(Pooled):
             self._need(table, table.client, "clients are needed, or a partition that deals the rows")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
-        unknown = [name for name in self._ignored if name not in table.columns]
-        if unknown or table.target in self._ignored:
-            raise UserError(
-                f"data.ignore names {(unknown or [table.target])[0]!r}; allowed: {', '.join(table.features) or 'none'}."
-            )
+        strange = [name for name in self._ignored if name not in table.columns or name == table.target]
+        if strange:
+            raise UserError(f"data.ignore names {strange[0]!r}; allowed: {', '.join(table.features) or 'none'}.")
         table = table.without(self._ignored)
         if table.array is None and not table.features:
             raise UserError(f"data.ignore is {self.ignore!r}, which are all features; at least one is needed.")
@@ -140,10 +137,6 @@ class Tabular(Pooled):
         limit = self.max_categories
         return Encoding.fit(table, rows, target, standardize=standardize, max_categories=limit, ignored=self._ignored)
 
-    @property
-    def _source(self) -> str:
-        return "The data have"
-
     def _need(self, table: Table, column: str, why: str) -> None:
         """Refuse a table that lacks a column."""
         if column in table.columns:
@@ -151,29 +144,10 @@ class Tabular(Pooled):
         close = get_close_matches(column, table.columns, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(
-            f"{self._source} no column {column!r} (see data.target_column, --target-column, and data.client_column, "
-            f"--client-column); {why}. There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
+            f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see data.target_column, "
+            f"--target-column, and data.client_column, --client-column); {why}. "
+            f"There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
         )
-
-
-@dataclass(frozen=True)
-class FromFile(Tabular):
-    """Samples of several clients in a file or a folder of files; each client's are split at random.
-
-    Attributes:
-        path: where the file or folder is; ``--data PATH`` sets it.
-    """
-
-    path: str = ""
-
-    def read(self) -> Table:
-        if not self.path:
-            raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
-        return read_table(Path(self.path), self.target_column, self.client_column)
-
-    @property
-    def _source(self) -> str:
-        return f"{self.path} has"
 
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:
@@ -207,23 +181,10 @@ def _words(table: Table, name: str) -> NDArray[np.generic]:
     return client_keys(unique.tolist()).numpy()[codes]
 
 
-def _finite(table: Table, values: NDArray[np.generic]) -> torch.Tensor:
-    inputs = check_inputs("(all)", values, finite=False)
-    if (row := first_not_finite(inputs)) is not None:
-        owners = table.owners()
-        raise not_finite("(all)" if owners is None else str(owners[row]), "inputs", row)
+def _finite(table: Table, values: NDArray[np.generic]) -> Tensor:
+    inputs, owners = check_inputs("(all)", values, finite=False), table.owners()
+    check_finite("(all)" if owners is None else owners, "inputs", inputs)
     return inputs
-
-
-@dataclass(frozen=True)
-class _Given(Tabular):
-    """A table that was read already."""
-
-    table: Table | None = None
-
-    def read(self) -> Table:
-        assert self.table is not None
-        return self.table
 
 
 def from_frame(
@@ -370,5 +331,5 @@ def _array(name: str, inputs: Any, feature: Any) -> NDArray[np.generic]:
 def _made(table: Table, seed: int, unseen: float, options: Mapping[str, Any]) -> Dataset:
     if not 0 <= unseen < 1:
         raise UserError(f"unseen is {unseen}; allowed: at least 0 and below 1.")
-    given = _Given(table=table, target_column=table.target, client_column=table.client, **options)
-    return given.make(seed, unseen=unseen)
+    source = FromFile(table=table, target_column=table.target, client_column=table.client, **options)
+    return source.make(seed, unseen=unseen)

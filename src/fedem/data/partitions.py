@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,12 +31,9 @@ SAMPLES, CLIENTS, DRAWS = 101, 102, 103
 NOBODY = -1
 # The logarithm of a small share is of the order of -1 / concentration, which must not overflow.
 CONCENTRATION = {"min": 1e-300}
-_ATTEMPTS = 100
-"""draws of a Dirichlet partition, until no client is too small"""
-_ROWS = 1 << 16
-"""samples that are hashed at once"""
-_SEED = 20211206
-"""of the words that hash a sample's content"""
+_ATTEMPTS = 100  # draws of a Dirichlet partition, until no client is too small
+_ROWS = 1 << 16  # samples that are hashed at once
+_SEED = 20211206  # of the words that hash a sample's content
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +44,10 @@ class Collection:
     ids: Tensor
     """``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: a choice by it does not
     depend on the file's order"""
-    fingerprint: str
-    """a hash of all samples, whatever their order"""
+    fingerprint: str  # a hash of all samples, whatever their order
     owners: Tensor | None = None
     """``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``"""
-    owner_names: tuple[str, ...] = ()
-    """names of those clients; empty when the data set has none"""
+    owner_names: tuple[str, ...] = ()  # names of those clients; empty when the data set has none
     coarse: Tensor | None = None
     """``[N]`` int64, the group that each sample's label belongs to; None when labels have no groups"""
 
@@ -60,12 +55,9 @@ class Collection:
 class Assignment(NamedTuple):
     """Who owns which samples of a collection."""
 
-    names: tuple[str, ...]
-    """of the T clients, all different"""
-    rows: Tensor
-    """``[n]`` int64, rows of the collection, one client after the other; none stands twice"""
-    offsets: Tensor
-    """``[T + 1]`` int64; client t owns ``rows[offsets[t]:offsets[t + 1]]``"""
+    names: tuple[str, ...]  # of the T clients, all different
+    rows: Tensor  # [n] int64, rows of the collection, one client after the other; none stands twice
+    offsets: Tensor  # [T + 1] int64; client t owns rows[offsets[t]:offsets[t + 1]]
 
 
 def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
@@ -281,7 +273,6 @@ class Concentrated(Dealing):
         """Return the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
 
 
-@final
 @dataclass(frozen=True)
 class Dirichlet(Concentrated):
     """Every label dealt by itself in Dirichlet shares: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020)."""
@@ -290,7 +281,6 @@ class Dirichlet(Concentrated):
         return labels
 
 
-@final
 @dataclass(frozen=True)
 class LabelGroups(Concentrated):
     """Labels put at random into ``num_groups`` groups, as equal as can be: what the paper's own code does for CIFAR-10.
@@ -313,7 +303,6 @@ class LabelGroups(Concentrated):
         return groups
 
 
-@final
 @dataclass(frozen=True)
 class Pachinko(Dealing):
     """The paper's CIFAR-100 (after Li and McCallum 2006, Reddi et al. 2021): clients of the same size.
@@ -394,7 +383,6 @@ def _valid(draws: NDArray[np.int64], unused: NDArray[np.int64]) -> int:
     return min((int(np.flatnonzero(draws == label)[unused[label] - 1]) + 1 for label in spent), default=len(draws))
 
 
-@final
 @dataclass(frozen=True)
 class Uniform(Dealing):
     """Samples dealt at random: all clients have one distribution, and their sizes differ by at most one."""
@@ -403,7 +391,6 @@ class Uniform(Dealing):
         return np.arange(len(rows)) % self.num_clients
 
 
-@final
 @dataclass(frozen=True)
 class Shards(Dealing):
     """Few labels per client (McMahan et al. 2017): samples sorted by label, cut into shards, and those dealt at random.
@@ -429,7 +416,6 @@ class Shards(Dealing):
         return clients
 
 
-@final
 @dataclass(frozen=True)
 class Natural(Partition):
     """Writers, roles or whatever the samples came with, in the order of their names.

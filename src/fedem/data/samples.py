@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError
@@ -24,10 +25,8 @@ from fedem.core.random import SPLIT, client_keys, derive
 class Pool(NamedTuple):
     """Inputs and targets that samples are rows of. They may be mapped from a file: only what is read costs memory."""
 
-    inputs: Tensor
-    """``[P, ...]``"""
-    targets: Tensor
-    """``[P]`` integers (classes) or floats, or ``[P, D]`` floats"""
+    inputs: Tensor  # [P, ...]
+    targets: Tensor  # [P] integers (classes) or floats, or [P, D] floats
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +161,7 @@ def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
         allowed = "uint8, int64 or float (32 or 64 bit)"
         raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {allowed}.")
     if finite:
-        _check_finite(name, "inputs", inputs)
+        check_finite(name, "inputs", inputs)
     return inputs[:, None] if inputs.ndim == 1 else inputs
 
 
@@ -187,7 +186,7 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
             f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each."
         )
     if finite:
-        _check_finite(name, "targets", targets)
+        check_finite(name, "targets", targets)
     return inputs, targets
 
 
@@ -205,68 +204,41 @@ def _as_tensor(name: str, what: str, values: Any) -> Tensor:
     return tensor
 
 
-def first_not_finite(values: Tensor) -> int | None:
-    """Return the first row that has a NaN or an infinity, if there is one."""
-    if not values.is_floating_point() or bool(torch.isfinite(values).all()):
-        return None
-    return int((~torch.isfinite(values.reshape(len(values), -1))).any(1).nonzero()[0])
-
-
-def not_finite(name: str, what: str, row: int) -> UserError:
-    """Return the error for a NaN or an infinity in a client's ``row``."""
-    return UserError(
-        f"Client {str(name)!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
-    )
-
-
-def _check_finite(name: str, what: str, values: Tensor) -> None:
-    if (row := first_not_finite(values)) is not None:
-        raise not_finite(name, what, row)
-
-
-def check_shares(validation: float, test: float) -> None:
-    """Refuse shares that leave nothing to train on."""
-    if not (validation >= 0 and test >= 0 and validation + test < 1):
+def check_finite(name: str | NDArray[np.str_], what: str, values: Tensor) -> None:
+    """Refuse NaN and infinities in rows of a client called ``name``, or of clients, one name per row."""
+    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
+        row = int((~torch.isfinite(values.reshape(len(values), -1))).any(1).nonzero()[0])
+        owner = name if isinstance(name, str) else str(name[row])
         raise UserError(
-            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
+            f"Client {owner!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
         )
-
-
-def split_sizes(sizes: Tensor, validation: float, test: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Say how many of a client's samples are for train, validation and test, ``[T]`` each; at least one is to train."""
-    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
-    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
-    return sizes - num_validation - num_test, num_validation, num_test
 
 
 def split_rows(
     names: Sequence[str], rows: Tensor, offsets: Tensor, ids: Tensor, validation: float, test: float, seed: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Split every client's rows at random by the ids of its samples.
+    """Split every client's rows at random, by the seed, the client's name and the ids of its samples.
 
-    Args:
-        names: of the T clients.
-        rows: ``[N]`` int64, rows of the pool, one client after the other.
-        offsets: ``[T + 1]`` int64 of each client's rows.
-        ids: ``[P]`` int64.
-        validation: share of each client's samples.
-        test: likewise. At least one sample always stays for training.
-        seed: decides the split, together with the names and the ids.
+    ``rows`` ``[N]`` of the pool stand one client after the other, by ``offsets`` ``[T + 1]``; ``ids`` are ``[P]``;
+    ``validation`` and ``test`` are shares of each client's samples, at least one of which stays for training.
 
     Returns:
         for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets
     """
-    check_shares(validation, test)
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        raise UserError(
+            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
+        )
     sizes = offsets.diff()
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    words = derive(client_keys(names), SPLIT, seed)[owner]
-    # Whatever the pool's order, a client's samples stand in that of these words.
-    rows = rows[torch.from_numpy(np.lexsort((derive(words, ids[rows]).numpy(), owner.numpy())))]
-    rank = torch.arange(len(rows)) - offsets[:-1][owner]
-    counts = split_sizes(sizes, validation, test)
-    first_validation, first_test = counts[0][owner], (counts[0] + counts[1])[owner]
+    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
+    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
+    num_train = sizes - num_validation - num_test
+    # Whatever the pool's order, a client's samples stand in that of random words.
+    order, owner, rank = _shuffled(client_keys(names), offsets, ids[rows], seed)
+    first_validation, first_test = num_train[owner], (num_train + num_validation)[owner]
     chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
-    return [(rows[mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
+    counts = (num_train, num_validation, num_test)
+    return [(rows[order][mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
 
 
 def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
@@ -274,12 +246,19 @@ def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
 
     A smaller share is a part of a larger one. Counts are rounded, so a client may keep none.
     """
-    sizes, offsets = samples.sizes, samples.offsets
-    owner = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-    position = torch.arange(len(owner)) - offsets[:-1][owner]
-    words = derive(derive(keys, SPLIT, seed)[owner], position)
-    order = torch.from_numpy(np.lexsort((words.numpy(), owner.numpy())))
-    counts = (share * sizes.double()).round().long()
-    kept = order[position < counts[owner]].sort().values.to(samples.pool.device)
+    order, owner, rank = _shuffled(keys, samples.offsets, None, seed)
+    counts = (share * samples.sizes.double()).round().long()
+    kept = order[rank < counts[owner]].sort().values.to(samples.pool.device)
     rows = kept if samples.rows is None else samples.rows.index_select(0, kept)
     return Samples(samples.pool, offsets_of(counts), rows)
+
+
+def _shuffled(keys: Tensor, offsets: Tensor, ids: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order each client's samples by random words of its key and their ``ids``, or their ranks; all are ``[N]``.
+
+    Returns the order, and the client and the rank within it of each place.
+    """
+    owner = torch.repeat_interleave(torch.arange(len(keys)), offsets.diff())
+    rank = torch.arange(len(owner)) - offsets[:-1][owner]
+    words = derive(derive(keys, SPLIT, seed)[owner], rank if ids is None else ids)
+    return torch.from_numpy(np.lexsort((words.numpy(), owner.numpy()))), owner, rank

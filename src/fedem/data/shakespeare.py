@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,10 +30,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
-from fedem.data.download import Remote
 from fedem.data.partitions import Collection, fingerprint_of
 from fedem.data.samples import Pool
-from fedem.data.store import Block, Public, opened
+from fedem.data.store import Block, Public, Remote, opened
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(LETTERS) - 1
@@ -101,7 +100,6 @@ def _text(source: Path) -> str:
         return content.decode("latin-1")  # older editions
 
 
-@final
 @dataclass(frozen=True)
 class Shakespeare(Public):
     """The next character of a role's lines.

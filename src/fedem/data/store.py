@@ -11,12 +11,14 @@ Shapes: N samples, n of a block, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
 import shutil
 import struct
 import tarfile
+import time
 import zipfile
 import zlib
 from abc import abstractmethod
@@ -25,25 +27,22 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedem.core.errors import UserError
-from fedem.core.files import locked
+from fedem.core.errors import UserError, needed
+from fedem.core.files import locked, write_json
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
-from fedem.data.download import Remote, check, digest_of, download
 from fedem.data.partitions import Collection, Partition, content_ids, fingerprint_of, numbered
 from fedem.data.samples import Pool
 
-FORMAT = 2
-"""version of the canonical form"""
+FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
-ROWS = 1 << 15
-"""samples of a block, where the source has no blocks of its own"""
+ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
 # What readers raise for a file that is damaged, or another than was hoped for.
 _DAMAGED = (
@@ -52,25 +51,18 @@ _DAMAGED = (
     *(pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
 )
 
-Files = dict[str, Callable[[], IO[bytes]]]
-"""paths within a source, with slashes, and how each is opened"""
-Progress = Callable[[str, int, int | None], None]
-"""called with what is going on, how much is done, and of how much where that is known"""
+Files = dict[str, Callable[[], IO[bytes]]]  # paths within a source, with slashes, and how each is opened
+Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
 
 
 class Block(NamedTuple):
     """Samples that follow each other in a raw file."""
 
-    inputs: NDArray[np.generic]
-    """``[n, ...]``"""
-    targets: NDArray[np.integer]
-    """``[n]``"""
-    owner: str | None = None
-    """whose samples these are, in a data set that has clients of its own"""
-    coarse: NDArray[np.integer] | None = None
-    """``[n]``, groups of the labels, in a data set that has them"""
-    lines: int | None = None
-    """of the owner's text, in a data set made from text"""
+    inputs: NDArray[np.generic]  # [n, ...]
+    targets: NDArray[np.integer]  # [n]
+    owner: str | None = None  # whose samples these are, in a data set that has clients of its own
+    coarse: NDArray[np.integer] | None = None  # [n], groups of the labels, in a data set that has them
+    lines: int | None = None  # of the owner's text, in a data set made from text
 
 
 @contextmanager
@@ -78,27 +70,17 @@ def opened(path: Path) -> Iterator[Files]:
     """List the files of a folder, of a tar or zip archive, or the file itself. Nothing is unpacked to the disk."""
     if path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.is_file())
-        yield {file.relative_to(path).as_posix(): partial(_open, file) for file in found}
+        yield {file.relative_to(path).as_posix(): partial(file.open, "rb") for file in found}
     elif tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
             members = {member.name: member for member in tar.getmembers() if member.isreg()}
-            yield {name: partial(_extract, tar, members[name]) for name in sorted(members)}
+            yield {name: cast(Any, partial(tar.extractfile, members[name])) for name in sorted(members)}
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = sorted(name for name in archive.namelist() if not name.endswith("/"))
             yield {name: partial(archive.open, name) for name in names}
     else:
-        yield {path.name: partial(_open, path)}
-
-
-def _open(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
-    file = tar.extractfile(member)
-    assert file is not None, "regular files alone are listed"
-    return file
+        yield {path.name: partial(path.open, "rb")}
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -158,22 +140,14 @@ class About:
     """What ``about.json`` says of a canonical data set."""
 
     format: int
-    name: str
-    """of the data set and its variant"""
-    samples: int
-    """N"""
-    fingerprint: str
-    """a hash of all samples, whatever their order"""
-    labels: list[str]
-    """names of the classes"""
-    owners: list[str]
-    """names of the clients, sorted; empty when the data set has none"""
-    lines: list[int]
-    """of each owner's text; empty when samples do not come from text"""
-    files: dict[str, dict[str, Any]]
-    """shape, dtype and bytes of each array's file"""
-    raw: dict[str, str]
-    """sha256 of each raw file or folder that the samples were read from"""
+    name: str  # of the data set and its variant
+    samples: int  # N
+    fingerprint: str  # a hash of all samples, whatever their order
+    labels: list[str]  # names of the classes
+    owners: list[str]  # names of the clients, sorted; empty when the data set has none
+    lines: list[int]  # of each owner's text; empty when samples do not come from text
+    files: dict[str, dict[str, Any]]  # shape, dtype and bytes of each array's file
+    raw: dict[str, str]  # sha256 of each raw file or folder that the samples were read from
 
     @property
     def num_bytes(self) -> int:
@@ -245,33 +219,16 @@ def _mapped(place: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
 
 
 def _write_canonical(
-    place: Path,
-    name: str,
-    labels: Sequence[str],
-    raw: dict[str, str],
-    blocks: Iterable[Block],
-    progress: Progress,
+    place: Path, name: str, labels: Sequence[str], raw: dict[str, str], blocks: Iterable[Block], progress: Progress
 ) -> None:
-    """Write a canonical data set beside its place and move it there; one that is there is replaced.
-
-    Args:
-        place: its folder.
-        name: of the data set and its variant.
-        labels: names of the classes.
-        raw: hashes of what the samples are read from.
-        blocks: the samples.
-        progress: called with the number of samples that are written.
-    """
+    """Write a canonical data set beside its place and move it there; one that is there is replaced."""
     begun, old = (place.with_name(f".{place.name}.{ending}") for ending in ("tmp", "old"))
     for leftover in (begun, old):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     begun.mkdir()
     try:
         found = _write_arrays(begun, len(labels), blocks, progress)
-        with (begun / ABOUT).open("w", encoding="utf-8") as file:
-            json.dump(asdict(About(format=FORMAT, name=name, labels=list(labels), raw=raw, **found)), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_json(begun / ABOUT, asdict(About(format=FORMAT, name=name, labels=list(labels), raw=raw, **found)))
         if place.exists():
             os.rename(place, old)
         os.rename(begun, place)
@@ -286,7 +243,7 @@ def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progre
 
     def append(name: str, values: NDArray[Any]) -> None:
         if name not in columns:
-            columns[name] = _Column(folder / f"{name}.npy")
+            columns[name] = _Column(folder / f"{name}.npy", values.shape[1:], values.dtype)
         columns[name].append(values)
 
     runs: list[tuple[str, int]] = []
@@ -331,44 +288,143 @@ def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progre
 
 
 class _Column:
-    """An npy file that grows by blocks: numpy leaves room in the header for the number of rows to grow."""
+    """An npy file of rows of one kind, that grows by blocks: numpy leaves room in the header for the number of rows."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.count = path, 0
-        self._kind: tuple[tuple[int, ...], np.dtype[Any]] | None = None
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.count, self._path, self._kind = 0, path, (shape, dtype)
         self._file = path.open("wb")
+        self._write_header()
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Write rows ``[n, ...]``; all must be of one kind."""
         kind = (rows.shape[1:], rows.dtype)
-        if self._kind is None:
-            self._kind = kind
-            self._write_header()
         if kind != self._kind:
             raise ValueError(f"{kind[1]} of shape {kind[0]} follows {self._kind[1]} of shape {self._kind[0]}")
         self._file.write(np.ascontiguousarray(rows).data)
         self.count += len(rows)
 
     def _write_header(self) -> None:
-        assert self._kind is not None
         shape, dtype = self._kind
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.count, *shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
     def close(self) -> None:
         """Write the number of rows, and all of it to the disk."""
-        if self._kind is not None:
-            self._file.seek(0)
-            self._write_header()
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._file.close()
 
     def describe(self) -> dict[str, Any]:
         """Return what ``about.json`` says of the file."""
-        assert self._kind is not None
         shape, dtype = self._kind
-        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": self.path.stat().st_size}
+        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": self._path.stat().st_size}
+
+
+class Remote(NamedTuple):
+    """A public file."""
+
+    address: str
+    checksum: str = ""  # the algorithm and the digits, such as "md5:0123..."; empty when its owner publishes none
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.address.rpartition("/")[2]
+
+
+def digest_of(path: Path, algorithm: str = "sha256") -> str:
+    """Hash a file, or all files of a folder with their names: hexadecimal digits."""
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    if path.is_dir():
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            digest.update(f"{file.relative_to(path).as_posix()}\0{digest_of(file, algorithm)}\n".encode())
+        return digest.hexdigest()
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, partial(hashlib.new, algorithm, usedforsecurity=False)).hexdigest()
+
+
+def check(path: Path, remote: Remote) -> None:
+    """Refuse a file that is not what its owner published."""
+    algorithm, _, expected = remote.checksum.partition(":")
+    if expected and (found := digest_of(path, algorithm)) != expected:
+        raise UserError(
+            f"{path} is damaged or another file: its {algorithm} is {found}; allowed: {expected}, as published for "
+            f"{remote.address}. Remove it to download it again, or name your own file with --from."
+        )
+
+
+def download(
+    remote: Remote,
+    folder: Path,
+    listen: Callable[[int, int | None], None] = lambda done, total: None,
+    *,
+    attempts: int = 3,
+    timeout: float = 30,
+    pause: float = 1,
+) -> Path:
+    """Download a file into ``folder``, unless it is there; a download that breaks off is begun again.
+
+    ``listen`` is called with the bytes that are there and, where it is known, how many there will be.
+    """
+    path = folder / remote.file
+    part = path.with_name(f"{path.name}.part")
+    if path.exists():
+        check(path, remote)
+        return path
+    needed(f"Downloading {remote.address}", "pooch")
+    from pooch import HTTPDownloader
+    from requests import RequestException
+
+    # Not compressed for the way: lengths are those of the file.
+    headers = {"User-Agent": "fedem", "Accept-Encoding": "identity"}
+    try:
+        for left in reversed(range(attempts)):
+            try:
+                fetch = HTTPDownloader(_Progress(listen), 1 << 18, timeout=timeout, headers=headers)
+                fetch(remote.address, part, None)
+                break
+            except RequestException as error:
+                status = None if error.response is None else error.response.status_code
+                if not left or (status is not None and status < 500):
+                    reason, checksum = f"HTTP {status}" if status else _cause(error), remote.checksum.split(":")
+                    raise UserError(
+                        f"{remote.address} can't be downloaded ({reason}). Fetch {remote.file} by other means and put "
+                        f"it at {path}, or name it with --from."
+                        + (f" Its {checksum[0]} is {checksum[1]}." if remote.checksum else "")
+                    ) from None
+                time.sleep(pause * (attempts - left - 1))
+        check(part, remote)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def _cause(error: BaseException) -> str:
+    """Say what lies at the bottom of an error of the network: a refused connection, a time limit, ..."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error) or type(error).__name__
+
+
+class _Progress:
+    """What pooch takes for a progress bar; it sets ``total`` when the answer begins, 0 where it is not known."""
+
+    def __init__(self, listen: Callable[[int, int | None], None]) -> None:
+        self._listen, self._done, self.total = listen, 0, 0
+
+    def update(self, count: int) -> None:
+        """Count bytes; pooch counts the last piece as a whole one, and then all of them again."""
+        if not self._done:
+            self._listen(0, self.total or None)
+        self._done = min(self._done + count, self.total) if self.total else self._done + count
+        self._listen(self._done, self.total or None)
+
+    def reset(self) -> None:
+        """Do nothing."""
+
+    close = reset
 
 
 def cache_folder() -> Path:
@@ -388,7 +444,6 @@ def _writable(folder: Path) -> bool:
 
 
 def _writable_folder() -> Path:
-    """Return the data folder if it can be written, else the user's cache."""
     return data_folder() if _writable(data_folder()) else cache_folder()
 
 
@@ -404,18 +459,12 @@ class Public(Pooled):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    remotes: ClassVar[tuple[Remote, ...]]
-    """its official files, all of which are needed"""
-    patterns: ClassVar[tuple[str, ...]]
-    """what else its raw file or folder may be called"""
-    labels: ClassVar[tuple[str, ...]]
-    """names of the classes"""
-    hint: ClassVar[str] = ""
-    """what else may be read, for those who can't download"""
-    images: ClassVar[tuple[int, int, int] | None] = None
-    """C, H, W: an npz of such images (:func:`plain_images`) is read as well"""
-    has_coarse: ClassVar[bool] = False
-    """whether its labels have groups"""
+    remotes: ClassVar[tuple[Remote, ...]]  # its official files, all of which are needed
+    patterns: ClassVar[tuple[str, ...]]  # what else its raw file or folder may be called
+    labels: ClassVar[tuple[str, ...]]  # names of the classes
+    hint: ClassVar[str] = ""  # what else may be read, for those who can't download
+    images: ClassVar[tuple[int, int, int] | None] = None  # C, H, W: an npz of such images is read as well
+    has_coarse: ClassVar[bool] = False  # whether its labels have groups
 
     @abstractmethod
     def read(self, source: Path) -> Iterator[Block]:
@@ -482,11 +531,8 @@ def prepare(
 ) -> Path:
     """Convert a data set to its canonical form and return its folder.
 
-    Args:
-        data: which, and with which settings.
-        source: the file or folder to read; None for the official one, found in the data folder or downloaded.
-        again: whether to do it again where it is done already.
-        progress: called with bytes that are downloaded and samples that are converted.
+    Without a ``source``, the official files are read, found in the data folder or downloaded. ``again`` does it where
+    it is done already. ``progress`` is called with bytes that are downloaded and samples that are converted.
     """
     if source is not None and not source.exists():
         raise UserError(f"There is no file or folder {source}.")

@@ -32,16 +32,13 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
 
-BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"
-"""What a column may hold."""
-LARGEST = float(np.finfo(np.float32).max)
-"""of single precision"""
+BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"  # What a column may hold
+LARGEST = float(np.finfo(np.float32).max)  # of single precision
 
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
-_NAMED = 5
-"""columns with missing values that an error lists"""
+_NAMED = 5  # columns with missing values that an error lists
 _INT64 = np.iinfo(np.int64)
 
 # What numpy and zipfile raise for an archive that is damaged.
@@ -55,12 +52,9 @@ _DAMAGED = (
 class Column:
     """One column, as it was read."""
 
-    values: NDArray[Any]
-    """``[n]`` booleans, integers, floats or texts (objects); a target may be floats ``[n, D]``"""
-    blank: NDArray[np.bool_]
-    """``[n]``, where nothing stands"""
-    written: bool = False
-    """whether these are the texts of a file without types, so that the content says what they are"""
+    values: NDArray[Any]  # [n] booleans, integers, floats or texts (objects); a target may be floats [n, D]
+    blank: NDArray[np.bool_]  # [n], where nothing stands
+    written: bool = False  # whether these are the texts of a file without types, so that the content says what they are
 
     @classmethod
     def of_text(cls, texts: Sequence[str]) -> Column:
@@ -119,24 +113,18 @@ class Piece(NamedTuple):
 
     source: str
     rows: int
-    line: Callable[[int], int] | None = None
-    """the line of a row in a file of lines"""
+    line: Callable[[int], int] | None = None  # the line of a row in a file of lines
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
     """Samples as read: named columns, or an array of inputs beside the columns of targets and clients."""
 
-    columns: Mapping[str, Column]
-    """by name, in the file's order"""
-    target: str
-    """name of the column of targets, whether it is there or not"""
-    client: str
-    """name of the column of client names; likewise"""
-    pieces: tuple[Piece, ...]
-    """where the rows come from"""
-    array: NDArray[np.generic] | None = None
-    """``[n, ...]``, inputs that have no columns"""
+    columns: Mapping[str, Column]  # by name, in the file's order
+    target: str  # name of the column of targets, whether it is there or not
+    client: str  # name of the column of client names; likewise
+    pieces: tuple[Piece, ...]  # where the rows come from
+    array: NDArray[np.generic] | None = None  # [n, ...], inputs that have no columns
 
     def __len__(self) -> int:
         return sum(piece.rows for piece in self.pieces)

@@ -49,8 +49,7 @@ class Exported:
     path: Path
     differences: Mapping[str, float]
     """by format that was written: how far its predictions are from the model's, relative to the largest"""
-    refused: Mapping[str, str]
-    """by format that was not: why"""
+    refused: Mapping[str, str]  # by format that was not: why
 
 
 def export_client(

@@ -47,13 +47,10 @@ class Captured(NamedTuple):
 class Format(NamedTuple):
     """A kind of file that computes."""
 
-    file: str
-    """its name"""
-    packages: tuple[str, ...]
-    """what must be installed to write and try it"""
+    file: str  # its name
+    packages: tuple[str, ...]  # what must be installed to write and try it
     write: Callable[[Captured, Path], None]
-    load: Callable[[Path], Callable[[Tensor], Tensor]]
-    """``[n, ...] -> [n, K]``"""
+    load: Callable[[Path], Callable[[Tensor], Tensor]]  # [n, ...] -> [n, K]
 
 
 def check_formats(names: Iterable[str]) -> tuple[str, ...]:

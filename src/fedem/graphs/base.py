@@ -41,11 +41,9 @@ from fedem.graphs.weights import (
     second_modulus,
 )
 
-MOST_WEIGHTS = 10**8
-"""weights at most in all matrices: 800 MB"""
+MOST_WEIGHTS = 10**8  # weights at most in all matrices: 800 MB
 
-_NUM_DRAWS = 300
-"""of a random matrix, for a mean over them"""
+_NUM_DRAWS = 300  # of a random matrix, for a mean over them
 _MATCHING, _FAILURE, _DRAWS = 1, 2, 3  # purposes, folded into a round's key
 
 Expectation = Callable[[int, Matrix], tuple[Matrix, Matrix]]

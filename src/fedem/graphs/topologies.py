@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,7 @@ from fedem.graphs.base import Topology, edge_numbers
 from fedem.graphs.weights import Edges, canonical, num_components
 
 _GRAPH = 201  # a purpose, beside those of fedem.core.random
-_DRAWS = 100
-"""of a random graph, until it is connected"""
+_DRAWS = 100  # of a random graph, until it is connected
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Laid(Topology):
         """Return pairs ``[E, 2]`` of places in ``keys``, which ascend."""
 
 
-@final
 @dataclass(frozen=True)
 class ErdosRenyi(Laid):
     """Each pair of clients is an edge with ``probability``, each by itself; one that falls apart is drawn anew.
@@ -65,7 +63,6 @@ class ErdosRenyi(Laid):
         return best
 
 
-@final
 @dataclass(frozen=True)
 class Complete(Laid):
     """Everybody is everybody's neighbour."""
@@ -74,7 +71,6 @@ class Complete(Laid):
         return _all_pairs(len(keys))
 
 
-@final
 @dataclass(frozen=True)
 class Ring(Laid):
     """Two neighbours each."""
@@ -83,7 +79,6 @@ class Ring(Laid):
         return _circle(np.arange(len(keys)), True)
 
 
-@final
 @dataclass(frozen=True)
 class StarGraph(Laid):
     """One client, the first by key, is everybody's neighbour. It is not a server: it trains like the others."""
@@ -93,7 +88,6 @@ class StarGraph(Laid):
         return np.column_stack([np.zeros_like(others), others])
 
 
-@final
 @dataclass(frozen=True)
 class Grid(Laid):
     """Rows and columns, as near to a square as the number of clients allows; on a ``torus`` opposite sides meet.
@@ -116,7 +110,6 @@ class Grid(Laid):
         return np.concatenate([_circle(places.T, self.torus), _circle(places, self.torus)])
 
 
-@final
 @dataclass(frozen=True)
 class SmallWorld(Laid):
     """A ring where everybody has the same number of neighbours, and then ends of edges are moved at random.
@@ -145,7 +138,6 @@ class SmallWorld(Laid):
         return np.array(graph.edges, dtype=np.int64)
 
 
-@final
 @dataclass(frozen=True)
 class Regular(Laid):
     """All clients have the same number of neighbours; drawn at random among such graphs, nearly uniformly.
@@ -187,11 +179,9 @@ def _seed(seed: int) -> int:
     return int(derive(seed, _GRAPH)) % 2**32
 
 
-_Line = tuple[int, list[str]]
-"""a line's number, from 1, and its words"""
+_Line = tuple[int, list[str]]  # a line's number, from 1, and its words
 
 
-@final
 @dataclass(frozen=True)
 class File(Topology):
     """The graph in a file; or the graphs in a folder's files, one per round, in turn, in the order of their names.

@@ -23,17 +23,12 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 
-Edges = NDArray[np.int64]
-"""``[E, 2]``: pairs of positions i < j, sorted, each once"""
-Matrix = NDArray[np.float64]
-"""``[T, T]``"""
+Edges = NDArray[np.int64]  # [E, 2]: pairs of positions i < j, sorted, each once
+Matrix = NDArray[np.float64]  # [T, T]
 
-ROUNDING = 1e-9
-"""how far a sum of weights may be from 1, and a weight from its mirror image"""
-MOST_NODES = 1000
-"""nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed"""
-MOST_ITERATIONS = 5000
-"""for up to 300 nodes; with more, as many as take the same time, as one costs T^3"""
+ROUNDING = 1e-9  # how far a sum of weights may be from 1, and a weight from its mirror image
+MOST_NODES = 1000  # nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed
+MOST_ITERATIONS = 5000  # for up to 300 nodes; with more, as many as take the same time, as one costs T^3
 LARGEST_SHARE = 0.01
 """of the spectral gap, 1 - value, that the distance from the optimum may be: on large sparse graphs the gap is tiny"""
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn, stack
 from fedem.core.errors import UserError
 from fedem.models.base import ModelSpec
 
-INSTALLED = "imagenet"
-"""weights of an installed package, in place of a path"""
+INSTALLED = "imagenet"  # weights of an installed package, in place of a path
 
 
 def image_shape(
@@ -108,8 +107,7 @@ class Pretrainable(ModelSpec):
         dropout: rate before the head.
     """
 
-    head: ClassVar[str]
-    """what the names of the head's parameters begin with"""
+    head: ClassVar[str]  # what the names of the head's parameters begin with
 
     weights: str = ""
     jitter: float = field(default=0.0, metadata={"min": 0})

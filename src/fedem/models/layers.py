@@ -129,12 +129,9 @@ class _Gradient(torch.autograd.Function):
 class Pass:
     """What the layers must know of one training pass over a batch."""
 
-    mask: Tensor | None
-    """``[n]`` bool, false where a row is padding; None where no row is"""
-    key: Tensor
-    """int64, the source of the pass's random numbers"""
-    draws: int = 0
-    """layers that have drawn so far; each has a stream of its own"""
+    mask: Tensor | None  # [n] bool, false where a row is padding; None where no row is
+    key: Tensor  # int64, the source of the pass's random numbers
+    draws: int = 0  # layers that have drawn so far; each has a stream of its own
 
     def next_key(self) -> Tensor:
         """Return the key of the next layer that draws."""
