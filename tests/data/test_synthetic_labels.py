@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fedem.data import Dataset, Synthetic, Truth
 from fedem.data.federation import PARTS
-from fedem.data.synthetic import SyntheticTruth
 
 
 def weights_of_rows(dataset: Dataset, part: str) -> Tensor:
@@ -91,7 +90,7 @@ class TestLabels:
 
     def test_labels_are_noisier_than_the_plain_sigmoid(self, clustered: Dataset) -> None:
         samples, truth = clustered.federation.test, truth_of(clustered)
-        plain = replace(_synthetic(truth), noise_scale=0.0)
+        plain = replace(truth, noise_scale=0.0)
         misses = calibration(plain.predict(samples.inputs, weights_of_rows(clustered, "test"))[:, 1], samples.targets)
         assert misses[0] > 5
         assert misses[-1] < -5
@@ -121,18 +120,13 @@ class TestLabels:
         assert likelihoods[0] > max(likelihoods[1:]) + 0.1
 
 
-def _synthetic(truth: Truth) -> SyntheticTruth:
-    assert isinstance(truth, SyntheticTruth)
-    return truth
-
-
 class TestTruth:
     components = torch.tensor([[1.0, -0.5, 2.0], [-1.5, 0.25, 0.0]], dtype=torch.float64)
     inputs = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.5, -0.5], [-1.0, 1.0, 1.0], [1.0, -1.0, 1.0]], dtype=torch.float64)
     weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 1.0], [0.2, 0.8]], dtype=torch.float64)
 
-    def truth(self, noise_scale: float = 1.0) -> SyntheticTruth:
-        return SyntheticTruth(("ann", "bob"), self.components, self.weights[:2], noise_scale)
+    def truth(self, noise_scale: float = 1.0) -> Truth:
+        return Truth(("ann", "bob"), self.components, self.weights[:2], noise_scale)
 
     def test_agrees_with_a_monte_carlo_integral(self) -> None:
         rng = np.random.default_rng(0)

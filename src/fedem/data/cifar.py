@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedem.data.store import Block, Public, Remote, opened, pick
 
@@ -59,18 +58,6 @@ def unpickle(content: bytes) -> dict[bytes, Any]:
     return found
 
 
-def _batches(source: Path, names: tuple[str, ...], keys: tuple[bytes, ...]) -> Iterator[list[NDArray[Any]]]:
-    """Yield the images ``[n, 3, 32, 32]`` of each file, and its labels ``[n]`` by ``keys``."""
-    with opened(source) as files:
-        for path in [pick(files, name, source) for name in names]:
-            with files[path]() as file:
-                batch = unpickle(file.read())
-            images = np.asarray(batch[b"data"])
-            if images.dtype != np.uint8:
-                raise ValueError(f"{path} holds {images.dtype}, no bytes")
-            yield [images.reshape(-1, *_SHAPE), *(np.array(batch[key], dtype=np.int64) for key in keys)]
-
-
 @dataclass(frozen=True)
 class Cifar10(Public):
     """CIFAR-10: ten classes."""
@@ -84,15 +71,23 @@ class Cifar10(Public):
     patterns: ClassVar[tuple[str, ...]] = ("cifar-10-batches-py",)
     labels: ClassVar[tuple[str, ...]] = tuple(_TEN.split())
     images: ClassVar[tuple[int, int, int]] = _SHAPE
+    files: ClassVar[tuple[str, ...]] = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    keys: ClassVar[tuple[bytes, ...]] = (b"labels",)  # of labels and, where there are, of their groups
 
     def read(self, source: Path) -> Iterator[Block]:
-        names = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
-        for images, labels in _batches(source, names, (b"labels",)):
-            yield Block(images, labels)
+        with opened(source) as files:
+            for path in [pick(files, name, source) for name in self.files]:
+                with files[path]() as file:
+                    batch = unpickle(file.read())
+                images = np.asarray(batch[b"data"])
+                if images.dtype != np.uint8:
+                    raise ValueError(f"{path} holds {images.dtype}, no bytes")
+                labels, *groups = (np.array(batch[key], dtype=np.int64) for key in self.keys)
+                yield Block(images.reshape(-1, *_SHAPE), labels, coarse=groups[0] if groups else None)
 
 
 @dataclass(frozen=True)
-class Cifar100(Public):
+class Cifar100(Cifar10):
     """CIFAR-100: a hundred classes in twenty groups of five."""
 
     name: ClassVar[str] = "cifar100"
@@ -103,9 +98,6 @@ class Cifar100(Public):
     )
     patterns: ClassVar[tuple[str, ...]] = ("cifar-100-python",)
     labels: ClassVar[tuple[str, ...]] = tuple(_HUNDRED.split())
-    images: ClassVar[tuple[int, int, int]] = _SHAPE
     has_coarse: ClassVar[bool] = True
-
-    def read(self, source: Path) -> Iterator[Block]:
-        for images, labels, groups in _batches(source, ("train", "test"), (b"fine_labels", b"coarse_labels")):
-            yield Block(images, labels, coarse=groups)
+    files: ClassVar[tuple[str, ...]] = ("train", "test")
+    keys: ClassVar[tuple[bytes, ...]] = (b"fine_labels", b"coarse_labels")

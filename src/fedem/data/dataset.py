@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,16 +17,30 @@ from fedem.data.federation import Federation
 from fedem.data.partitions import PARTITIONS, Assignment, Collection, Partition, fingerprint
 
 
-class Truth(ABC):
-    """The parameters that generated the data: M true components and each client's true mixture weights."""
+@dataclass(frozen=True)
+class Truth:
+    """The parameters that generated the data: M true components and each client's true mixture weights.
+
+    The label of x given component m is 1 with probability E[sigmoid(<x, theta_m> + noise_scale * e)], e ~ N(0, 1).
+    """
 
     names: tuple[str, ...]
     components: Tensor  # [M, d]
     mixture_weights: Tensor  # [T, M], one row per name
+    noise_scale: float
 
-    @abstractmethod
     def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
-        """Return the true probabilities ``[n, K]`` of inputs ``[n, ...]`` under each row's weights ``[n, M]``."""
+        """Return the true probabilities ``[n, 2]`` of inputs ``[n, d]`` under each row's weights ``[n, M]``."""
+        # The noise is integrated by the trapezoidal rule, which converges exponentially here once its steps are shorter
+        # than the sigmoid's width.
+        nodes = np.linspace(-7, 7, 1 + math.ceil(14 / 0.8 * max(1.0, self.noise_scale)))
+        density = np.exp(-(nodes**2) / 2)
+        logits = inputs.to(self.components.dtype) @ self.components.T
+        positive = torch.zeros_like(logits)
+        for node, weight in zip(nodes.tolist(), (density / density.sum()).tolist(), strict=True):
+            positive += weight * torch.sigmoid(logits + self.noise_scale * node)
+        mixed = (mixture_weights * positive).sum(1)
+        return torch.stack([1 - mixed, mixed], dim=1)
 
     def weights_of(self, names: tuple[str, ...]) -> Tensor:
         """Return the true mixture weights of the clients called ``names``, ``[len(names), M]``."""
@@ -61,12 +77,10 @@ class DataSource(Settings, ABC):
 
     @abstractmethod
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        """Make the data set.
+        """Make the data set; ``seed`` decides everything that is random.
 
-        Args:
-            seed: decides everything that is random.
-            partition: makes the clients; the usual one with its own settings when not given.
-            unseen: share of the clients that will be held out (by the same seed): nothing may be fitted on them.
+        Clients are made by ``partition``, or by the usual one. Nothing may be fitted on a share ``unseen`` of them that
+        will be held out, by the same seed.
         """
 
 

@@ -41,15 +41,13 @@ class Collection:
     """All samples of a data set, before anybody owns them, with what a partition may go by."""
 
     pool: Pool
-    ids: Tensor
-    """``[N]`` int64, a hash of each sample's content, and of which one it is among equal ones: a choice by it does not
-    depend on the file's order"""
+    ids: (
+        Tensor  # [N] int64, a hash of each sample's content and of which one it is among equal ones, whatever the order
+    )
     fingerprint: str  # a hash of all samples, whatever their order
-    owners: Tensor | None = None
-    """``[N]`` int64, the position of each sample's own client (writer, role, ...) among ``owner_names``"""
+    owners: Tensor | None = None  # [N] int64, each sample's own client (writer, role, ...), a position in owner_names
     owner_names: tuple[str, ...] = ()  # names of those clients; empty when the data set has none
-    coarse: Tensor | None = None
-    """``[N]`` int64, the group that each sample's label belongs to; None when labels have no groups"""
+    coarse: Tensor | None = None  # [N] int64, the group that each sample's label belongs to, where labels have groups
 
 
 class Assignment(NamedTuple):
@@ -240,12 +238,13 @@ def fingerprint(assignment: Assignment, collection: Collection) -> str:
 
 
 @dataclass(frozen=True)
-class Concentrated(Dealing):
-    """Groups of labels, each dealt to the clients in shares from a symmetric Dirichlet(``alpha``) over them.
+class Dirichlet(Dealing):
+    """Every label dealt by itself in Dirichlet shares: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020).
 
-    How many samples of a group each client gets is multinomial with these shares, as in the paper's own code. Where a
-    client would have fewer than ``min_samples``, all shares are drawn again, as is common. So the clients follow that
-    law given that none is too small; samples moved to small clients would bring labels that no Dirichlet drew.
+    How many samples of a label each client gets is multinomial with shares from a symmetric Dirichlet(``alpha``) over
+    the clients, as in the paper's own code. Where a client would have fewer than ``min_samples``, all shares are drawn
+    again, as is common. So the clients follow that law given that none is too small; samples moved to small clients
+    would bring labels that no Dirichlet drew.
 
     Attributes:
         min_samples: no client has fewer; where one would, all shares are drawn again.
@@ -268,21 +267,13 @@ class Concentrated(Dealing):
             "partition.num_clients, or a larger partition.alpha."
         )
 
-    @abstractmethod
     def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
-        """Return the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
-
-
-@dataclass(frozen=True)
-class Dirichlet(Concentrated):
-    """Every label dealt by itself in Dirichlet shares: the paper's EMNIST and CIFAR-10 (after Wang et al. 2020)."""
-
-    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+        """Return what is dealt in the same shares: the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
         return labels
 
 
 @dataclass(frozen=True)
-class LabelGroups(Concentrated):
+class LabelGroups(Dirichlet):
     """Labels put at random into ``num_groups`` groups, as equal as can be: what the paper's own code does for CIFAR-10.
 
     The labels of a group have the same shares.
@@ -342,16 +333,9 @@ class Pachinko(Dealing):
     def _counts(
         self, parents: NDArray[np.int64], unused: NDArray[np.int64], size: int, rng: Generator
     ) -> NDArray[np.int64]:
-        """Draw how many samples of each fine label each client gets, ``size`` in all.
+        """Draw how many samples of each fine label each client gets, ``[F, T]``, ``size`` per client.
 
-        Args:
-            parents: ``[F]``, the coarse label of each fine one, ascending from 0.
-            unused: ``[F]``, samples of each fine label.
-            size: samples of each client.
-            rng: where the draws come from.
-
-        Returns:
-            ``[F, T]``
+        ``parents`` ``[F]`` are the coarse labels of the fine ones, ascending from 0; ``unused`` ``[F]`` their samples.
         """
         unused = unused.copy()
         counts = np.zeros((len(parents), self.num_clients), dtype=np.int64)

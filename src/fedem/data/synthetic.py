@@ -5,45 +5,18 @@ Shapes: T clients, N samples of all clients, M components, d features.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.data.dataset import Dataset, DataSource, Truth
 from fedem.data.federation import Federation
 from fedem.data.partitions import Natural, Partition
 from fedem.data.samples import Samples
-
-
-@dataclass(frozen=True)
-class SyntheticTruth(Truth):
-    """True components and weights of a synthetic mixture.
-
-    The label of x given component m is 1 with probability E[sigmoid(<x, theta_m> + noise_scale * e)], e ~ N(0, 1).
-    """
-
-    names: tuple[str, ...]
-    components: Tensor
-    mixture_weights: Tensor
-    noise_scale: float
-
-    def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
-        """Mix the true components' probabilities; the noise is integrated numerically. ``[n, 2]``."""
-        # The trapezoidal rule converges exponentially here once its steps are shorter than the sigmoid's width.
-        nodes = np.linspace(-7, 7, 1 + math.ceil(14 / 0.8 * max(1.0, self.noise_scale)))
-        density = np.exp(-(nodes**2) / 2)
-        logits = inputs.to(self.components.dtype) @ self.components.T
-        positive = torch.zeros_like(logits)
-        for node, weight in zip(nodes.tolist(), (density / density.sum()).tolist(), strict=True):
-            positive += weight * torch.sigmoid(logits + self.noise_scale * node)
-        mixed = (mixture_weights * positive).sum(1)
-        return torch.stack([1 - mixed, mixed], dim=1)
 
 
 @dataclass(frozen=True)
@@ -99,25 +72,21 @@ class Synthetic(DataSource):
         streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)]
         parameters, sizes = streams[:2]
         names = tuple(map(str, range(self.num_clients)))
-        weights = self._weights(parameters)
+        if self.clustered:
+            weights = np.eye(self.num_components)[parameters.integers(self.num_components, size=self.num_clients)]
+        else:
+            weights = parameters.dirichlet([self.dirichlet] * self.num_components, self.num_clients)
         components = parameters.uniform(-1, 1, (self.num_components, self.dimension)).astype(np.float32)
         # log-normal draws can overflow an int64; n_t is capped anyway.
         extra = np.minimum(sizes.lognormal(self.size_mean, self.size_sigma, self.num_clients), self.max_samples)
         counts = np.clip(self.min_samples + extra.astype(np.int64), 1, self.max_samples)
-        even = np.ones(self.num_clients, dtype=np.int64)
+        sizes_of_parts = (counts, np.full_like(counts, self.num_validation), np.full_like(counts, self.num_test))
         train, validation, test = (
             self._samples(stream, components, weights, part)
-            for stream, part in zip(
-                streams[2:], (counts, even * self.num_validation, even * self.num_test), strict=True
-            )
+            for stream, part in zip(streams[2:], sizes_of_parts, strict=True)
         )
-        truth = SyntheticTruth(names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale)
+        truth = Truth(names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale)
         return Dataset(Federation(names, train, validation, test).check(), truth)
-
-    def _weights(self, rng: Generator) -> NDArray[np.float64]:
-        if self.clustered:
-            return np.eye(self.num_components)[rng.integers(self.num_components, size=self.num_clients)]
-        return rng.dirichlet([self.dirichlet] * self.num_components, self.num_clients)
 
     def _samples(
         self, rng: Generator, components: NDArray[np.float32], weights: NDArray[np.float64], counts: NDArray[np.int64]
