@@ -1,7 +1,5 @@
 """Data sets by name."""
 
-from __future__ import annotations
-
 from fedem.data.cifar import Cifar10, Cifar100
 from fedem.data.dataset import Dataset, DataSource, Truth
 from fedem.data.emnist import Emnist

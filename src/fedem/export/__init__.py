@@ -1,7 +1,5 @@
 """Personal models as files: to be loaded again, or used where fedem is not installed."""
 
-from __future__ import annotations
-
 from fedem.export.folder import Exported, export_client, export_personal, load_exported
 from fedem.export.formats import FORMATS, PersonalModule
 

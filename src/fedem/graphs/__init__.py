@@ -1,7 +1,5 @@
 """Graphs of clients, by name, and the matrices by which neighbours average."""
 
-from __future__ import annotations
-
 from fedem.graphs.base import Consensus, Topology, among
 from fedem.graphs.topologies import Complete, ErdosRenyi, File, Grid, Regular, Ring, SmallWorld, StarGraph
 from fedem.graphs.weights import Fastest, check_mixing, fastest_mixing, second_modulus

@@ -14,7 +14,6 @@ Shapes: T clients, E edges, tau phases.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -45,9 +44,6 @@ MOST_WEIGHTS = 10**8  # weights at most in all matrices: 800 MB
 
 _NUM_DRAWS = 300  # of a random matrix, for a mean over them
 _MATCHING, _FAILURE, _DRAWS = 1, 2, 3  # purposes, folded into a round's key
-
-Expectation = Callable[[int, Matrix], tuple[Matrix, Matrix]]
-"""A phase and X -> E[W X W] and E[W] in that phase, all ``[T, T]``."""
 
 
 @dataclass(frozen=True)
@@ -136,24 +132,32 @@ class Topology(Settings, ABC):
         It is exact for links that fail; for random matchings, and where not everybody is present, expectations are
         means over draws. ``matrices`` and ``keys`` are as in :meth:`draw`.
         """
-        is_sampled = num_present is not None and num_present < len(keys)
-        is_estimate = is_sampled or self.activity == "random_matching"
+        present = None if num_present is None or num_present >= len(keys) else num_present
+        is_estimate = present is not None or self.activity == "random_matching"
+        rest, product = np.eye(len(keys)) - 1 / len(keys), np.eye(len(keys))
+        for phase in reversed(range(len(matrices))):
+            if is_estimate:
+                words = derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist()
+                outer, mean = np.zeros_like(rest), np.zeros_like(rest)
+                for word in words:  # one draw is in memory at a time
+                    matrix = self._drawn_among(matrices, phase, keys, word, present)
+                    outer += matrix @ rest @ matrix
+                    mean += matrix
+                rest, mean = outer / _NUM_DRAWS, mean / _NUM_DRAWS
+            else:
+                rest, mean = with_failures(matrices[phase].cpu().numpy(), self.link_failure, rest)
+            product = mean @ product
+        left = float(np.linalg.eigvalsh((rest + rest.T) / 2).max())
+        return Consensus(1 - second_modulus(product), min(1.0, 1 - left), len(matrices), is_estimate)
 
-        def drawn(phase: int, word: int) -> Matrix:
-            matrix = self.draw(matrices, phase, keys, word).cpu()
-            if is_sampled and num_present is not None:
-                present = choose(keys.cpu(), num_present, word)
-                part, matrix = among(matrix, present), torch.eye(len(keys), dtype=torch.float64)
-                matrix[present[:, None], present] = part
-            return matrix.numpy()
-
-        def expectation(phase: int, inner: Matrix) -> tuple[Matrix, Matrix]:
-            if not is_estimate:
-                return with_failures(matrices[phase].cpu().numpy(), self.link_failure, inner)
-            words = derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist()
-            return over_draws((drawn(phase, word) for word in words), inner)
-
-        return consensus_of(expectation, len(keys), len(matrices), is_estimate)
+    def _drawn_among(self, matrices: Tensor, phase: int, keys: Tensor, word: int, num_present: int | None) -> Matrix:
+        """Draw the matrix of a round in which ``num_present`` clients take part, and the others keep what they have."""
+        matrix = self.draw(matrices, phase, keys, word).cpu()
+        if num_present is not None:
+            present = choose(keys.cpu(), num_present, word)
+            part, matrix = among(matrix, present), torch.eye(len(keys), dtype=torch.float64)
+            matrix[present[:, None], present] = part
+        return matrix.numpy()
 
     def _lazy(self, matrix: Matrix) -> Matrix:
         return (1 - self.laziness) * matrix + self.laziness * np.eye(len(matrix))
@@ -191,11 +195,9 @@ class Topology(Settings, ABC):
             )
 
     def _check_size(self, num_clients: int, num_phases: int) -> None:
-        if num_phases * num_clients**2 > MOST_WEIGHTS:
-            raise UserError(
-                f"{num_clients:,} clients and {num_phases:,} phases make {num_phases * num_clients**2:,} weights; "
-                f"allowed: at most {MOST_WEIGHTS:,}."
-            )
+        if (count := num_phases * num_clients**2) > MOST_WEIGHTS:
+            made = f"{num_clients:,} clients and {num_phases:,} phases make {count:,} weights"
+            raise UserError(f"{made}; allowed: at most {MOST_WEIGHTS:,}.")
 
 
 def edges_of(matrix: Matrix) -> Edges:
@@ -276,16 +278,6 @@ class Consensus(NamedTuple):
     """whether expectations are means over draws; the chance in them makes both figures rather too small"""
 
 
-def consensus_of(expectation: Expectation, num_nodes: int, tau: int, is_estimate: bool) -> Consensus:
-    """Say how fast clients agree whose matrices have these expectations."""
-    rest, product = np.eye(num_nodes) - 1 / num_nodes, np.eye(num_nodes)
-    for phase in reversed(range(tau)):
-        rest, mean = expectation(phase, rest)
-        product = mean @ product
-    left = float(np.linalg.eigvalsh((rest + rest.T) / 2).max())
-    return Consensus(1 - second_modulus(product), min(1.0, 1 - left), tau, is_estimate)
-
-
 def with_failures(matrix: Matrix, probability: float, inner: Matrix) -> tuple[Matrix, Matrix]:
     """Return E[W X W] and E[W], where W is ``matrix`` and each edge fails with ``probability``, X is ``inner``.
 
@@ -300,13 +292,3 @@ def with_failures(matrix: Matrix, probability: float, inner: Matrix) -> tuple[Ma
     spread[first, second] = probability * (1 - probability) * matrix[first, second] ** 2 * carried
     spread += spread.T
     return mean @ inner @ mean + np.diag(spread.sum(1)) - spread, mean
-
-
-def over_draws(draws: Iterable[Matrix], inner: Matrix) -> tuple[Matrix, Matrix]:
-    """Return the means of W X W and of W over draws of W, X being ``inner``; one draw is in memory at a time."""
-    count, outer, mean = 0, np.zeros_like(inner), np.zeros_like(inner)
-    for matrix in draws:
-        count += 1
-        outer += matrix @ inner @ matrix
-        mean += matrix
-    return outer / count, mean / count

@@ -130,12 +130,10 @@ class SmallWorld(Laid):
         from networkx import watts_strogatz_graph
 
         if self.neighbours % 2 or self.neighbours >= len(keys):
-            raise UserError(
-                f"SmallWorld.neighbours is {self.neighbours}; allowed: an even number below that of the clients "
-                f"({len(keys)})."
-            )
-        graph = watts_strogatz_graph(len(keys), self.neighbours, self.rewiring, seed=_seed(seed))
-        return np.array(graph.edges, dtype=np.int64)
+            allowed = f"an even number below that of the clients ({len(keys)})"
+            raise UserError(f"SmallWorld.neighbours is {self.neighbours}; allowed: {allowed}.")
+        seed = int(derive(seed, _GRAPH)) % 2**32
+        return np.array(watts_strogatz_graph(len(keys), self.neighbours, self.rewiring, seed=seed).edges, np.int64)
 
 
 @dataclass(frozen=True)
@@ -154,12 +152,10 @@ class Regular(Laid):
         from networkx import random_regular_graph
 
         if self.degree >= len(keys) or self.degree * len(keys) % 2:
-            raise UserError(
-                f"Regular.degree is {self.degree}; allowed: below the number of clients ({len(keys)}), and one of the "
-                "two even."
-            )
-        graph = random_regular_graph(self.degree, len(keys), seed=_seed(seed))
-        return np.array(graph.edges, dtype=np.int64)
+            allowed = f"below the number of clients ({len(keys)}), and one of the two even"
+            raise UserError(f"Regular.degree is {self.degree}; allowed: {allowed}.")
+        seed = int(derive(seed, _GRAPH)) % 2**32
+        return np.array(random_regular_graph(self.degree, len(keys), seed=seed).edges, np.int64)
 
 
 def _all_pairs(count: int) -> NDArray[np.int64]:
@@ -172,11 +168,6 @@ def _circle(places: NDArray[np.int64], closed: bool) -> NDArray[np.int64]:
     pairs = np.stack([places, following], axis=-1)[: None if closed else -1].reshape(-1, 2)
     different: NDArray[np.bool_] = pairs[:, 0] != pairs[:, 1]  # a circle of one has no edge
     return pairs[different]
-
-
-def _seed(seed: int) -> int:
-    """Derive a seed for a generator that knows no keys."""
-    return int(derive(seed, _GRAPH)) % 2**32
 
 
 _Line = tuple[int, list[str]]  # a line's number, from 1, and its words
@@ -286,19 +277,15 @@ def _pair(where: str, words: list[str], positions: dict[int, int]) -> tuple[int,
 def _load(path: Path) -> NDArray[np.generic]:
     """Read the one array of a file."""
     try:
-        content = np.load(path, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            return content
-        with content:
-            names = list(content)
-            if len(names) != 1:
-                raise UserError(f"{path} holds {len(names)} arrays; allowed: one, the adjacency matrix.")
-            array: NDArray[np.generic] = content[names[0]]
-            return array
-    except UserError:
-        raise
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            arrays = [content] if isinstance(content, np.ndarray) else list(content.values())
     except Exception as error:  # a damaged archive raises whatever its format does
         raise UserError(f"{path} can't be read ({error}); allowed: an array as numpy saves it.") from None
+    if len(arrays) != 1:
+        raise UserError(f"{path} holds {len(arrays)} arrays; allowed: one, the adjacency matrix.")
+    array: NDArray[np.generic] = arrays[0]
+    return array
 
 
 def _from_matrix(path: Path, matrix: NDArray[np.generic], count: int) -> Edges:

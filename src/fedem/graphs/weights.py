@@ -25,12 +25,12 @@ from fedem.core.errors import UserError
 
 Edges = NDArray[np.int64]  # [E, 2]: pairs of positions i < j, sorted, each once
 Matrix = NDArray[np.float64]  # [T, T]
+Vector = NDArray[np.float64]  # [T]
 
 ROUNDING = 1e-9  # how far a sum of weights may be from 1, and a weight from its mirror image
 MOST_NODES = 1000  # nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed
 MOST_ITERATIONS = 5000  # for up to 300 nodes; with more, as many as take the same time, as one costs T^3
-LARGEST_SHARE = 0.01
-"""of the spectral gap, 1 - value, that the distance from the optimum may be: on large sparse graphs the gap is tiny"""
+LARGEST_SHARE = 0.01  # of the spectral gap (tiny on large sparse graphs) that the distance from the optimum may be
 
 # Over-relaxation, the first penalty, and how often what is looked at: these change the time alone.
 _RELAXATION, _PENALTY = 1.7, 0.1
@@ -88,9 +88,7 @@ def second_modulus(matrix: Matrix | Tensor) -> float:
 def check_mixing(matrix: Tensor, edges: Edges | None) -> None:
     """Refuse a matrix ``[T, T]`` that is not symmetric, non-negative and of row sums 1, or with weight off the edges.
 
-    Args:
-        matrix: the mixing matrix.
-        edges: who may average with whom, beside each with itself; None for everybody with everybody.
+    ``edges`` say who may average with whom, beside each with itself; None for everybody with everybody.
     """
     if matrix.ndim != 2 or len(matrix) != matrix.shape[-1] or not len(matrix):
         raise UserError(f"The mixing matrix has the shape {list(matrix.shape)}; allowed: a square [T, T].")
@@ -174,13 +172,10 @@ class _Search:
     def run(self, tolerance: float) -> Fastest:
         """Iterate until the value is close enough to the bound."""
         iteration, most = 0, MOST_ITERATIONS * min(1, (300 / len(self.matrix)) ** 3)
-        while not self._is_close(tolerance) and iteration < most:
+        while self.value - self.bound > min(tolerance, LARGEST_SHARE * (1 - self.value)) and iteration < most:
             iteration += 1
             self._iterate(iteration)
         return Fastest(self.best, self.value, min(self.bound, self.value), iteration)
-
-    def _is_close(self, tolerance: float) -> bool:
-        return self.value - self.bound <= min(tolerance, LARGEST_SHARE * (1 - self.value))
 
     def _iterate(self, iteration: int) -> None:
         mean, before = 1 / len(self.matrix), self.matrix
@@ -236,10 +231,8 @@ def _evenly(num_nodes: int, edges: Edges) -> tuple[Matrix, Matrix]:
 def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
     """Minimise radius |X| + |X - matrix|_F^2 / 2 over the symmetric X with X 1 = 0.
 
-    The moduli of the eigenvalues are cut at the height above which they sum to ``radius``.
-
-    Returns:
-        X, and what was cut off, of nuclear norm ``radius`` at most: ``radius`` times a subgradient of |X|.
+    The moduli of the eigenvalues are cut at the height above which they sum to ``radius``. Returns X, and what was cut
+    off, of nuclear norm ``radius`` at most: ``radius`` times a subgradient of |X|.
     """
     matrix = matrix - matrix.mean(0)
     matrix -= matrix.mean(1)[:, None]
@@ -253,25 +246,18 @@ def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
     return (matrix + matrix.T) / 2 - cut, cut
 
 
-def project(
-    target: Matrix, support: NDArray[np.bool_], start: NDArray[np.float64]
-) -> tuple[Matrix, NDArray[np.float64]]:
+def project(target: Matrix, support: NDArray[np.bool_], start: Vector) -> tuple[Matrix, Vector]:
     """Find the nearest matrix that is symmetric, non-negative, of row sums 1 and zero off the ``support``.
 
     It is max(0, target + y 1' + 1 y') on the support, where y minimises the convex |that|_F^2 / 4 - sum(y): the row
     sums less 1 are its gradient. Newton's method with a line search finds y in a few steps.
 
-    Args:
-        target: ``[T, T]``, symmetric
-        support: ``[T, T]``, symmetric, the diagonal included
-        start: ``[T]``: a guess of y.
-
-    Returns:
-        The matrix and y.
+    ``target`` and ``support`` ``[T, T]`` are symmetric, the diagonal belongs to the support, and ``start`` ``[T]`` is a
+    guess of y. Returns the matrix and y.
     """
     from scipy.linalg import solve
 
-    def at(y: NDArray[np.float64]) -> tuple[Matrix, float]:
+    def at(y: Vector) -> tuple[Matrix, float]:
         found = np.where(support, np.maximum(target + y[:, None] + y, 0), 0)
         return found, float((found * found).sum() / 4 - y.sum())
 

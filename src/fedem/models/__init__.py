@@ -1,7 +1,5 @@
 """Models by name."""
 
-from __future__ import annotations
-
 from fedem.models.base import Model, ModelSpec
 from fedem.models.efficientnet import EfficientNetLite0
 from fedem.models.losses import CrossEntropy, Logistic, SquaredError
