@@ -18,7 +18,7 @@ from fedem.report.studies import plot_diagnostics
 from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
-from fedem.studies.comparison import configure, resolve_methods, without_own, without_shipped
+from fedem.studies.comparison import resolve_methods, without_own, without_shipped
 
 
 class _Run(NamedTuple):
@@ -101,7 +101,8 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
         # The same run with another method; solver and schedule are those shipped for it, not the main method's.
         place = RunFolder(folder.path / "baselines" / name)
         begun = resume and place.exists()
-        runs.append(_Run(place.path, place.config() if begun else configure(common, name), begun))
+        config = place.config() if begun else Config.build(*common, {"method": {"name": name}})
+        runs.append(_Run(place.path, config, begun))
     folder.prepare(resume)
     return runs
 

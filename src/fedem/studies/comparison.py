@@ -16,17 +16,18 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method, title_of
 from fedem.models.metrics import find_metric
-from fedem.runs.config import SECTIONS, Config, Layer, Sections, parse_assignment
+from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Spread, check_new, outcomes
+from fedem.studies.sweep import Entry, Spread, outcomes, read_setting
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
 _OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
 _SAME = ("data", "loss", "run.rounds", "run.unseen", "run.metrics")
 _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
+_TRAINING = ("batching", "solver", "schedule")
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
 _COSTS = ("seconds_per_round", "bytes_up_per_round", "bytes_down_per_round")
@@ -39,11 +40,6 @@ def resolve_methods(names: Sequence[str]) -> list[str]:
     if not chosen or len(set(chosen)) < len(chosen):
         raise UserError(f"The methods are {', '.join(names) or 'none'}; allowed: all, or one or several, each once.")
     return chosen
-
-
-def configure(shared: Sequence[Layer], method: str) -> Config:
-    """Return the run that ``shared`` describes with ``method``, with the settings shipped for it."""
-    return Config.build(*shared, {"method": {"name": method}})
 
 
 def without_own(layers: Iterable[Layer]) -> list[Layer]:
@@ -73,47 +69,30 @@ def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[l
     shared: list[Layer] = []
     own: dict[str, list[Layer]] = {name: [] for name in methods}
     for text in assignments:
-        key, equals, value = text.partition("=")
-        whose, colon, place = key.rpartition(":")
-        layer = parse_assignment(f"{place}{equals}{value}")
-        _check_setting(text, whose.strip() if colon else None, place.strip(), methods)
-        (own[resolve_method(whose.strip())] if colon else shared).append(layer)
-    return shared, own
-
-
-def _check_setting(text: str, whose: str | None, place: str, methods: Sequence[str]) -> None:
-    section = place.partition(".")[0]
-    if place in _GIVEN:
-        raise UserError(f"--set got {text!r}; {place} is given by {_GIVEN[place]}.")
-    if whose is None:
-        if section in _OWN:
+        whose, colon, _ = text.partition("=")[0].rpartition(":")
+        section, place, layer = read_setting(text, _GIVEN, whose + colon)
+        method = resolve_method(whose.strip()) if colon else ""
+        if not method and section in _OWN:
             raise UserError(
                 f"--set got {text!r}, but every method has a [{section}] of its own; "
                 f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
             )
-        return
-    if resolve_method(whose) not in methods:
-        raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
-    if section in _SAME or place in _SAME:
-        raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
+        if method and method not in methods:
+            raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
+        if method and (section in _SAME or place in _SAME):
+            raise UserError(f"--set got {text!r}, but {place} is the same for all methods; allowed: without {whose!r}.")
+        (own[method] if method else shared).append(layer)
+    return shared, own
 
 
 def plan(
     out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
 ) -> list[Entry]:
-    """Return the runs, seed by seed; every configuration is checked.
+    """Return the runs in OUT/METHOD-seedS, seed by seed, with settings that all share and their own; all are checked.
 
     Unless the settings say how often to evaluate, it is so often that curves can be drawn.
-
-    Args:
-        out: where the runs' folders lie: OUT/METHOD-seedS.
-        methods: names of methods.
-        seeds: one run of each method for each.
-        shared: settings of all methods.
-        own: further settings of some.
-
     """
-    rounds = configure(shared, methods[0]).run.rounds
+    rounds = Config.build(*shared, {"method": {"name": methods[0]}}).run.rounds
     usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
     return sweep.plan(
         {"method": methods},
@@ -124,14 +103,10 @@ def plan(
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that can't be written or, unless it is to be resumed, holds anything; changes nothing."""
-    folder = RunFolder(out)
-    if folder.exists():
+    """Refuse a folder that can't hold the comparison, or another one's; changes nothing."""
+    if RunFolder(out).exists():
         raise UserError(f"{out} holds a run, not a comparison; choose another folder.")
-    if resume and not out.is_dir():
-        raise UserError(f"There is no comparison to resume in {out} (no such folder).")
-    check_new(out, resume)
-    folder.prepare(resume)
+    sweep.check_folder("comparison", out, resume, begun=out.is_dir())
 
 
 class Point(NamedTuple):
@@ -149,8 +124,7 @@ class Row:
     title: str
     figures: dict[str, Spread]
     curve: list[Point]
-    training: dict[str, Any] = field(default_factory=dict)
-    """settings of how clients train, by their names, ``section.key``"""
+    training: dict[str, Any] = field(default_factory=dict)  # settings of how clients train, by section.key
 
 
 @dataclass(frozen=True)
@@ -164,10 +138,8 @@ class Comparison:
     num_unseen_clients: int
     seeds: list[int]
     rows: list[Row]
-    oracle: dict[str, Spread]
-    """empty when the truth is not known"""
-    runs: list[Record]
-    """one record per method and seed"""
+    oracle: dict[str, Spread]  # empty when the truth is not known
+    runs: list[Record]  # one record per method and seed
 
     @property
     def larger_is_better(self) -> bool:
@@ -181,19 +153,19 @@ class Comparison:
         writer.writeheader()
         writer.writerows(self.runs)
         write_atomically(folder / "comparison.csv", text.getvalue().encode())
-        write_json(folder / "comparison.json", {"command": command} | self._record())
-
-    def _record(self) -> Record:
         names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
-        return {name: getattr(self, name) for name in names} | {
-            "methods": [
-                {"method": row.method, "title": row.title}
-                | {"figures": {name: spread._asdict() for name, spread in row.figures.items()}}
-                | {"curve": [{"round": point.round} | point.spread._asdict() for point in row.curve]}
-                for row in self.rows
-            ],
-            "oracle": {name: spread._asdict() for name, spread in self.oracle.items()} or None,
-        }
+        content = {"command": command} | {name: getattr(self, name) for name in names}
+        methods = [
+            {"method": row.method, "title": row.title, "figures": _records(row.figures)}
+            | {"curve": [{"round": point.round} | point.spread._asdict() for point in row.curve]}
+            for row in self.rows
+        ]
+        oracle = _records(self.oracle) or None
+        write_json(folder / "comparison.json", content | {"methods": methods, "oracle": oracle})
+
+
+def _records(spreads: Mapping[str, Spread]) -> Record:
+    return {name: spread._asdict() for name, spread in spreads.items()}
 
 
 def summarize(entries: Sequence[Entry]) -> Comparison:
@@ -217,7 +189,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         found = [by_seed[seed] for seed in seeds]
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
         curve = list(_curve([own[seed].folder.metrics() for seed in seeds], score))
-        rows.append(Row(method, _title(found[0]), figures, curve, _training(own[seeds[0]].config)))
+        sections = own[seeds[0]].config.sections
+        training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
+        rows.append(Row(method, _title(found[0]), figures, curve, training))
     rows.sort(key=lambda row: row.figures[score].rank(decisive.larger_is_better))
     known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
     known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
@@ -236,14 +210,6 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
 def data_name(config: Config) -> str:
     """Return what the data are called in a table: a file's name, or the data set's."""
     return Path(config.values("data").get("path") or config.name("data")).name
-
-
-def _training(config: Config) -> dict[str, Any]:
-    return {
-        f"{section}.{key}": value
-        for section in ("batching", "solver", "schedule")
-        for key, value in config.sections[section].items()
-    }
 
 
 def _title(summary: Mapping[str, Any]) -> str:

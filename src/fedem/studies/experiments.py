@@ -9,48 +9,40 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError, unknown
 from fedem.data.store import Public
-from fedem.runs.config import Layer, parse_assignment
+from fedem.runs.config import Layer
 from fedem.runs.evaluate import Record
 from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Labels, SharedData, Spread, outcomes
 
 FILE = "experiment.toml"
-SLASH = " / "
-"""between labels, and between a figure and the label of what it is the ratio to"""
-ALL = "all"
-"""in [quick], all runs"""
-_KEYS = ("title", "place", "seeds", "figures", "settings", "axes", "without", "paper", "quick")
+SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
+ALL = "all"  # in [quick], all runs
+_NEEDED = ("title", "figures", "axes")
+_OPTIONAL: Record = {"place": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
 
 
 @dataclass(frozen=True)
 class Experiment:
     """What a file declares."""
 
-    name: str
-    """of its folder"""
+    name: str  # of its folder
     title: str
-    place: str
-    """where the paper has it"""
-    seeds: int
-    """how many the paper has"""
+    place: str  # where the paper has it
+    seeds: int  # how many the paper has
+    # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
     figures: tuple[str, ...]
-    """of a summary; ``recovery.weight_distance`` lies deeper, ``test_loss / FedAvg`` is a ratio to that label's run"""
     settings: tuple[Layer, ...]
-    axes: Mapping[str, Mapping[str, tuple[Layer, ...]]]
-    """the choices: axis -> label -> settings"""
-    without: tuple[Labels, ...] = ()
-    """combinations that are left out"""
-    paper: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-    """the paper's figures by the labels, in the order of the axes, joined with " / " """
-    quick: Mapping[str, tuple[Layer, ...]] = field(default_factory=dict)
-    """settings of a short trial of the whole, of the runs with a label or of "all" """
+    axes: Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
+    without: tuple[Labels, ...]  # combinations that are left out
+    paper: Mapping[str, tuple[float | None, ...]]  # by the labels, in the order of the axes, joined with " / "
+    quick: Mapping[str, tuple[Layer, ...]]  # settings of a short trial, of the runs with a label or of "all"
 
     @property
     def labels(self) -> list[str]:
@@ -70,14 +62,13 @@ def read(folder: Path) -> Experiment:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} can't be read as an experiment: {error}") from None
-    for key in content:
-        if key not in _KEYS:
-            raise unknown(f"key in {path}", key, _KEYS)
-    for key in ("title", "figures", "axes"):
+    _check_known(f"key in {path}", content, (*_NEEDED, *_OPTIONAL))
+    for key in _NEEDED:
         if key not in content:
             raise UserError(f"{path} has no {key!r}; it is needed.")
+    content = _OPTIONAL | content
     for key in ("settings", "axes", "paper", "quick"):
-        _check(path, key, content.get(key, {}), isinstance(content.get(key, {}), Mapping), "a table")
+        _check(path, key, content[key], isinstance(content[key], Mapping), "a table")
     for axis, choices in content["axes"].items():
         _check(path, f"axes.{axis}", choices, isinstance(choices, Mapping) and bool(choices), "a table of choices")
     axes = {
@@ -88,34 +79,35 @@ def read(folder: Path) -> Experiment:
     for label in labels:
         named = not any(mark in label for mark in (",", ":", SLASH))
         _check(path, "label", label, named, f"labels without ',', ':' and '{SLASH}', which part them in options")
-    figures, seeds, without = content["figures"], content.get("seeds", 1), content.get("without", [])
+    figures, seeds, without = content["figures"], content["seeds"], content["without"]
     _check(path, "seeds", seeds, type(seeds) is int and seeds > 0, "a whole number from 1")
     words = isinstance(figures, list) and all(isinstance(name, str) for name in figures)
     _check(path, "figures", figures, words and bool(figures), "a list of names")
-    for name in figures:
-        _, slash, label = name.partition(SLASH)
-        if slash and label not in labels:
-            raise unknown(f"label in {path}, figures", label, labels)
+    _check_known(f"label in {path}, figures", [name.partition(SLASH)[2] for name in figures if SLASH in name], labels)
     gaps = isinstance(without, list) and all(
         isinstance(gap, Mapping) and gap and all(label in axes.get(axis, ()) for axis, label in gap.items())
         for gap in without
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
-    for label in content.get("quick", {}):
-        if label not in (*labels, ALL):
-            raise unknown(f"label in {path}, quick", label, (*labels, ALL))
+    _check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
     return Experiment(
         folder.name,
         str(content["title"]),
-        str(content.get("place", "")),
+        str(content["place"]),
         seeds,
         tuple(figures),
-        _layers(content.get("settings", {}), f"{path}, settings"),
+        _layers(content["settings"], f"{path}, settings"),
         axes,
         tuple(without),
-        {key: _paper(path, key, values, axes, figures) for key, values in content.get("paper", {}).items()},
-        {label: _layers(settings, f"{path}, quick") for label, settings in content.get("quick", {}).items()},
+        {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()},
+        {label: _layers(settings, f"{path}, quick") for label, settings in content["quick"].items()},
     )
+
+
+def _check_known(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    for name in names:
+        if name not in allowed:
+            raise unknown(kind, name, allowed)
 
 
 def _check(path: Path, key: str, value: object, fits: bool, allowed: str) -> None:
@@ -138,9 +130,7 @@ def _paper(
 
 def find(place: Path, name: str) -> Experiment:
     """Return the experiment called ``name`` among those in ``place``."""
-    names = listed(place)
-    if name not in names:
-        raise unknown("experiment", name, names)
+    _check_known("experiment", [name], listed(place))
     return read(place / name)
 
 
@@ -177,18 +167,15 @@ def plan(
     own: Mapping[str, Sequence[Layer]] | None = None,
     quick: bool = False,
 ) -> list[Entry]:
-    """Return the runs, those with the same data and seed together; configurations and complete runs are checked.
+    """Return the runs in folders of ``out``, those with the same data and seed together; they are checked.
 
-    Args:
-        experiment: as declared.
-        out: where the runs' folders lie.
-        seeds: one run of each choice for each.
-        only: labels by axis, to leave out the others.
-        asked: further settings of all runs.
-        own: further settings of the runs with a label.
-        quick: with the settings of the short trial.
-
+    ``only`` has labels by axis, to leave out the others. Settings are those declared (if ``quick``, also those of the
+    short trial), then those ``asked`` for all runs, then the ``own`` of the runs with a label.
     """
+    chosen = only or {}
+    _check_known("axis", chosen, experiment.axes)
+    for axis, names in chosen.items():
+        _check_known(f"choice of {axis}", names, experiment.axes[axis])
 
     def layers(labels: Labels) -> list[Layer]:
         declared = [experiment.settings, *(experiment.axes[axis][label] for axis, label in labels.items())]
@@ -197,25 +184,12 @@ def plan(
         return list(itertools.chain(*declared, *short, *further))
 
     return sweep.plan(
-        _chosen(experiment, only or {}),
+        {axis: [name for name in names if name in chosen.get(axis, names)] for axis, names in experiment.axes.items()},
         seeds,
         layers,
         lambda labels, seed: out / "_".join([*map(_word, labels.values()), f"seed{seed}"]),
         experiment.without,
     )
-
-
-def _chosen(experiment: Experiment, only: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    for axis, labels in only.items():
-        if axis not in experiment.axes:
-            raise unknown("axis", axis, experiment.axes)
-        for label in labels:
-            if label not in experiment.axes[axis]:
-                raise unknown(f"choice of {axis}", label, experiment.axes[axis])
-    return {
-        axis: [label for label in choices if label in only.get(axis, choices)]
-        for axis, choices in experiment.axes.items()
-    }
 
 
 def _word(label: str) -> str:
@@ -229,13 +203,11 @@ def sort_settings(experiment: Experiment, assignments: Sequence[str]) -> tuple[l
     for text in assignments:
         # A label may have an equals sign, "M = 3", and a value a colon.
         label = next((label for label in experiment.labels if text.startswith(f"{label}:")), None)
-        assignment = text if label is None else text.removeprefix(f"{label}:")
-        other, colon, _ = assignment.partition("=")[0].rpartition(":")
+        whose = "" if label is None else f"{label}:"
+        other, colon, _ = text.removeprefix(whose).partition("=")[0].rpartition(":")
         if colon:
             raise unknown(f"label in --set {text!r}", other, experiment.labels)
-        layer = parse_assignment(assignment)
-        if "seed" in layer.get("run", {}):
-            raise UserError(f"--set got {text!r}; run.seed is given by --seeds.")
+        *_, layer = sweep.read_setting(text, {"run.seed": "--seeds"}, whose)
         (shared if label is None else own.setdefault(label, [])).append(layer)
     return shared, own
 
@@ -263,8 +235,7 @@ class Line(NamedTuple):
     """A line of the table: one choice on every axis."""
 
     labels: dict[str, str]
-    num_seeds: int
-    """complete ones"""
+    num_seeds: int  # complete ones
     ours: dict[str, Spread]
     paper: dict[str, float | None]
 
@@ -281,15 +252,11 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
             if axis is not None:
                 others = known.get(tuple((labels | {axis: reference}).values()), {})
                 below = [_figure(others.get(seed, {}), figure) for seed in by_seed]
-                values = [_ratio(*pair) for pair in zip(values, below, strict=True)]
+                values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]
             ours[name] = Spread.of(values)
         theirs = experiment.paper.get(SLASH.join(choice), (None,) * len(experiment.figures))
         lines.append(Line(labels, len(by_seed), ours, dict(zip(experiment.figures, theirs, strict=True))))
     return lines
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 def _figure(summary: Record, name: str) -> float | None:

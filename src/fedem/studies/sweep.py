@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.data.dataset import Dataset
-from fedem.runs.config import Config, Layer
+from fedem.runs.config import Config, Layer, parse_assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
 
-Labels = Mapping[str, str]
-"""A place on the axes: the label of the choice on each."""
+Labels = Mapping[str, str]  # the label of the choice on each axis
 
 
 class Entry(NamedTuple):
@@ -50,8 +49,7 @@ class Spread(NamedTuple):
     """A figure over the seeds."""
 
     mean: float | None
-    deviation: float | None
-    """of the sample; None for one seed"""
+    deviation: float | None  # of the sample; None for one seed
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread:
@@ -92,15 +90,10 @@ def plan(
     folder: Callable[[Labels, int], Path],
     without: Sequence[Labels] = (),
 ) -> list[Entry]:
-    """Return the runs, those with the same seed and data together; configurations and complete runs are checked.
+    """Return a run for every seed and combination of the axes' labels, but for those ``without``.
 
-    Args:
-        axes: the labels on each axis; there is a run for every combination of them and every seed.
-        seeds: each once.
-        layers: the settings of the runs with these labels, but for the seed.
-        folder: where the run with these labels and this seed lies.
-        without: combinations that are left out.
-
+    Runs with the same seed and data come together. Configurations and complete runs are checked. ``layers`` returns the
+    settings of the runs with these labels, all but the seed; ``folder`` where the run with these labels and seed lies.
     """
     check_seeds(seeds)
     entries = []
@@ -124,23 +117,33 @@ def check_seeds(seeds: Sequence[int]) -> None:
         raise UserError(f"The seeds are {', '.join(map(str, seeds)) or 'none'}; allowed: one or several, each once.")
 
 
-def check_new(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds anything, unless the work in it is to be resumed."""
+def check_folder(what: str, out: Path, resume: bool, begun: bool) -> None:
+    """Refuse a folder that can't be written, has nothing to resume, or else holds anything; changes nothing."""
+    if resume and not begun:
+        raise UserError(f"There is no {what} to resume in {out}{'' if out.is_dir() else ' (no such folder)'}.")
     if not resume and out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
+    RunFolder(out).prepare(resume)
+
+
+def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tuple[str, str, Layer]:
+    """Read ``section.key=value``, which follows on ``whose`` in ``text``: the section, section.key, and the layer.
+
+    What one of the ``options`` gives, by section.key or section, is refused.
+    """
+    layer = parse_assignment(text.removeprefix(whose))
+    ((section, (key,)),) = layer.items()
+    place = f"{section}.{key}"
+    if option := options.get(place) or options.get(section):
+        raise UserError(f"--set got {text!r}; {place} is given by {option}.")
+    return section, place, layer
 
 
 def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> list[str]:
     """Prepare every run on its data, and refuse all where one can't be trained; nothing is written.
 
-    Args:
-        entries: of a plan. Complete ones need not be among them, unless their data may have changed.
-        data: makes the runs' data.
-        shared: whether a run that another process is training is left to it, or refused.
-
-    Returns:
-        what the runs that are not complete have to note, each once
-
+    Complete runs need not be among them, unless their data may have changed. A run that another process is training is
+    left to it if the work is ``shared``, or else refused. Returns what runs that are not complete note, each once.
     """
     entries, notes = list(entries), []
     for entry in entries:
@@ -163,14 +166,8 @@ def work_off(
 ) -> dict[str, str]:
     """Train what is not complete, one run after the other; those that another process is training are left to it.
 
-    Args:
-        entries: of a plan, checked.
-        watch: a context for each run, which yields the listener of its rounds.
-        data: makes the runs' data.
-
-    Returns:
-        what went wrong, by the title of the run
-
+    ``watch`` is a context for each run, which yields the listener of its rounds. Returns what went wrong, by the title
+    of the run.
     """
     failed: dict[str, str] = {}
     for entry in entries:

@@ -8,7 +8,7 @@ distance to consensus by O(K^-1/2). In a picture with two logarithmic axes such 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from fedem.core.errors import UserError
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
 from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
-from fedem.runs.trainer import Trainer
+from fedem.runs.trainer import Listener, Trainer
 from fedem.studies.sweep import check_seeds, naming
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
@@ -71,10 +71,8 @@ class Trend(NamedTuple):
 
     slope: float
     intercept: float
-    tolerance: float
-    """how far the slope may be off: a one-sided 95% interval, by Student's t and the fit's standard error"""
-    rate: float | None
-    """the theorem's exponent; None where it has none"""
+    tolerance: float  # of the slope: a one-sided 95% interval, by Student's t and the fit's standard error
+    rate: float | None  # the theorem's exponent; None where it has none
 
     @property
     def holds(self) -> bool | None:
@@ -85,12 +83,9 @@ class Trend(NamedTuple):
 class Point(NamedTuple):
     """All runs of the same length."""
 
-    rounds: int
-    """K"""
-    learning_rate: float
-    """a0 / sqrt(K)"""
-    means: dict[str, float]
-    """of each quantity, over the K rounds and the seeds"""
+    rounds: int  # K
+    learning_rate: float  # a0 / sqrt(K)
+    means: dict[str, float]  # of each quantity, over the K rounds and the seeds
 
 
 @dataclass(frozen=True)
@@ -98,12 +93,10 @@ class Study:
     """The result: means for each K, and the slopes fitted through them."""
 
     config: Config
-    initial_rate: float
-    """a0"""
+    initial_rate: float  # a0
     seeds: tuple[int, ...]
     points: tuple[Point, ...]
-    trends: dict[str, Trend | None]
-    """of each quantity; None where it is zero, so that it has no logarithm"""
+    trends: dict[str, Trend | None]  # of each quantity; None where it is zero, so that it has no logarithm
     dissimilarity: Dissimilarity
 
     def record(self) -> Record:
@@ -132,23 +125,16 @@ def study(
     a0: float,
     every: int = 10,
     seeds: Sequence[int] = (0,),
-    listener: Callable[[Record], None] | None = None,
+    listener: Listener | None = None,
 ) -> Study:
-    """Train for each number of rounds and each seed, on the same data, and fit the slopes.
+    """Train K ``rounds`` at learning rate a0 / sqrt(K), for each K and seed on the same data, and fit the slopes.
 
-    Args:
-        config: the run, but for its rounds, seed and schedule; its own seed makes the data. What the theorems don't
-            speak of, such as momentum, is refused.
-        rounds: the numbers K of communication rounds, three or more, increasing.
-        a0: the learning rate is a0 / sqrt(K) in all K rounds.
-        every: the first rounds are all measured, then the gaps widen to a tenth of the rounds gone by, and to this
-            many rounds at most; between them the mean over all rounds interpolates.
-        seeds: of the runs: means are over these as well, as the theorems speak of expectations.
-        listener: called with the progress, the number of rounds done in all as a record's "round".
-
+    There are three K or more, increasing. The run is ``config`` but for its rounds, seed and schedule; its own seed
+    makes the data. What the theorems don't speak of, such as momentum, is refused. Means are over the seeds as well, as
+    the theorems speak of expectations; between rounds that are measured (see :func:`is_due`) they interpolate. The
+    ``listener`` is called with the number of rounds done in all as a record's "round".
     """
-    _check(rounds, a0, every, seeds)
-    _check_assumptions(config)
+    _check(config, rounds, a0, every, seeds)
     data = config.make_data()
     scheduled = config.replace("schedule", name="inverse_sqrt", learning_rate=a0)
     trainers: dict[tuple[int, int], Trainer] = {}
@@ -189,12 +175,15 @@ def fit_trend(rounds: Sequence[int], means: Sequence[float], rate: float | None)
 
 
 def is_due(number: int, num_rounds: int, every: int) -> bool:
-    """Whether round ``number`` (from 1) is measured: what falls as a power of the rounds gone by is then known well."""
+    """Whether round ``number`` (from 1) is measured: what falls as a power of the rounds gone by is then known well.
+
+    At first all are; then the gaps widen to a tenth of the rounds gone by, and to ``every`` rounds at most.
+    """
     gap = min(every, max(1, number // 10))
     return number % gap == 0 or number == num_rounds
 
 
-def _measured(trainer: Trainer, every: int, done: int, listener: Callable[[Record], None] | None) -> list[Record]:
+def _measured(trainer: Trainer, every: int, done: int, listener: Listener | None) -> list[Record]:
     """Carry out one run; returns a record for each round that was measured."""
     trainer = trainer.placed()
     training, lines = trainer.training, []
@@ -225,19 +214,7 @@ def _means(runs: Sequence[Sequence[Mapping[str, Any]]], num_rounds: int) -> dict
     return {name: float(np.mean([mean(lines, name) for lines in runs])) for name in QUANTITIES}
 
 
-def _check_assumptions(config: Config) -> None:
-    """Refuse a run that the theorems don't speak of."""
-    for section, values in REQUIRED.items():
-        for key, allowed in values.items():
-            # The section of another solver has other keys; its name is the first to be looked at.
-            if (value := config.sections[section][key]) != allowed:
-                raise UserError(
-                    f"{section}.{key} is {value!r}; allowed in a study of the theorems, which speak of plain SGD with "
-                    f"all clients in every round: {allowed!r}."
-                )
-
-
-def _check(rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:
+def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:
     if len(rounds) < _LEAST_RUNS or min(rounds) < 1 or any(a >= b for a, b in pairwise(rounds)):
         raise UserError(
             f"The numbers of rounds are {', '.join(map(str, rounds)) or 'none'}; allowed: at least {_LEAST_RUNS} "
@@ -248,3 +225,10 @@ def _check(rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -
     if every < 1:
         raise UserError(f"every is {every}; allowed: at least 1.")
     check_seeds(seeds)
+    for section, values in REQUIRED.items():
+        for key, allowed in values.items():  # the name first, as the section of another solver has other keys
+            if (value := config.sections[section][key]) != allowed:
+                raise UserError(
+                    f"{section}.{key} is {value!r}; allowed in a study of the theorems, which speak of plain SGD with "
+                    f"all clients in every round: {allowed!r}."
+                )

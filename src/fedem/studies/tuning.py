@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
@@ -34,15 +35,13 @@ from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, SharedData, Spread, check_new, check_seeds
+from fedem.studies.sweep import Entry, SharedData, Spread, check_seeds
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
-Grids = Mapping[str, Sequence[Any]]
-"""The values to try of each setting, by ``section.key``."""
-Tried = tuple[Values, float | None]
-"""Values and their score; None where training failed."""
+Grids = Mapping[str, Sequence[Any]]  # the values to try of each setting, by section.key
+Tried = tuple[Values, float | None]  # values and their score; None where training failed
 
 _DIVERGED = "Training diverged"
 SAMPLERS = ("grid", "random", "tpe")
@@ -63,8 +62,7 @@ _FOUND = {
 }
 # What all trials must share, or their scores could not be compared.
 _SAME = ("data", "partition", "loss", "run.seed", "run.rounds", "run.unseen", "method.name")
-_NEAR_THE_END = 0.1
-"""share of a range that counts as its edge"""
+_NEAR_THE_END = 0.1  # share of a range that counts as its edge
 
 
 def usual_grids(method: str, *given: Layer) -> Grids:
@@ -76,9 +74,8 @@ def usual_grids(method: str, *given: Layer) -> Grids:
 
 def paper_rate(data: str, method: str) -> float | None:
     """Return the learning rate that the paper found for a method on a data set; None where it has none."""
-    if data not in _FOUND or method not in _COLUMNS:
-        return None
-    return float(10.0 ** _FOUND[data][_COLUMNS.index(method)])
+    known = data in _FOUND and method in _COLUMNS
+    return float(10.0 ** _FOUND[data][_COLUMNS.index(method)]) if known else None
 
 
 def read_grids(texts: Iterable[str]) -> Grids:
@@ -113,14 +110,9 @@ def layers_of(values: Mapping[str, Any]) -> list[Layer]:
 def next_values(grids: Grids, sampler: str, seed: int, tried: Sequence[Tried], maximize: bool) -> Values:
     """Return the values of the next trial, a function of the arguments alone: so a search can be taken up anywhere.
 
-    Args:
-        grids: "grid" goes through all their combinations, the last setting fastest. "random" and "tpe" draw a number
-            between the least and the largest, on a logarithmic scale where all are above 0; or else one of the values.
-        sampler: one of :data:`SAMPLERS`.
-        seed: decides what is drawn, together with the number of trials before.
-        tried: the trials before.
-        maximize: whether a larger score is better.
-
+    Sampler "grid" goes through all combinations, the last setting fastest; "random" and "tpe" draw a number between the
+    least and the largest, on a logarithmic scale where all are above 0, or else one of the values. The seed decides
+    what is drawn, together with the number of trials ``tried`` before.
     """
     if sampler == "grid":
         return dict(zip(grids, next(islice(product(*grids.values()), len(tried), None)), strict=True))
@@ -174,20 +166,16 @@ def _range(values: Sequence[Any]) -> BaseDistribution:
 class Search:
     """A run, and the values to try of some of its settings."""
 
-    layers: tuple[Layer, ...]
-    """the run whose settings are tried, the method's name among them"""
+    layers: tuple[Layer, ...]  # the run whose settings are tried, the method's name among them
     grids: Grids
     sampler: str = "grid"
-    num_trials: int | None = None
-    """None where the sampler is "grid", which tries all combinations"""
-    seeds: tuple[int, ...] = (0,)
-    """a trial is one run for each"""
+    num_trials: int | None = None  # None where the sampler is "grid", which tries all combinations
+    seeds: tuple[int, ...] = (0,)  # a trial is one run for each
 
     @property
     def count(self) -> int:
         """How many trials there are to be."""
-        combinations = math.prod(len(values) for values in self.grids.values())
-        return combinations if self.num_trials is None else self.num_trials
+        return math.prod(map(len, self.grids.values())) if self.num_trials is None else self.num_trials
 
     @property
     def base(self) -> Config:
@@ -198,22 +186,17 @@ class Search:
         """Return the run that has these values."""
         return Config.build(*self.layers, *layers_of(values), {"run": {"seed": seed}})
 
-    def entries(self, values: Mapping[str, Any], place: Path) -> list[Entry]:
-        """Return the runs of a trial, one per seed."""
-        layers = [*self.layers, *layers_of(values)]
-        return sweep.plan({}, self.seeds, lambda _: layers, lambda _, seed: place / f"seed{seed}")
-
     def chosen_layer(self, values: Mapping[str, Any]) -> Sections:
         """Return what the user asked for, and the values chosen: what is to be written over the shipped settings."""
         return {name: section for name, section in overlay(*self.layers, *layers_of(values)).items() if section}
 
     def check(self) -> None:
         """Refuse what can't be searched, before any data are made."""
+        number, is_grid, given = self.num_trials, self.sampler == "grid", overlay(*self.layers)
         if self.sampler not in SAMPLERS:
             raise unknown("sampler", self.sampler, SAMPLERS)
-        if self.sampler != "grid":
+        if not is_grid:
             needed(f"The sampler {self.sampler}", "optuna", extra="tune")
-        given = overlay(*self.layers)
         if not self.grids:
             raise UserError("There is no setting to search; allowed: one or several, each as --grid section.key=...")
         for key, values in self.grids.items():
@@ -223,12 +206,12 @@ class Search:
             if name in given.get(section, {}):
                 raise UserError(f"{key} is both set and searched; allowed: one of --set and --grid.")
         check_seeds(self.seeds)
-        if self.sampler == "grid" and self.num_trials is not None:
+        if is_grid and number is not None:
             raise UserError(
-                f"--trials is {self.num_trials}, but a grid is tried as a whole; allowed: with --sampler random or tpe."
+                f"--trials is {number}, but a grid is tried as a whole; allowed: with --sampler random or tpe."
             )
-        if self.sampler != "grid" and (self.num_trials is None or self.num_trials < 1):
-            raise UserError(f"--trials is {self.num_trials}; allowed: at least 1.")
+        if not is_grid and (number is None or number < 1):
+            raise UserError(f"--trials is {number}; allowed: at least 1.")
         for combination in self._each_value():
             self.config(combination, self.seeds[0])
 
@@ -288,17 +271,10 @@ class Trial:
 
     number: int
     values: Values
+    # The validation score after the last round, one per seed; None where training failed, or is not over.
     scores: tuple[float, ...] | None = None
-    """the validation score after the last round, one per seed; None where training failed, or is not over"""
-    seconds: float | None = None
-    """of all runs together"""
-    error: str | None = None
-    """why training failed"""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the trial came to an end, be it a bad one."""
-        return self.scores is not None or self.error is not None
+    seconds: float | None = None  # of all runs together
+    error: str | None = None  # why training failed
 
     @property
     def spread(self) -> Spread:
@@ -325,15 +301,8 @@ class Tuned:
     """The result: the trials, the best first and the failed last."""
 
     search: Search
-    metric: str
-    """name of the metric, on the validation part"""
+    metric: str  # its name; it is measured on the validation part
     trials: tuple[Trial, ...]
-
-    @classmethod
-    def of(cls, search: Search, metric: str, trials: Iterable[Trial]) -> Tuned:
-        """Rank the trials by their means; of equals, the first one tried stays first."""
-        upwards = find_metric(metric).larger_is_better
-        return cls(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(upwards))))
 
     @property
     def best(self) -> Trial | None:
@@ -370,22 +339,15 @@ class Tuned:
 
 
 def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener | None = None) -> Tuned:
-    """Carry out a search in a folder.
+    """Carry out a search in the folder ``out``, or ``resume`` the one in it: trials that are over are not made again.
 
-    Args:
-        search: what to try.
-        out: the folder.
-        resume: go on with the search in ``out``; trials that are over are not made again.
-        listener: called with the progress, the number of rounds done in all as a record's "round".
-
+    The ``listener`` is called with the number of rounds done in all as a record's "round".
     """
     search.check()
     base = RunFolder(out / "base")
-    if resume and not base.exists():
-        raise UserError(f"There is no search to resume in {out}.")
-    check_new(out, resume)
-    base.prepare(resume)
+    sweep.check_folder("search", out, resume, base.exists())
     data, metric = search.prepare()
+    upwards = find_metric(metric).larger_is_better
     if not resume:
         base.create(search.base)
     # One process at a time: a trial that is not over then was stopped, and is nobody else's.
@@ -398,13 +360,12 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
             trial = known.get(number)
             if trial is None:
                 tried = [(other.values, other.spread.mean) for other in trials]
-                upwards = find_metric(metric).larger_is_better
-                drawn = next_values(search.grids, search.sampler, search.seeds[0], tried, upwards)
-                trial = Trial(number, drawn)
-            if not trial.is_over:
+                trial = Trial(number, next_values(search.grids, search.sampler, search.seeds[0], tried, upwards))
+            if trial.scores is None and trial.error is None:
                 trial = _carry_out(trial, search, data, metric, out, listener)
             trials.append(trial)
-    return Tuned.of(search, metric, trials)
+    # Of equals, the first one tried stays first.
+    return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(upwards))))
 
 
 def _check_same(out: Path, search: Search, data: SharedData) -> None:
@@ -430,26 +391,28 @@ def _carry_out(
     trial: Trial, search: Search, data: SharedData, metric: str, out: Path, listener: Listener | None
 ) -> Trial:
     """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
-    place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
+    place, rounds, layers = out / "trials" / f"{trial.number:03d}", search.base.run.rounds, layers_of(trial.values)
     place.mkdir(parents=True, exist_ok=True)
     # Resumed, the trial has the same values, even if another version of the sampler would draw others.
     write_json(place / "trial.json", trial.record())
-    done, scores, seconds = trial.number * len(search.seeds) * rounds, [], 0.0
+    done, seed, scores, seconds = trial.number * len(search.seeds) * rounds, search.seeds[0], [], 0.0
+
+    def listen(record: Record) -> None:
+        if listener is not None:
+            listener({"round": done + record["round"]})
+
     try:
-        search.config(trial.values, search.seeds[0])
-    except UserError as error:  # values that don't go together
-        trial = replace(trial, error=f"seed {search.seeds[0]}: {error}")
-    for entry in search.entries(trial.values, place) if trial.error is None else ():
-        try:
-            summary = _run(entry, data.of(entry.config), None if listener is None else _shifted(listener, done))
+        with _failing():  # values that don't go together
+            search.config(trial.values, seed)
+        for entry in sweep.plan({}, search.seeds, lambda _: [*search.layers, *layers], lambda _, n: place / f"seed{n}"):
+            seed = entry.seed
+            summary = entry.folder.summary() or _trained(entry, data.of(entry.config), listen)
             scores.append(_score(summary, metric))
-        except _FailedError as failed:
-            trial = replace(trial, error=f"seed {entry.seed}: {failed}")
-            break
-        seconds += summary["seconds_total"]
-        done += rounds
-    if trial.error is None:
+            seconds += summary["seconds_total"]
+            done += rounds
         trial = replace(trial, scores=tuple(scores), seconds=seconds)
+    except _FailedError as failed:
+        trial = replace(trial, error=f"seed {seed}: {failed}")
     write_json(place / "trial.json", trial.record())
     return trial
 
@@ -458,25 +421,26 @@ class _FailedError(Exception):
     """Training can't come to an end with a trial's values."""
 
 
-def _run(entry: Entry, dataset: Dataset, listener: Listener | None) -> Mapping[str, Any]:
-    """Carry out one run, unless it is complete; returns its summary."""
-    if (summary := entry.folder.summary()) is not None:
-        return summary
-    begun = entry.folder.exists()
+@contextmanager
+def _failing(beginning: str = "") -> Iterator[None]:
+    """Take an error with this beginning for the values' fault; another, such as a folder's, is not."""
     try:
-        trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
+        yield
     except UserError as error:
-        raise _FailedError(error) from None
-    try:
-        return carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
-    except UserError as error:
-        # Whatever else goes wrong, such as a folder that can't be written, is not the values' fault.
-        if not str(error).startswith(_DIVERGED):
+        if not str(error).startswith(beginning):
             raise
         raise _FailedError(error) from None
 
 
-def _score(summary: Mapping[str, Any], metric: str) -> float:
+def _trained(entry: Entry, dataset: Dataset, listener: Listener) -> Record:
+    begun = entry.folder.exists()
+    with _failing():
+        trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
+    with _failing(_DIVERGED):
+        return carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
+
+
+def _score(summary: Record, metric: str) -> float:
     """Return the score to choose by; training that diverged has none."""
     if has_diverged(summary):
         raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
@@ -484,7 +448,3 @@ def _score(summary: Mapping[str, Any], metric: str) -> float:
     if score is None or not math.isfinite(score):
         raise _FailedError("the validation score is not finite")
     return float(score)
-
-
-def _shifted(listener: Listener, done: int) -> Listener:
-    return lambda record: listener({"round": done + record["round"]})
