@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from fedem.cli.options import (
+    Assignments,
     ClientsPerRound,
     Data,
     Metrics,
@@ -31,8 +32,8 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
-from fedem.report.console import console, errors, progress, waiting, writing
-from fedem.runs.config import Config, Layer, parse_assignment, to_toml
+from fedem.report.console import console, errors, note, progress, say, waiting, writing
+from fedem.runs.config import Config, Layer, to_toml
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.studies import comparison, experiments, sweep
 from fedem.studies.experiments import Experiment
@@ -44,10 +45,6 @@ from fedem.studies.tuning import tune as carry_out
 if TYPE_CHECKING:
     from rich.table import Table
 
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other setting: section.key=value. May be given several times."),
-]
 _TRIALS = 20
 
 
@@ -70,11 +67,8 @@ def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
 
 
 class _Asked(NamedTuple):
-    """What the options of all methods ask for."""
-
-    layer: Layer
-    data: str
-    """a word for the name of a folder"""
+    layer: Layer  # what the options of all methods ask for
+    data: str  # a word for the name of a folder
 
 
 def _read_asked(
@@ -151,7 +145,7 @@ def compare(
         _show(quiet, reports.comparison_table(found), reports.comparison_remarks(found))
     if left_out:
         raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
-    console.print(f"Comparison: {place}", soft_wrap=True, highlight=False)
+    say(f"Comparison: {place}")
 
 
 experiment_group = typer.Typer(
@@ -162,16 +156,9 @@ Place = Annotated[Path, typer.Option("--experiments", help="The folder of the ex
 
 
 class _Planned(NamedTuple):
-    """An experiment, its runs, and the folder in which they lie."""
-
     experiment: Experiment
     entries: list[Entry]
-    folder: Path
-
-    @property
-    def table(self) -> Table:
-        """Our figures beside the paper's."""
-        return reports.experiment_table(self.experiment, experiments.tabulate(self.experiment, self.entries))
+    folder: Path  # in which the runs lie
 
 
 def _plan(
@@ -233,16 +220,16 @@ def run(planned: _Planned, quiet: Quiet = False) -> None:
     """
     experiment, entries, folder = planned
     failed = _work(entries, experiments.check, SharedData(), quiet)
+    lines = experiments.tabulate(experiment, entries)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        content = reports.experiment_markdown(experiment, experiments.tabulate(experiment, entries))
-        write_atomically(folder / "table.md", content.encode())
-    _show(quiet, planned.table)
+        write_atomically(folder / "table.md", reports.experiment_markdown(experiment, lines).encode())
+    _show(quiet, reports.experiment_table(experiment, lines))
     if failed:
         raise UserError(" ".join(_summed_up(failed)))
     if left := sum(not entry.is_complete for entry in entries):
         errors.print(f"{left} runs are being trained by other processes.", highlight=False)
-    console.print(f"Experiment: {folder}", soft_wrap=True, highlight=False)
+    say(f"Experiment: {folder}")
 
 
 @experiment_group.command()
@@ -256,7 +243,8 @@ def status(planned: _Planned) -> None:
 @_taking(_plan)
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
-    console.print(planned.table)
+    lines = experiments.tabulate(planned.experiment, planned.entries)
+    console.print(reports.experiment_table(planned.experiment, lines))
 
 
 @_taking(_read_asked)
@@ -281,7 +269,7 @@ def tune(
     seeds: Annotated[
         str, typer.Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
     ] = "1",
-    settings: Settings = None,
+    settings: Assignments = None,
     out: Annotated[
         Path | None, typer.Option(help="Where all is written; runs/tune-DATA-METHOD when not given.")
     ] = None,
@@ -305,7 +293,8 @@ def tune(
     """
     _check_resumed("search", out, resume)
     name = resolve_method(method)
-    further = _read_settings(settings, {"run.seed": "--seeds", "method.name": "--method"})
+    options = {"run.seed": "--seeds", "method.name": "--method"}
+    further = [sweep.read_setting(text, options)[-1] for text in settings or []]
     layers = (asked.layer, {"method": {"name": name}}, *further)
     number = _TRIALS if trials is None and sampler != "grid" else trials
     grids = read_grids(grid) if grid else usual_grids(name, *layers)
@@ -324,7 +313,7 @@ def tune(
     _show(quiet, reports.trials_table(tuned), reports.tuning_remarks(tuned))
     if tuned.best is None:
         raise UserError(f"No trial came to an end, so nothing is chosen. {tuned.trials[0].error}")
-    console.print(f"Chosen settings: {place / 'chosen.toml'}", soft_wrap=True, highlight=False)
+    say(f"Chosen settings: {place / 'chosen.toml'}")
 
 
 def theory(
@@ -342,7 +331,7 @@ def theory(
         int, typer.Option(help="Rounds between two measurements at most; the first rounds are all measured.")
     ] = 10,
     seeds: Annotated[int, typer.Option(help="Runs of each length, whose means are taken.")] = 3,
-    settings: Settings = None,
+    settings: Assignments = None,
     device: TrainingDevice = None,
     out: Annotated[Path | None, typer.Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
     quiet: Quiet = False,
@@ -369,7 +358,8 @@ def theory(
     own = data_section(data, target_column, client_column)
     asked: Layer = {"method": {"name": name}, "data": own, "run": given(device=device)}
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
-    further = _read_settings(settings, {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"})
+    options = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
+    further = [sweep.read_setting(text, options)[-1] for text in settings or []]
     config = Config.build(ASSUMED, small, asked, *further)
     place = out or new_folder(Path("runs"), f"theory-{name}")
     if (place / "theory.json").exists():
@@ -382,25 +372,12 @@ def theory(
         write_json(place / "theory.json", {"command": _command(), **found.record()})
         write_atomically(place / "theory.png", reports.draw_study(found))
     _show(quiet, reports.study_table(found), reports.study_remarks(found))
-    console.print(f"Study: {place}", soft_wrap=True, highlight=False)
+    say(f"Study: {place}")
 
 
 def _check_resumed(what: str, out: Path | None, resume: bool) -> None:
     if resume and out is None:
         raise UserError(f"--resume needs the folder of the {what} to go on with: give it as --out.")
-
-
-def _read_settings(texts: Sequence[str] | None, options: Mapping[str, str]) -> list[Layer]:
-    """Read ``section.key=value``; refuse what one of the ``options``, by key or section, gives."""
-    layers: list[Layer] = []
-    for text in texts or []:
-        layer = parse_assignment(text)
-        ((section, (key,)),) = layer.items()
-        place = f"{section}.{key}"
-        if option := options.get(place) or options.get(section):
-            raise UserError(f"--set got {text!r}; {place} is given by {option}.")
-        layers.append(layer)
-    return layers
 
 
 def _work(
@@ -416,9 +393,9 @@ def _work(
         errors.print(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.", highlight=False)
     with waiting("Making the data, checking every run", quiet):
         notes = check(entries, data)
-    for note in notes:
-        errors.print(f"note: {note}", highlight=False)
-    with reports.runs_progress(errors, pending, quiet, title) as watch:
+    for text in notes:
+        note(text)
+    with reports.runs_progress(pending, quiet, title) as watch:
         return sweep.work_off(pending, watch, data)
 
 

@@ -11,15 +11,18 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
+from fedem.report.console import errors
 from fedem.runs.evaluate import Record, metrics_of
-from fedem.runs.measures import Diagnosis
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, Row, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line
@@ -28,10 +31,7 @@ from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.console import Console
-    from rich.table import Table
 
 # Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
 COLOURS = (
@@ -49,8 +49,6 @@ TITLES = {
 }
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
-_PANELS = 3
-"""diagnostics in a row of a picture"""
 _NONE = "-"
 # Names of an experiment's figures; those that end so are shares, shown in %.
 _NAMES = {
@@ -96,36 +94,10 @@ def saved(figure: Figure, ending: str, **how: Any) -> bytes:
     return content.getvalue()
 
 
-@contextmanager
-def _canvas(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Iterator[Figure]:
-    """Yield a figure that no window knows of: nothing is shown, and nothing global is changed."""
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    with style.context(["default", SETTINGS]):
-        yield Figure(figsize=(width, height), layout=layout, facecolor="white")
-
-
-def _written(figure: Figure, ending: str) -> bytes:
-    """Return the bytes of a file of its own: the same for the same figures, so without a date."""
-    return saved(figure, ending, **({"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}))
-
-
-def _frame(axes: Axes, title: str, below: str = "communication rounds") -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(below)
-    axes.grid(color="#e4e4e4", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _table(
     title: str | None, headings: Iterable[str], rows: Iterable[Sequence[str]], left: Container[str], whole: str = ""
 ) -> Table:
     """Return a table; columns are aligned to the right but for those in ``left``, and ``whole`` is never wrapped."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     edges: dict[str, Any] = {"show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **edges)
     for heading in headings:
@@ -159,33 +131,26 @@ def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
 
 @contextmanager
 def runs_progress(
-    console: Console, pending: Sequence[Entry], quiet: bool, title: Callable[[Entry], str]
-) -> Iterator[Callable[[Entry], AbstractContextManager[Listener | None]]]:
-    """Show one bar over all rounds that are to be trained, and a line for each run that is done.
+    pending: Sequence[Entry], quiet: bool, title: Callable[[Entry], str]
+) -> Iterator[Callable[[Entry], AbstractContextManager[Listener]]]:
+    """Show one bar over all rounds that are to be trained, and a line for each run that is done, unless ``quiet``.
 
     Yields a context for each run, which yields the listener of its rounds.
     """
-    if quiet:
-        yield _unwatched
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     done: list[Entry] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=sum(entry.config.run.rounds for entry in pending), count="")
 
         @contextmanager
         def watch(entry: Entry) -> Iterator[Listener]:
-            before = sum(other.config.run.rounds for other in done)
-            latest: Record = {}
+            before, latest, outcome = sum(other.config.run.rounds for other in done), Record(), "stopped"
             bar.update(task, description=f"{title(entry):20s}", count=f"run {len(done) + 1} of {len(pending)}")
 
             def listen(record: Record) -> None:
                 latest.update(record)
                 bar.update(task, completed=before + record["round"])
 
-            outcome = "stopped"
             try:
                 yield listen
                 metric = metrics_of(latest)[0]
@@ -193,14 +158,10 @@ def runs_progress(
                 outcome = "done" if value is None else f"test {metric.title} {value:.4f}"
             finally:
                 done.append(entry)
-                bar.print(f"{title(entry):20s} {outcome}", highlight=False)
+                if not quiet:
+                    bar.print(f"{title(entry):20s} {outcome}", highlight=False)
 
         yield watch
-
-
-@contextmanager
-def _unwatched(entry: Entry) -> Iterator[None]:
-    yield None
 
 
 # --- comparisons
@@ -334,62 +295,39 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
     One line per method, the mean over the seeds, in a band of one standard deviation on either side. A method looks the
     same in every picture.
     """
+    from fedem.report.pictures.canvas import INK, Picture, alone, inked, logarithmic, panels
+
     if not any(row.curve for row in comparison.rows):
         return {}
-    with _canvas(8, max(4.5, 0.3 * len(comparison.rows)), layout=None) as figure:
-        axes = figure.add_subplot()
-        _lines(axes, comparison)
-        _scale(axes, comparison)
-        over = _over(comparison.seeds, "mean ± standard deviation over ")
-        _frame(axes, f"{comparison.data}, {comparison.num_clients} clients: {over}")
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.01, 1.0),
-            borderaxespad=0,
-            frameon=False,
-            handlelength=3.2,
-            title="after the last round",
-            alignment="left",
-        )
-        return {ending: _written(figure, ending) for ending in ("png", "svg")}
-
-
-def _lines(axes: Axes, comparison: Comparison) -> None:
-    metric = find_metric(comparison.metric)
-    scale = metric.scale
-    best = comparison.oracle.get(f"test_{comparison.metric}")
-    if best is not None and best.mean is not None:
-        label = f"oracle  {scale * best.mean:.1f}"
-        axes.axhline(scale * best.mean, color="black", linewidth=1, linestyle=(0, (2, 3)), label=label, zorder=1.5)
-    # Many bands on top of each other would hide the lines.
-    haze = 0.13 if len(comparison.rows) <= 6 else 0.05
-    # The better lie above the worse; the legend stays in the order of the scores.
-    for height, row in zip(range(len(comparison.rows), 0, -1), comparison.rows, strict=True):
-        points = [(point.round, point.spread) for point in row.curve if point.spread.mean is not None]
-        rounds = [number for number, _ in points]
-        means = scale * np.array([spread.mean or 0.0 for _, spread in points])
-        widths = scale * np.array([spread.deviation or 0.0 for _, spread in points])
-        final, how = row.figures[f"test_{comparison.metric}"]._replace(deviation=None), look(row.method)
-        how |= {"label": f"{row.title}  {_spread(final, metric.text)}"}
-        axes.plot(rounds, means, zorder=2 + height / 100, markevery=max(1, len(points) // 8), markersize=4, **how)
-        axes.fill_between(rounds, means - widths, means + widths, color=how["color"], alpha=haze, linewidth=0, zorder=1)
-
-
-def _scale(axes: Axes, comparison: Comparison) -> None:
-    from matplotlib.ticker import LogLocator
-
-    metric = find_metric(comparison.metric)
-    if metric.larger_is_better:
-        axes.set_ylabel(f"test {metric.unit}, average over clients")
-    else:
-        axes.set_ylabel(f"test {metric.unit}")
-        # Errors differ by factors, and those of a method that diverges by many.
-        axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_xlim(left=0, right=comparison.rounds * 1.02)
-    axes.locator_params(axis="x", integer=True)
+    metric, count = find_metric(comparison.metric), len(comparison.rows)
+    score = f"test_{metric.name}"
+    with inked():
+        figure, (axes,) = panels(1)
+        figure.set_size_inches(10, max(4.5, 0.3 * count))
+        best = comparison.oracle.get(score, Spread(None, None)).mean
+        if best is not None:
+            how: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (2, 3)), "zorder": 1.5}
+            axes.axhline(metric.scale * best, label=f"oracle  {metric.scale * best:.1f}", **how)
+        for position, row in enumerate(comparison.rows):
+            rounds = [point.round for point in row.curve]
+            means = metric.scale * np.array([point.spread.mean or 0.0 for point in row.curve])
+            widths = metric.scale * np.array([point.spread.deviation or 0.0 for point in row.curve])
+            final, how = row.figures[score]._replace(deviation=None), look(row.method)
+            how |= {"label": f"{row.title}  {_spread(final, metric.text)}", "markersize": 4}
+            # The better lie above the worse; many bands on top of each other would hide the lines.
+            axes.plot(rounds, means, zorder=2 + (count - position) / 100, markevery=max(1, len(rounds) // 8), **how)
+            haze: dict[str, Any] = {"color": how["color"], "alpha": 0.13 if count <= 6 else 0.05, "linewidth": 0}
+            axes.fill_between(rounds, means - widths, means + widths, zorder=1, **haze)
+        averaged = ", average over clients" if metric.larger_is_better else ""
+        axes.set(xlabel="communication rounds", ylabel=f"test {metric.unit}{averaged}")
+        axes.set_xlim(left=0, right=comparison.rounds * 1.02)
+        axes.locator_params(axis="x", integer=True)
+        if not metric.larger_is_better:  # errors differ by factors, and those of a method that diverges by many
+            logarithmic(axes, "y")
+        figure.legend(loc="outside right upper", handlelength=3.2, title="after the last round", alignment="left")
+    over = _over(comparison.seeds, "mean ± standard deviation over ")
+    picture = Picture(f"{comparison.data}, {comparison.num_clients} clients: {over}", "", figure)
+    return {ending: alone(picture, ending) for ending in ("png", "svg")}
 
 
 # --- experiments
@@ -552,24 +490,26 @@ def study_remarks(study: Study) -> list[str]:
 
 def draw_study(study: Study) -> bytes:
     """Return a picture as PNG: each quantity against K on logarithmic axes, its fit and the theorem's slope."""
+    from fedem.report.pictures.canvas import INK, Picture, alone, inked, logarithmic, panels
+
     fitted = {name: trend for name, trend in study.trends.items() if trend is not None}
     rounds = np.array([point.rounds for point in study.points], dtype=float)
-    with _canvas(3.4 * max(1, len(fitted)), 3.2) as figure:
-        for position, (name, trend) in enumerate(fitted.items()):
-            axes = figure.add_subplot(1, len(fitted), position + 1)
-            means = np.array([point.means[name] for point in study.points])
-            colour = COLOURS[position % len(COLOURS)]
-            axes.loglog(rounds, means, "o", color=colour)
+    with inked():
+        figure, places = panels(max(1, len(fitted)))
+        for axes, colour, (name, trend) in zip(places, COLOURS, fitted.items(), strict=False):
+            axes.plot(rounds, [point.means[name] for point in study.points], "o", color=colour)
             line = np.exp(trend.intercept) * rounds**trend.slope
-            axes.loglog(rounds, line, color=colour, label=f"slope {trend.slope:.2f} ± {trend.tolerance:.2f}")
+            axes.plot(rounds, line, color=colour, label=f"slope {trend.slope:.2f} ± {trend.tolerance:.2f}")
             if trend.rate is not None:
                 bound = line[0] * (rounds / rounds[0]) ** trend.rate
-                axes.loglog(rounds, bound, color="black", linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}")
-            _frame(axes, f"mean {TITLES[name]}", "K, communication rounds")
+                axes.plot(rounds, bound, color=INK, linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}")
+            axes.set(title=f"mean {TITLES[name]}", xlabel="K, communication rounds")
+            for which in "xy":
+                logarithmic(axes, which)
             axes.set_xticks(rounds, [f"{number:g}" for number in rounds])
             axes.set_xticks([], minor=True)
-            axes.legend(frameon=False)
-        return _written(figure, "png")
+            axes.legend()
+    return alone(Picture(f"{METHODS[study.config.name('method')].title}: means over K rounds", "", figure), "png")
 
 
 def plot_diagnostics(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -577,20 +517,19 @@ def plot_diagnostics(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     What is zero throughout is left out, and so is what is not finite.
     """
-    curves = {name: _curve(metrics, name) for name in Diagnosis._fields}
-    shown = {name: curve for name, curve in curves.items() if any(value != 0 for _, value in curve)}
-    rows = math.ceil(len(shown) / _PANELS)
-    with _canvas(3.4 * _PANELS, 2.8 * max(1, rows)) as figure:
-        for position, (name, curve) in enumerate(shown.items()):
-            axes = figure.add_subplot(rows, _PANELS, position + 1)
+    from fedem.report.pictures.canvas import Picture, alone, inked, logarithmic, panels
+
+    known = {name: [(line["round"], line[name]) for line in metrics if line.get(name) is not None] for name in TITLES}
+    found = {name: np.array(curve, dtype=float).reshape(-1, 2) for name, curve in known.items()}
+    finite = {name: curve[np.isfinite(curve[:, 1])] for name, curve in found.items()}
+    shown = {name: curve for name, curve in finite.items() if curve[:, 1].any()}
+    with inked():
+        figure, places = panels(max(1, len(shown)), columns=3, height=2.3)
+        for axes, colour, (name, curve) in zip(places, COLOURS, shown.items(), strict=False):
             # All but f tend to zero; where one has arrived, a logarithmic axis has no place for it.
-            falling = name != "objective"
-            points = [(number, value) for number, value in curve if value > 0 or not falling]
-            axes.plot(*zip(*points, strict=True), color=COLOURS[position], marker="o", markersize=2.5, linewidth=1.3)
-            axes.set_yscale("log" if falling else "linear")
-            _frame(axes, TITLES[name])
-        write_atomically(path, _written(figure, path.suffix.removeprefix(".")))
-
-
-def _curve(metrics: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(line["round"], line[name]) for line in metrics if line.get(name) is not None and math.isfinite(line[name])]
+            falls = name != "objective"
+            axes.plot(*curve[(curve[:, 1] > 0) | (not falls)].T, "o-", color=colour, markersize=2.5, linewidth=1.3)
+            if falls:
+                logarithmic(axes, "y")
+            axes.set(title=TITLES[name], xlabel="communication rounds")
+    write_atomically(path, alone(Picture("Diagnostics of convergence", "", figure), path.suffix.removeprefix(".")))
