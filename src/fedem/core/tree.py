@@ -63,6 +63,16 @@ def tree_flat(tree: Tree, batch_dims: int = 0) -> Tensor:
     return torch.cat([leaf.reshape(*leaf.shape[:batch_dims], -1) for _, leaf in sorted(tree_floats(tree).items())], -1)
 
 
+def tree_towards(old: Tree, new: Tree, rate: float) -> Tree:
+    """(1 - rate) old + rate new; counters are the new ones."""
+    return tree_map(lambda a, b: a + rate * (b - a) if b.is_floating_point() else b, old, new)
+
+
+def row_of(values: Tensor, like: Tensor) -> Tensor:
+    """Give ``[c]`` values as many dimensions as ``like`` has, so that they broadcast over its rows."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
+
+
 def add_prefix(prefix: str, tree: Tree) -> Tree:
     """Put ``prefix/`` before every name, so that several trees can live in one."""
     return {f"{prefix}/{name}": leaf for name, leaf in tree.items()}

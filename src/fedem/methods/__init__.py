@@ -3,59 +3,28 @@
 A method is one file of this package, or of anybody's: an :class:`Algorithm` for one client, a :class:`Mixer` between
 the clients (or one of those here), and at its end the row of the table that it adds with :func:`register`.
 """
+# Names are listed, many on a line.
+# fmt: off
+# isort: off
 
 from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
 
-from fedem.core.tree import Tree
-from fedem.methods.base import Algorithm, Batch, Local, Mixture, Trained
+from fedem.core.tree import Tree, tree_towards
+from fedem.methods.base import (
+    ALIASES, METHODS, Algorithm, Batch, Local, Method, Mixture, Trained, find_method, names_where, register,
+    resolve_method, title_of,
+)
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import (
-    Alone,
-    Mixed,
-    Mixer,
-    OneGroup,
-    OwnGroups,
-    Round,
-    RoundPlan,
-    Served,
-    Star,
-    Start,
-    Uploads,
-    Welcome,
-    by_samples,
-    gather,
-    mean_of_groups,
-    weighted_means,
-)
-from fedem.methods.registry import (
-    ALIASES,
-    METHODS,
-    Method,
-    find_method,
-    names_where,
-    register,
-    resolve_method,
-    title_of,
+    Alone, Mixed, Mixer, OneGroup, OwnGroups, Round, RoundPlan, Served, Star, Start, Uploads, Welcome, by_samples,
+    gather, mean_of_groups, weighted_means,
 )
 from fedem.methods.steps import (
-    OwnModel,
-    Penalty,
-    SingleModel,
-    distinct_models,
-    inner_product,
-    mean_by_mass,
-    mean_loss,
-    mixture_of_one,
-    require_gradient_steps,
-    square_distance,
-    start_solver,
-    step_towards,
-    times_mass,
-    train_step,
-    trained_leaves,
+    OwnModel, Penalty, SingleModel, distinct_models, inner_product, mean_by_mass, mean_loss, mixture_of_one,
+    require_gradient_steps, square_distance, times_mass, train_step, trained_leaves,
 )
 from fedem.methods.surrogate import Fixed, Surrogate
 
@@ -67,52 +36,10 @@ METHODS.clear()
 METHODS.update({row.name: row for row in _rows})
 
 __all__ = [
-    "ALIASES",
-    "METHODS",
-    "Algorithm",
-    "Alone",
-    "Batch",
-    "Fixed",
-    "Graph",
-    "Local",
-    "Method",
-    "Mixed",
-    "Mixer",
-    "Mixture",
-    "OneGroup",
-    "OwnGroups",
-    "OwnModel",
-    "Penalty",
-    "Round",
-    "RoundPlan",
-    "Served",
-    "SingleModel",
-    "Star",
-    "Start",
-    "Surrogate",
-    "Trained",
-    "Tree",
-    "Uploads",
-    "Welcome",
-    "by_samples",
-    "distinct_models",
-    "find_method",
-    "gather",
-    "inner_product",
-    "mean_by_mass",
-    "mean_loss",
-    "mean_of_groups",
-    "mixture_of_one",
-    "names_where",
-    "register",
-    "require_gradient_steps",
-    "resolve_method",
-    "square_distance",
-    "start_solver",
-    "step_towards",
-    "times_mass",
-    "title_of",
-    "train_step",
-    "trained_leaves",
-    "weighted_means",
+    "ALIASES", "METHODS", "Algorithm", "Alone", "Batch", "Fixed", "Graph", "Local", "Method", "Mixed", "Mixer",
+    "Mixture", "OneGroup", "OwnGroups", "OwnModel", "Penalty", "Round", "RoundPlan", "Served", "SingleModel", "Star",
+    "Start", "Surrogate", "Trained", "Tree", "Uploads", "Welcome", "by_samples", "distinct_models", "find_method",
+    "gather", "inner_product", "mean_by_mass", "mean_loss", "mean_of_groups", "mixture_of_one", "names_where",
+    "register", "require_gradient_steps", "resolve_method", "square_distance", "times_mass", "title_of", "train_step",
+    "trained_leaves", "tree_towards", "weighted_means",
 ]

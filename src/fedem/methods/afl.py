@@ -12,10 +12,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_repeat
-from fedem.methods.base import Local, Trained
+from fedem.core.tree import Tree, add_prefix, take_prefix
+from fedem.methods.base import Local, Method, Trained, register
 from fedem.methods.mixer import Mixed, OneGroup, Round, Start, Uploads, weighted_means
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import SingleModel, mean_loss
 
 
@@ -25,7 +24,6 @@ class AFL(SingleModel):
     """One shared model; a client uploads it with f_t(u), u as received."""
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """Each sample's loss under u as received, ``[n]``."""
@@ -36,7 +34,6 @@ class AFL(SingleModel):
         return local._replace(context={"loss": mean_loss(scores["losses"], mask)}), samples
 
     def finish(self, local: Local) -> Trained:
-        """Upload the model and the loss."""
         return Trained(add_prefix("model", local.shared) | local.context, local.personal, local.shared)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
@@ -50,15 +47,13 @@ class Agnostic(OneGroup):
 
     Attributes:
         climb_rate: gamma, the step of the weights: weights <- projection of (weights + gamma losses) on the simplex.
-
     """
 
     climb_rate: float = field(default=0.001, metadata={"min": 0})
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """Uniform weights."""
         count = len(start.keys)
-        return tree_repeat(start.shared, 1), {"weights": torch.full((count,), 1 / count, dtype=torch.float64)}
+        return super().init(start)[0], {"weights": torch.full((count,), 1 / count, dtype=torch.float64)}
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Average by the weights, those of the cohort summing to one; then the weights climb by the cohort's losses."""
@@ -90,15 +85,5 @@ def project_to_simplex(point: Tensor) -> Tensor:
     return (point - thresholds[positive - 1]).clamp(min=0)
 
 
-register(
-    Method(
-        "afl",
-        AFL,
-        Agnostic,
-        title="AFL",
-        summary="one model for the worst mixture of the clients",
-        paper="Mohri et al. 2019",
-        sent="a model; a loss up",
-        position=130,
-    ),
-)
+register(Method("afl", AFL, Agnostic, title="AFL", summary="one model for the worst mixture of the clients",
+                paper="Mohri et al. 2019", sent="a model; a loss up", position=130))  # fmt: skip

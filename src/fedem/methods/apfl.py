@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.func import grad
 
 from fedem.core.tree import Tree, take_prefix, tree_map
-from fedem.methods.base import Batch, Local, Mixture
+from fedem.methods.base import Batch, Local, Method, Mixture, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import OwnModel, batch_losses, mixture_of_one, trained_leaves
 
 
@@ -27,14 +26,12 @@ class APFL(OwnModel):
     Attributes:
         alpha: the share of the own model at the start; 0 is FedAvg, 1 is Local.
         adaptive: whether alpha follows its gradient, once a round at its first batch.
-
     """
 
     alpha: float = field(default=0.5, metadata={"min": 0, "max": 1})
     adaptive: bool = True
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The own model's place; and alpha."""
         share = torch.full((), self.alpha, dtype=self.model.dtype, device=key.device)
         return super().init_personal(shared, key) | {"alpha": share}
 
@@ -45,40 +42,27 @@ class APFL(OwnModel):
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A step on w; one on v by the gradient at the blend; in the first step of a round, one on alpha."""
         own, alpha = take_prefix("own", local.personal), local.personal["alpha"]
-        ours, mine = trained_leaves(self.model, local.shared), trained_leaves(self.model, own)
         if self.adaptive:
 
             def loss(share: Tensor) -> Tensor:
-                leaves = own | _blend(share, mine, ours)
+                leaves = own | _blend(share, trained_leaves(self.model, own), local.shared)
                 return (batch.weights * batch_losses(self.model, leaves, batch)[0]).sum()
 
             moved = (alpha - learning_rate * grad(loss)(alpha)).clamp(0, 1)
             alpha = torch.where(local.context["moved"] > 0, alpha, moved)
         context = {"moved": torch.ones_like(local.context["moved"])}
         local = local._replace(personal=local.personal | {"alpha": alpha}, context=context)
-        return self.step_both(local, batch, learning_rate, place=lambda leaves: _blend(alpha, leaves, ours))
+        return self.step_both(local, batch, learning_rate, place=lambda leaves: _blend(alpha, leaves, local.shared))
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """Alpha v + (1 - alpha) u."""
-        own, alpha = self.own_model(shared, personal), personal["alpha"]
-        ours, mine = trained_leaves(self.model, shared), trained_leaves(self.model, own)
-        return mixture_of_one(own | _blend(alpha, mine, ours))
+        own = self.own_model(shared, personal)
+        return mixture_of_one(own | _blend(personal["alpha"], trained_leaves(self.model, own), shared))
 
 
 def _blend(alpha: Tensor, own: Tree, shared: Tree) -> Tree:
     return tree_map(lambda v, w: alpha * v + (1 - alpha) * w, own, shared)
 
 
-register(
-    Method(
-        "apfl",
-        APFL,
-        Star,
-        title="APFL",
-        summary="a blend of the shared model and an own one",
-        paper="Deng et al. 2020",
-        personal="a model, its share",
-        unseen="trains its own model and share",
-        position=100,
-    ),
-)
+register(Method("apfl", APFL, Star, title="APFL", summary="a blend of the shared model and an own one",
+                paper="Deng et al. 2020", personal="a model, its share", unseen="trains its own model and share",
+                position=100))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The contract of a method, written for one client.
+"""The contract of a method, written for one client; and the table of methods, to which each file adds its rows.
 
 A method is a step of federated surrogate optimisation. Near (u, v_t) a client builds a surrogate g_t of its loss, sets
 v_t to its minimiser and improves u with a local solver; the clients' u are then mixed. Here u is ``shared`` and v_t is
@@ -13,13 +13,16 @@ Shapes: n samples of the client, B samples of a batch, M components.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
 
-from fedem.core.settings import Settings
+from fedem.core.errors import UserError, unknown
+from fedem.core.settings import Settings, names_of
 from fedem.core.tree import Tree
+from fedem.methods.mixer import Mixer
 from fedem.models.base import Model
 from fedem.solvers import Solver
 
@@ -113,14 +116,15 @@ class Algorithm(Settings, ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        cls.compressible = cls.compressible and cls.uploads_model
         cls.has_scores = cls.score is not Algorithm.score
         cls.has_survey = cls.survey is not Algorithm.survey
 
     @final
     def with_solver(self, solver: Solver) -> Self:
         """Return the same method, and any method within it, with another local solver."""
-        inner: dict[str, Any] = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        inner = {name: value.with_solver(solver) for name, value in inner.items() if isinstance(value, Algorithm)}
+        held = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in held.items() if isinstance(v, Algorithm)}
         return replace(self, solver=solver, **inner)
 
     @abstractmethod
@@ -161,8 +165,11 @@ class Algorithm(Settings, ABC):
 
         Returns:
             the client's state, and what fixes the surrogate sample by sample, ``[..., n]``
-
         """
+
+    def start(self, parameters: Tree) -> Tree:
+        """Return the local solver's first state for the trained leaves of ``parameters``."""
+        return self.solver.init({name: leaf for name, leaf in parameters.items() if name in self.model.trainable})
 
     @abstractmethod
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
@@ -198,3 +205,87 @@ class Algorithm(Settings, ABC):
 
     def check(self, inputs: Tensor) -> None:
         """Refuse a model that the method can't train; ``inputs`` are a few samples."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the table: an algorithm, a mixer, and what to say of them."""
+
+    name: str
+    algorithm: type[Algorithm]
+    mixer: type[Mixer]
+    title: str
+    summary: str
+    paper: str = ""
+    personal: str = "nothing"
+    """what a client keeps to itself"""
+    sent: str = "a model"
+    """what goes up and down in a round"""
+    unseen: str = "takes the shared model"
+    """what a client unseen in training does"""
+    aliases: tuple[str, ...] = ()
+    """other names that users may say"""
+    position: int = 1000
+    """where it stands in lists; methods from outside come last"""
+
+    def build(self, model: Model, solver: Solver, settings: dict[str, Any]) -> tuple[Algorithm, Mixer]:
+        """Build the two from a user's checked settings."""
+        for_mixer = {key: value for key, value in settings.items() if key in names_of(self.mixer)}
+        rest = {key: value for key, value in settings.items() if key not in for_mixer}
+        return self.algorithm(model, solver, **rest), self.mixer(**for_mixer)
+
+    @property
+    def goes_over_graph(self) -> bool:
+        """Whether clients can average with their neighbours, in the simulator and among peers."""
+        return self.algorithm.uploads_model and (self.mixer.is_server_mean or self.mixer.over_graph)
+
+    @property
+    def is_compressible(self) -> bool:
+        """Whether messages may be compressed."""
+        return self.algorithm.compressible and self.mixer.is_server_mean
+
+    @property
+    def takes_label_shares(self) -> bool:
+        """Whether clients may shift outputs by the shares of their labels."""
+        return self.algorithm.takes_label_shares and self.mixer.averages
+
+    @property
+    def is_diagnosable(self) -> bool:
+        """Whether its rounds can be judged by the measures of the paper's theorems."""
+        return self.algorithm.minimises_likelihood and self.mixer.seeks_consensus
+
+
+METHODS: dict[str, Method] = {}
+ALIASES: dict[str, str] = {}
+
+
+def register(*methods: Method) -> None:
+    """Add rows to the table, so that every command and function knows the methods by their names."""
+    for method in methods:
+        for name in (method.name, *method.aliases):
+            if name in METHODS or name in ALIASES:
+                raise UserError(f"There is a method {name!r} already; a new one needs another name.")
+        METHODS[method.name] = method
+        ALIASES.update(dict.fromkeys(method.aliases, method.name))
+
+
+def names_where(holds: Callable[[Method], bool]) -> str:
+    """Name the methods of which something holds, as messages list them."""
+    return ", ".join(name for name, row in METHODS.items() if holds(row))
+
+
+def find_method(name: str) -> Method:
+    """Return the row called ``name``."""
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def resolve_method(name: str) -> str:
+    """Return the name in the table that ``name`` stands for."""
+    return find_method(ALIASES.get(name, name)).name
+
+
+def title_of(name: str) -> str:
+    """Return a method's title; of one that is not here, such as the row of another program, its name."""
+    return METHODS[name].title if name in METHODS else name

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_flat, tree_index, tree_repeat
+from fedem.methods.base import Method, register
 from fedem.methods.fedavg import FedAvg
-from fedem.methods.mixer import Mixed, Mixer, Round, Served, Start, Uploads, Welcome, gather, weighted_means
-from fedem.methods.registry import Method, register
+from fedem.methods.mixer import Mixed, Mixer, Round, Served, Start, Uploads, gather, weighted_means
 
 
 @final
@@ -38,7 +38,6 @@ class Clusters(Mixer):
             tends to cut off single clients where updates are noisy; "complete", as in the authors' code, looks at the
             least similar pairs instead, and "average" at all.
         min_members: a cluster with fewer members than twice this does not split.
-
     """
 
     averages: ClassVar[bool] = True
@@ -105,10 +104,6 @@ class Clusters(Mixer):
             return None
         return members[smaller]
 
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """All clusters' models: the client joins the one with the least loss on its samples."""
-        return Welcome(shared)
-
 
 def bipartition(updates: Tensor, linkage: str) -> Tensor:
     """Cut clients in two by the cosines between their updates ``[m, P]``; returns a side for each, ``[m]`` bool."""
@@ -122,15 +117,6 @@ def bipartition(updates: Tensor, linkage: str) -> Tensor:
     return torch.from_numpy(labels == labels[0]).to(updates.device)
 
 
-register(
-    Method(
-        "clustered",
-        FedAvg,
-        Clusters,
-        title="Clustered FL",
-        summary="FedAvg in clusters that split where updates disagree",
-        paper="Sattler et al. 2020",
-        unseen="joins the cluster with the least loss",
-        position=80,
-    ),
-)
+register(Method("clustered", FedAvg, Clusters, title="Clustered FL",
+                summary="FedAvg in clusters that split where updates disagree", paper="Sattler et al. 2020",
+                unseen="joins the cluster with the least loss", position=80))  # fmt: skip

@@ -18,23 +18,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.tree import Tree
+from fedem.core.tree import Tree, row_of
 from fedem.graphs import Ring, Topology, among
+from fedem.methods.base import Method, register
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.fedem import FedEM
-from fedem.methods.mixer import (
-    Mixed,
-    OwnGroups,
-    Round,
-    RoundPlan,
-    Start,
-    Uploads,
-    Welcome,
-    mean_of_groups,
-    row_of,
-    weighted_means,
-)
-from fedem.methods.registry import Method, register
+from fedem.methods.mixer import Mixed, OwnGroups, Round, RoundPlan, Start, Uploads, Welcome, weighted_means
 
 
 @final
@@ -87,18 +76,14 @@ class Graph(OwnGroups):
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """The mean over all clients, towards which they tend."""
-        return Welcome(mean_of_groups(shared))
+        return super().welcome(shared, memory)._replace(fine_tune=False)
 
     def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
         """How fast the graph brings clients together: the constants of the paper's assumption."""
         matrices = torch.stack([recall(memory, phase) for phase in range(int(memory["tau"]))])
         found = self.topology.consensus(matrices, memory["keys"].cpu(), cohort_size)
-        return {
-            "spectral_gap": found.spectral_gap,
-            "consensus_p": found.p,
-            "consensus_tau": found.tau,
-            "consensus_is_estimate": found.is_estimate,
-        }
+        figures = {f"consensus_{name}": getattr(found, name) for name in ("p", "tau", "is_estimate")}
+        return {"spectral_gap": found.spectral_gap} | figures
 
 
 def scaled(shared: Tree, this: Round, uploads: Uploads) -> Iterator[tuple[Tensor, Tree]]:
@@ -114,14 +99,9 @@ def scaled(shared: Tree, this: Round, uploads: Uploads) -> Iterator[tuple[Tensor
 
 def remember(matrices: Tensor, keys: Tensor) -> Tree:
     """Keep mixing matrices ``[tau, T, T]`` by their links ``[E, 3]`` (phase and both ends) and weights ``[E]``."""
-    links = matrices.triu(1).nonzero()
-    return {
-        "links": links,
-        "weights": matrices[links.unbind(1)],
-        "tau": torch.tensor(len(matrices)),
-        "keys": keys,
-        "rounds": torch.zeros((), dtype=torch.int64),
-    }
+    links, rounds = matrices.triu(1).nonzero(), torch.zeros((), dtype=torch.int64)
+    weights, tau = matrices[links.unbind(1)], torch.tensor(len(matrices))
+    return {"links": links, "weights": weights, "tau": tau, "keys": keys, "rounds": rounds}
 
 
 def recall(memory: Tree, phase: int) -> Tensor:
@@ -136,27 +116,11 @@ def recall(memory: Tree, phase: int) -> Tensor:
 
 
 register(
-    Method(
-        "dfedem",
-        FedEM,
-        Graph,
-        title="D-FedEM",
-        summary="FedEM without a server: components averaged with neighbours in a graph",
-        paper="Marfoq et al. 2021",
-        personal="mixture weights",
-        sent="M models to and from each neighbour",
-        unseen="fits its mixture weights",
-        position=20,
-    ),
-    Method(
-        "dsgd",
-        FedAvg,
-        Graph,
-        title="D-SGD",
-        summary="FedAvg without a server: models averaged with neighbours in a graph",
-        paper="Lian et al. 2017",
-        sent="a model to and from each neighbour",
-        unseen="takes the mean of all models",
-        position=30,
-    ),
-)
+    Method("dfedem", FedEM, Graph, title="D-FedEM",
+           summary="FedEM without a server: components averaged with neighbours in a graph", paper="Marfoq et al. 2021",
+           personal="mixture weights", sent="M models to and from each neighbour", unseen="fits its mixture weights",
+           position=20),
+    Method("dsgd", FedAvg, Graph, title="D-SGD",
+           summary="FedAvg without a server: models averaged with neighbours in a graph", paper="Lian et al. 2017",
+           sent="a model to and from each neighbour", unseen="takes the mean of all models", position=30),
+)  # fmt: skip

@@ -11,9 +11,8 @@ from typing import final
 from torch import Tensor
 
 from fedem.core.tree import Tree
-from fedem.methods.base import Batch, Local
+from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import OwnModel, Penalty, square_distance, trained_leaves
 
 
@@ -24,34 +23,19 @@ class Ditto(OwnModel):
 
     Attributes:
         pull: lambda; 0 trains each client's model alone.
-
     """
 
     pull: float = field(default=0.1, metadata={"min": 0})
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Two models to train, and u as it was received."""
         return self.begin_both(shared, personal, trained_leaves(self.model, shared)), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """A step on the shared model, and one on the own model with its pull."""
         return self.step_both(local, batch, learning_rate, self.penalty(local))
 
     def penalty(self, local: Local) -> Penalty | None:
-        """pull/2 |v - u|^2."""
         return lambda candidate: self.pull / 2 * square_distance(candidate, local.context)
 
 
-register(
-    Method(
-        "ditto",
-        Ditto,
-        Star,
-        title="Ditto",
-        summary="FedAvg, and own models pulled towards its model",
-        paper="Li et al. 2021",
-        personal="a model",
-        unseen="trains its own model",
-        position=170,
-    ),
-)
+register(Method("ditto", Ditto, Star, title="Ditto", summary="FedAvg, and own models pulled towards its model",
+                paper="Li et al. 2021", personal="a model", unseen="trains its own model", position=170))  # fmt: skip

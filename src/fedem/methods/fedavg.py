@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from fedem.methods.base import Method, register
 from fedem.methods.mixer import Alone, Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import SingleModel
 
 
@@ -25,34 +25,11 @@ class FedAvg(SingleModel):
 
 
 register(
-    Method(
-        "local",
-        FedAvg,
-        Alone,
-        title="Local",
-        summary="a model for each client, trained alone",
-        personal="a model",
-        sent="nothing",
-        unseen="refused",
-        position=40,
-    ),
-    Method(
-        "fedavg",
-        FedAvg,
-        Star,
-        title="FedAvg",
-        summary="one model for all, averaged each round",
-        paper="McMahan et al. 2017",
-        position=50,
-    ),
-    Method(
-        "fedavg+",
-        FedAvg,
-        Star,
-        title="FedAvg+",
-        summary="FedAvg, fine-tuned by each client for one epoch before it predicts",
-        paper="Jiang et al. 2019",
-        unseen="fine-tunes the shared model",
-        position=70,
-    ),
-)
+    Method("local", FedAvg, Alone, title="Local", summary="a model for each client, trained alone", personal="a model",
+           sent="nothing", unseen="refused", position=40),
+    Method("fedavg", FedAvg, Star, title="FedAvg", summary="one model for all, averaged each round",
+           paper="McMahan et al. 2017", position=50),
+    Method("fedavg+", FedAvg, Star, title="FedAvg+",
+           summary="FedAvg, fine-tuned by each client for one epoch before it predicts", paper="Jiang et al. 2019",
+           unseen="fine-tunes the shared model", position=70),
+)  # fmt: skip

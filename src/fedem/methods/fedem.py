@@ -14,18 +14,11 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedem.core.em import (
-    fit_log_weights,
-    log_responsibilities,
-    negative_log_likelihood,
-    uniform_log_weights,
-    update_log_weights,
-)
+from fedem.core import em
 from fedem.core.random import uniform
 from fedem.core.tree import Tree, add_prefix, take_prefix
-from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import distinct_models, mean_by_mass, times_mass, train_step
 from fedem.methods.surrogate import Fixed, Surrogate
 
@@ -42,7 +35,6 @@ class FedEM(Surrogate):
             components share samples, until near 0 each is trained on all of them; larger ones part them.
         unseen_prior: pseudo-count of samples, in equal shares certainly of each component, that a client unseen in
             training adds to its own when it fits its mixture weights; 0 takes the most likely weights.
-
     """
 
     uploads_model: ClassVar[bool] = True
@@ -64,7 +56,7 @@ class FedEM(Surrogate):
         """Log mixture weights ``[M]``."""
         like = torch.empty(0, dtype=self.model.dtype, device=key.device)
         if self.initial_weights == "uniform":
-            return {"log_weights": uniform_log_weights(self.num_components, like)}
+            return {"log_weights": em.uniform_log_weights(self.num_components, like)}
         # Normalised exponential draws are uniform on the simplex.
         exponentials = -uniform(key, self.num_components).log()
         return {"log_weights": (exponentials / exponentials.sum()).log().to(like)}
@@ -76,16 +68,16 @@ class FedEM(Surrogate):
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
         """-1/s log sum_m pi_m p_m^s, which is the mixture's negative log-likelihood where s = 1."""
         losses = self.model.component_losses(shared, batch.inputs, batch.targets)
-        return (batch.weights * negative_log_likelihood(losses, personal["log_weights"], self.sharpness)).sum()
+        return (batch.weights * em.negative_log_likelihood(losses, personal["log_weights"], self.sharpness)).sum()
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
         """E-step over all training samples (Eq. 4), ``[M, n]``."""
-        log_posterior = log_responsibilities(scores["losses"], personal["log_weights"], self.sharpness)
+        log_posterior = em.log_responsibilities(scores["losses"], personal["log_weights"], self.sharpness)
         return Fixed({"log_responsibilities": log_posterior}, {})
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
         """The mean responsibilities (Eq. 5), whatever the components."""
-        return {"log_weights": update_log_weights(fixed.columns["log_responsibilities"], mask)}
+        return {"log_weights": em.update_log_weights(fixed.columns["log_responsibilities"], mask)}
 
     def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
         """sum_m q_m (loss_m + 1/s log(q_m / pi_m)): the objective and 1/s the divergence of q from the posterior."""
@@ -100,9 +92,9 @@ class FedEM(Surrogate):
         """On the simplex."""
         return {"log_weights": torch.lerp(first["log_weights"].exp(), second["log_weights"].exp(), share).log()}
 
-    def start(self, shared: Tree) -> Tree:
+    def start(self, parameters: Tree) -> Tree:
         """A solver's state for each component, ``[M, ...]``."""
-        states: Tree = vmap(super().start)(shared)
+        states: Tree = vmap(super().start)(parameters)
         return states
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
@@ -114,11 +106,11 @@ class FedEM(Surrogate):
         """
 
         def one(component: Tree, state: Tree, counts: Tensor) -> tuple[Tree, Tree]:
-            return train_step(self.model, self.solver, component, state, batch, batch.weights * counts, learning_rate)
+            weighted = batch._replace(weights=batch.weights * counts)
+            return train_step(self.model, self.solver, component, state, weighted, learning_rate)
 
-        shared, solver_state = self.model.over_components(one, (0, 0, 0))(
-            local.shared, local.solver_state, self.counts(local, batch)
-        )
+        step = self.model.over_components(one, (0, 0, 0))
+        shared, solver_state = step(local.shared, local.solver_state, self.counts(local, batch))
         return local._replace(shared=shared, solver_state=solver_state)
 
     def counts(self, local: Local, batch: Batch) -> Tensor:
@@ -135,7 +127,7 @@ class FedEM(Surrogate):
         the objective would leave each client the one component with the least loss. A few updates are of
         likelihood alone.
         """
-        return {"log_weights": fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
+        return {"log_weights": em.fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
@@ -158,7 +150,6 @@ class BalancedFedEM(FedEM):
     """
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     def counts(self, local: Local, batch: Batch) -> Tensor:
         """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
@@ -188,27 +179,11 @@ class BalancedFedEM(FedEM):
 
 
 register(
-    Method(
-        "fedem",
-        FedEM,
-        Star,
-        title="FedEM",
-        summary="M shared components, private mixture weights",
-        paper="Marfoq et al. 2021",
-        personal="mixture weights",
-        sent="M models",
-        unseen="fits its mixture weights",
-        position=10,
-    ),
-    Method(
-        "bfedem",
-        BalancedFedEM,
-        Star,
-        title="Balanced FedEM",
-        summary="FedEM whose components train at full speed, however few samples they are responsible for",
-        personal="mixture weights, which the server sees",
-        sent="M models, and M mixture weights up",
-        unseen="fits its mixture weights",
-        position=220,
-    ),
-)
+    Method("fedem", FedEM, Star, title="FedEM", summary="M shared components, private mixture weights",
+           paper="Marfoq et al. 2021", personal="mixture weights", sent="M models", unseen="fits its mixture weights",
+           position=10),
+    Method("bfedem", BalancedFedEM, Star, title="Balanced FedEM",
+           summary="FedEM whose components train at full speed, however few samples they are responsible for",
+           personal="mixture weights, which the server sees", sent="M models, and M mixture weights up",
+           unseen="fits its mixture weights", position=220),
+)  # fmt: skip

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from fedem.core.random import derive, uniform
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map, tree_repeat
-from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
+from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import (
     Mixed,
-    Mixer,
+    OwnGroups,
     Round,
     RoundPlan,
     Served,
@@ -26,11 +26,9 @@ from fedem.methods.mixer import (
     Uploads,
     Welcome,
     gather,
-    mean_of_groups,
     refuse_pairs,
 )
-from fedem.methods.registry import Method, register
-from fedem.methods.steps import SingleModel, mixture_of_one, start_solver, trained_leaves
+from fedem.methods.steps import SingleModel, mixture_of_one, trained_leaves
 
 
 @final
@@ -42,16 +40,13 @@ class FedFOMO(SingleModel):
 
     Attributes:
         held_out: share of a client's training samples on which models are compared and which are not trained on.
-
     """
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     held_out: float = field(default=0.2, metadata={"above": 0, "below": 1})
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The source of the random choice of samples."""
         return {"key": key}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
@@ -60,7 +55,8 @@ class FedFOMO(SingleModel):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Move the own model towards the candidates that do better on the held-out samples; train it on the others."""
-        held = mask & (_fraction(personal["key"], len(mask)) < self.held_out)
+        words = derive(personal["key"], torch.arange(len(mask), device=mask.device)) & 0xFFFFFF
+        held = mask & (words.to(torch.float32) / (1 << 24) < self.held_out)
         # With very few samples none or all may be held out; then all serve for both.
         held = torch.where(held.any() & (mask & ~held).any(), held, mask)
         used = mask & (~held | (held == mask).all())
@@ -74,14 +70,14 @@ class FedFOMO(SingleModel):
         weights = gains / gains.sum().clamp(min=torch.finfo(gains.dtype).tiny)
         moved = tree_map(lambda mine, theirs: mine + torch.tensordot(weights, theirs - mine, 1), own, others)
         model = tree_map(lambda leaf: leaf[0], shared) | moved
-        local = Local(model, personal, start_solver(self.model, self.solver, model), {"weights": weights})
+        local = Local(model, personal, self.start(model), {"weights": weights})
         return local, {"used": used.to(self.model.dtype)}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step on the samples of the batch that are not held out."""
         weights = batch.weights * batch.samples["used"]
         weights = weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
-        return self.plain_step(local, batch, weights, learning_rate)
+        return self.plain_step(local, batch._replace(weights=weights), learning_rate)
 
     def finish(self, local: Local) -> Trained:
         """Upload the own model, and how much each candidate helped, ``[P]``.
@@ -93,7 +89,6 @@ class FedFOMO(SingleModel):
         return Trained(add_prefix("model", local.shared) | local.context, local.personal, everywhere)
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """The server keeps the models alone."""
         return take_prefix("model", mean)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
@@ -104,15 +99,9 @@ class FedFOMO(SingleModel):
         return {"key": torch.zeros((), dtype=torch.int64, device=scores["losses"].device)}
 
 
-def _fraction(key: Tensor, count: int) -> Tensor:
-    """A number in [0, 1) for each sample, ``[count]``."""
-    words = derive(key, torch.arange(count, device=key.device))
-    return (words & 0xFFFFFF).to(torch.float32) / (1 << 24)
-
-
 @final
 @dataclass(frozen=True)
-class Candidates(Mixer):
+class Candidates(OwnGroups):
     """The server keeps everybody's model, and sends each client its own and those of a few others.
 
     One group per client. The memory: how much each client has gained from each other, ``[T, T]``.
@@ -120,21 +109,18 @@ class Candidates(Mixer):
     Attributes:
         num_candidates: P, models of others sent to a client in a round (all others when there are no more).
         exploration: share of rounds in which a client's candidates are chosen at random, and not for past gains.
-
     """
 
     num_candidates: int = field(default=5, metadata={"min": 1})
     exploration: float = field(default=0.3, metadata={"min": 0, "max": 1})
 
     def check(self, keys: Tensor, seed: int) -> None:
-        """The gains are T x T."""
         refuse_pairs("Method fedfomo", len(keys))
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """All start alike; nobody has gained anything."""
         count = len(start.keys)
         gains = torch.zeros(count, count, dtype=torch.float64)
-        return tree_repeat(start.shared, count), {"gains": gains, "keys": start.keys}
+        return super().init(start)[0], {"gains": gains, "keys": start.keys}
 
     def _choose(self, memory: Tree, clients: Tensor, key: int) -> Tensor:
         """Return the candidates of each client, ``[C, P]``: those it gained most from, or others by chance."""
@@ -170,21 +156,11 @@ class Candidates(Mixer):
         """The mean of all models, and those that helped others most; to be fine-tuned."""
         count = min(self.num_candidates, len(memory["keys"]) - 1)
         best = tree_index(shared, memory["gains"].sum(0).topk(count).indices)
-        together = tree_cat([mean_of_groups(shared), best])
-        return Welcome(tree_map(lambda leaf: leaf[None], together), fine_tune=True)
+        mean = super().welcome(shared, memory)
+        return mean._replace(shared=tree_map(lambda leaf: leaf[None], tree_cat([mean.shared, best])))
 
 
-register(
-    Method(
-        "fedfomo",
-        FedFOMO,
-        Candidates,
-        title="FedFOMO",
-        summary="own models that move towards others that help",
-        paper="Zhang et al. 2021",
-        personal="which samples are held out",
-        sent="a model up, P and its own down",
-        unseen="moves the mean model towards those that help, and fine-tunes",
-        position=190,
-    ),
-)
+register(Method("fedfomo", FedFOMO, Candidates, title="FedFOMO",
+                summary="own models that move towards others that help", paper="Zhang et al. 2021",
+                personal="which samples are held out", sent="a model up, P and its own down",
+                unseen="moves the mean model towards those that help, and fine-tunes", position=190))  # fmt: skip

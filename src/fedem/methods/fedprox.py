@@ -11,9 +11,8 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from fedem.core.tree import Tree
-from fedem.methods.base import Local
+from fedem.methods.base import Local, Method, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import Penalty, SingleModel, square_distance, trained_leaves
 
 
@@ -24,7 +23,6 @@ class FedProx(SingleModel):
 
     Attributes:
         mu: the proximal weight; 0 is FedAvg.
-
     """
 
     takes_label_shares: ClassVar[bool] = True
@@ -32,23 +30,13 @@ class FedProx(SingleModel):
     mu: float = field(default=0.1, metadata={"min": 0})
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Remember u as it was received."""
         local, samples = super().begin(shared, personal, scores, mask)
         return local._replace(context=trained_leaves(self.model, shared)), samples
 
     def penalty(self, local: Local) -> Penalty | None:
-        """mu/2 |w - u|^2."""
         return lambda candidate: self.mu / 2 * square_distance(candidate, local.context)
 
 
-register(
-    Method(
-        "fedprox",
-        FedProx,
-        Star,
-        title="FedProx",
-        summary="FedAvg, each client held near the model it received",
-        paper="Li et al. 2020",
-        position=60,
-    ),
-)
+register(Method("fedprox", FedProx, Star, title="FedProx",
+                summary="FedAvg, each client held near the model it received", paper="Li et al. 2020",
+                position=60))  # fmt: skip

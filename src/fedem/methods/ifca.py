@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fedem.core.em import uniform_log_weights
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Local, Mixture, Trained
+from fedem.methods.base import Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
-from fedem.methods.steps import SingleModel, distinct_models, mean_by_mass, start_solver, times_mass
+from fedem.methods.steps import SingleModel, distinct_models, mean_by_mass, times_mass
 
 
 @final
@@ -30,11 +29,9 @@ class IFCA(SingleModel):
 
     Attributes:
         num_clusters: K, how many models there are; 1 is FedAvg.
-
     """
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     num_clusters: int = field(default=3, metadata={"min": 1})
 
@@ -56,7 +53,7 @@ class IFCA(SingleModel):
         chosen = (scores["losses"] * mask).sum(1).argmin()
         indicator = torch.nn.functional.one_hot(chosen, self.num_clusters).to(scores["losses"])
         model = tree_map(lambda leaf: leaf.index_select(0, chosen[None]).squeeze(0), shared)
-        solver_state = start_solver(self.model, self.solver, model)
+        solver_state = self.start(model)
         return Local(model, {"log_weights": indicator.log()}, solver_state, {"indicator": indicator}), {}
 
     def finish(self, local: Local) -> Trained:
@@ -76,7 +73,6 @@ class IFCA(SingleModel):
         return mean_by_mass(shared, mean)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """The client's own cluster."""
         return Mixture(shared, personal["log_weights"])
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
@@ -88,18 +84,6 @@ class IFCA(SingleModel):
         return {"log_weights": indicator.to(losses).log()}
 
 
-register(
-    Method(
-        "ifca",
-        IFCA,
-        Star,
-        title="IFCA",
-        summary="K models, each client trains the one that fits it best",
-        paper="Ghosh et al. 2020",
-        personal="its choice (sent)",
-        sent="K models down, one up",
-        unseen="joins the cluster with the least loss",
-        aliases=("hypcluster",),
-        position=160,
-    ),
-)
+register(Method("ifca", IFCA, Star, title="IFCA", summary="K models, each client trains the one that fits it best",
+                paper="Ghosh et al. 2020", personal="its choice (sent)", sent="K models down, one up",
+                unseen="joins the cluster with the least loss", aliases=("hypcluster",), position=160))  # fmt: skip

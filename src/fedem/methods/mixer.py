@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, tree_cat, tree_map, tree_repeat
+from fedem.core.tree import Tree, row_of, tree_cat, tree_map, tree_repeat
 from fedem.graphs import Topology
 
 MOST_PAIRED = 10_000
@@ -158,9 +158,9 @@ class Mixer(Settings, ABC):
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Return this round's means and the next memory."""
 
-    @abstractmethod
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """Return what clients unseen in training start from."""
+        """Return what clients unseen in training start from: of all groups' trees, the best on their samples."""
+        return Welcome(shared)
 
     def check(self, keys: Tensor, seed: int) -> None:
         """Refuse clients that the mixer can't bring together, or too many to remember; arguments as in ``Start``."""
@@ -171,14 +171,9 @@ class Mixer(Settings, ABC):
 
 
 def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
-    """Mix uploads as they come, a few clients at a time.
+    """Mix uploads of C clients as they come, in any order, by weights ``[g, C]``.
 
-    Args:
-        weights: ``[g, C]``
-        uploads: of the C clients, in any order.
-
-    Returns:
-        ``[g, ...]``; integer leaves (counters) are the largest among those that count
+    Returns ``[g, ...]``; integer leaves (counters) are the largest among those that count.
     """
     mixed: Tree = {}
     for positions, trees in uploads:
@@ -192,11 +187,6 @@ def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
                 part = torch.stack([torch.where(row_of(row > 0, leaf), leaf, lowest).amax(0) for row in here])
                 mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
     return mixed
-
-
-def row_of(values: Tensor, like: Tensor) -> Tensor:
-    """Give ``[c]`` values as many dimensions as ``like`` has, so that they broadcast over its rows."""
-    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def gather(uploads: Uploads) -> Tree:
@@ -233,14 +223,10 @@ class OneGroup(Mixer):
     """One shared tree that everybody reads."""
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """One group, nothing to remember."""
         return tree_repeat(start.shared, 1), {}
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
         return Served(shared, torch.zeros_like(clients))
-
-    def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        return Welcome(shared)
 
 
 @dataclass(frozen=True)
@@ -248,7 +234,6 @@ class OwnGroups(Mixer):
     """A shared tree for each client."""
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """All start alike; nothing to remember."""
         return tree_repeat(start.shared, len(start.keys)), {}
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
@@ -283,11 +268,9 @@ class Alone(OwnGroups):
     averages: ClassVar[bool] = True
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """The identity, and no message."""
         return Mixed(this.clients, gather(uploads), 0), memory
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """Nothing was learnt together."""
         reason = "Clients that train alone leave nothing to share with an unseen client; choose another method."
         return Welcome({}, refusal=reason)
 
@@ -307,6 +290,5 @@ class Settled(Mixer):
         raise AssertionError("clients fitted after training are not trained again")
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """Further clients start from the run that these were fitted with."""
         reason = "These clients were fitted after training; fit further ones from the run that they were fitted from."
         return Welcome({}, refusal=reason)

@@ -25,16 +25,13 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
-from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, gather, refuse_pairs
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import (
     Penalty,
     SingleModel,
     inner_product,
-    mixture_of_one,
     square_distance,
-    start_solver,
     trained_leaves,
 )
 
@@ -45,7 +42,6 @@ class Mocha(SingleModel):
     """u (a tree for each client): its task's model w_t and 1/c_t. v_t: the dual vector, uploaded after each round."""
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     def init_shared(self, seed: int) -> Tree:
         """The zero model, to which the zero dual belongs; what is not trained is as given."""
@@ -54,7 +50,6 @@ class Mocha(SingleModel):
         return add_prefix("task", task) | {"stiffness": torch.zeros((), dtype=self.model.dtype)}
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """A dual vector of zero."""
         return tree_map(torch.zeros_like, trained_leaves(self.model, take_prefix("task", shared)))
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
@@ -63,7 +58,7 @@ class Mocha(SingleModel):
         context = add_prefix("received", trained_leaves(self.model, task))
         context["stiffness"] = shared["stiffness"]
         context["share"] = 1 / mask.sum().to(self.model.dtype)
-        return Local(task, personal, start_solver(self.model, self.solver, task), context), {}
+        return Local(task, personal, self.start(task), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """(<v_t, w> + |w - w_t|^2 / (2 c_t)) / n_t."""
@@ -91,7 +86,7 @@ class Mocha(SingleModel):
         return Trained(dual, dual, add_prefix("task", local.shared) | {"stiffness": stiffness})
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        return mixture_of_one(take_prefix("task", shared))
+        return super().predictor(take_prefix("task", shared), personal)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """An unseen client has no dual vector yet; it fine-tunes the mean of all tasks."""
@@ -121,7 +116,6 @@ class Relations(OwnGroups):
         relations_every: rounds between updates of Sigma, enough for the tasks to settle; 0 never updates it, and the
             tasks stay unrelated.
         floor: the least eigenvalue of Sigma relative to its mean one, so that no direction is ruled out for ever.
-
     """
 
     penalty: float = field(default=1.0, metadata={"above": 0})
@@ -129,17 +123,16 @@ class Relations(OwnGroups):
     floor: float = field(default=1e-3, metadata={"above": 0, "max": 1})
 
     def check(self, keys: Tensor, seed: int) -> None:
-        """Sigma is T x T."""
         refuse_pairs("Method mocha", len(keys))
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""
-        shared, count = start.shared, len(start.keys)
+        (groups, _), shared, count = super().init(start), start.shared, len(start.keys)
         weights = {name: leaf for name, leaf in take_prefix("task", shared).items() if name in start.trained}
         sigma = torch.eye(count, dtype=torch.float64) / count
         memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, weights), count))
         memory |= {"relations": sigma, "rounds": torch.zeros((), dtype=torch.int64)}
-        return tree_repeat(shared, count) | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
+        return groups | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Take the new dual vectors, update Sigma from the tasks when it is due, and compute all tasks again."""
@@ -181,17 +174,6 @@ def relations_of(tasks: Tensor, floor: float) -> Tensor:
     return (1 - floor) * root + floor * identity
 
 
-register(
-    Method(
-        "mocha",
-        Mocha,
-        Relations,
-        title="MOCHA",
-        summary="linear models tied by a learnt matrix of relations",
-        paper="Smith et al. 2017",
-        personal="a dual vector (sent)",
-        sent="a model down, a dual vector up",
-        unseen="fine-tunes the mean of all models",
-        position=110,
-    ),
-)
+register(Method("mocha", Mocha, Relations, title="MOCHA", summary="linear models tied by a learnt matrix of relations",
+                paper="Smith et al. 2017", personal="a dual vector (sent)", sent="a model down, a dual vector up",
+                unseen="fine-tunes the mean of all models", position=110))  # fmt: skip

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.func import grad
 
 from fedem.core.tree import Tree, tree_map
-from fedem.methods.base import Batch, Local
+from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import Penalty, SingleModel, batch_losses, inner_product, trained_leaves
 
 
@@ -33,7 +32,6 @@ class PerFedAvg(SingleModel):
         difference: delta, the half-width of that difference.
         independent: take the inner and the outer gradient over different halves of a batch, as the paper asks; false
             takes the whole batch for both.
-
     """
 
     fine_tune_setting: ClassVar[str] = "inner_rate"
@@ -44,7 +42,6 @@ class PerFedAvg(SingleModel):
     independent: bool = True
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """One solver step whose gradient is F_t's."""
         inner, outer = _halves(batch.weights) if self.independent else (batch.weights, batch.weights)
         start = trained_leaves(self.model, local.shared)
 
@@ -75,11 +72,11 @@ class PerFedAvg(SingleModel):
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
             correction = partial(inner_product, tree_map(torch.neg, product))
 
-        return self.plain_step(local, batch, outer, learning_rate, correction, adapted)
+        return self.plain_step(local, batch._replace(weights=outer), learning_rate, correction, adapted)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A plain step, as the inner one is."""
-        return self.plain_step(local, batch, batch.weights, learning_rate)
+        return self.plain_step(local, batch, learning_rate)
 
 
 def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,15 +87,6 @@ def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
     return first / first.sum(), second / second.sum()
 
 
-register(
-    Method(
-        "perfedavg",
-        PerFedAvg,
-        Star,
-        title="Per-FedAvg",
-        summary="a start from which an epoch of fine-tuning fits each client",
-        paper="Fallah et al. 2020",
-        unseen="fine-tunes the shared model",
-        position=180,
-    ),
-)
+register(Method("perfedavg", PerFedAvg, Star, title="Per-FedAvg",
+                summary="a start from which an epoch of fine-tuning fits each client", paper="Fallah et al. 2020",
+                unseen="fine-tunes the shared model", position=180))  # fmt: skip

@@ -16,29 +16,17 @@ from torch import Tensor
 from torch.func import vjp
 
 from fedem.core.random import derive, uniform
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
+from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_flat, tree_map
+from fedem.methods.base import Method, register
 from fedem.methods.fedavg import FedAvg
-from fedem.methods.mixer import (
-    Mixed,
-    Mixer,
-    Round,
-    Served,
-    Start,
-    Uploads,
-    Welcome,
-    by_samples,
-    gather,
-    row_of,
-    weighted_means,
-)
-from fedem.methods.registry import Method, register
+from fedem.methods.mixer import Mixed, OneGroup, Round, Served, Star, Start, Uploads, Welcome, by_samples, gather
 
 _EMBEDDING, _FIRST, _LAST = 1, 2, 3
 
 
 @final
 @dataclass(frozen=True)
-class Hypernetwork(Mixer):
+class Hypernetwork(OneGroup):
     """One group: the last layer's bias, a model itself. The memory: the other layers, and the clients' embeddings.
 
     A client's model is base + last tanh(first embedding + bias).
@@ -49,7 +37,6 @@ class Hypernetwork(Mixer):
         server_rate: step of the network along the mean of the clients' gradients; for the base alone, 1 is
             FedAvg.
         embedding_rate: step of a client's embedding along its own gradient.
-
     """
 
     embedding_size: int = field(default=8, metadata={"min": 1})
@@ -74,10 +61,9 @@ class Hypernetwork(Mixer):
             width = shared[name].numel()
             network[f"last/{name}"] = draw(derive(seed, _LAST, index), width, hidden, scale=hidden**-0.5)
         embeddings = draw(derive(start.keys, _EMBEDDING, seed), size, scale=1.0)
-        return tree_repeat(shared, 1), add_prefix("network", network) | {"embeddings": embeddings}
+        return super().init(start)[0], add_prefix("network", network) | {"embeddings": embeddings}
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
-        """A model made for each."""
         embeddings = memory["embeddings"][clients.to(memory["embeddings"].device)]
         return Served(_models(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
 
@@ -88,10 +74,9 @@ class Hypernetwork(Mixer):
         network, embeddings = take_prefix("network", memory), memory["embeddings"]
         trained = take_prefix("last", network)
         base = {name: shared[name] for name in trained}
-        weights = by_samples(this)
         made, backward, *_ = vjp(_make, base, network, embeddings[clients])
         change = tree_map(lambda old, new: old - new, made, {name: trees[name] for name in made})
-        share = weights[0].to(embeddings)
+        share = by_samples(this)[0].to(embeddings)
         base_slope, slope, _ = backward(tree_map(lambda leaf: leaf * row_of(share, leaf), change))
         _, _, own = backward(change)
         network = tree_map(lambda value, g: value - self.server_rate * g, network, slope)
@@ -99,9 +84,9 @@ class Hypernetwork(Mixer):
         base = tree_map(lambda value, g: value - self.server_rate * g, base, base_slope)
         # What is not trained is averaged, as a server does.
         rest = {name: leaf for name, leaf in trees.items() if name not in trained}
-        means = base | weighted_means(weights, [(torch.arange(len(clients)), rest)])
+        mixed, _ = Star().mix(shared, memory, this, [(torch.arange(len(clients)), rest)])
         memory = add_prefix("network", network) | {"embeddings": embeddings}
-        return Mixed(torch.zeros(1, dtype=torch.int64), means, len(clients)), memory
+        return mixed._replace(means=base | mixed.means), memory
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """A newcomer learns an embedding, from the mean of those there are; the network stays (the paper's rule)."""
@@ -135,15 +120,6 @@ def _make(base: Tree, network: Tree, embeddings: Tensor) -> Tree:
     }
 
 
-register(
-    Method(
-        "pfedhn",
-        FedAvg,
-        Hypernetwork,
-        title="pFedHN",
-        summary="a server's network makes each client's model from an embedding",
-        paper="Shamsian et al. 2021",
-        unseen="learns an embedding, the network fixed",
-        position=210,
-    ),
-)
+register(Method("pfedhn", FedAvg, Hypernetwork, title="pFedHN",
+                summary="a server's network makes each client's model from an embedding", paper="Shamsian et al. 2021",
+                unseen="learns an embedding, the network fixed", position=210))  # fmt: skip

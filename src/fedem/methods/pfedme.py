@@ -11,11 +11,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Batch, Local
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map, tree_towards
+from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
-from fedem.methods.steps import OwnModel, square_distance, start_solver, step_towards, train_step, trained_leaves
+from fedem.methods.steps import OwnModel, square_distance, train_step, trained_leaves
 
 
 @final
@@ -28,7 +27,6 @@ class PFedMe(OwnModel):
         inner_steps: K, solver steps towards the proximal point for each batch.
         inner_rate: learning rate of those steps.
         server_rate: beta of the server's step u <- (1 - beta) u + beta mean; 1 is the plain mean.
-
     """
 
     compressible: ClassVar[bool] = False
@@ -46,36 +44,23 @@ class PFedMe(OwnModel):
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
         received = trained_leaves(self.model, local.shared)
         own = take_prefix("own", local.personal)
-        solver_state = start_solver(self.model, self.solver, own)
+        solver_state = self.start(own)
         rate = torch.full_like(learning_rate, self.inner_rate)
 
         def pulled(candidate: Tree) -> Tensor:
             return self.pull / 2 * square_distance(candidate, received)
 
         for _ in range(self.inner_steps):
-            own, solver_state = train_step(
-                self.model, self.solver, own, solver_state, batch, batch.weights, rate, pulled
-            )
+            own, solver_state = train_step(self.model, self.solver, own, solver_state, batch, rate, pulled)
         # learning_rate * pull above 1 would overshoot the proximal point.
         length = (learning_rate * self.pull).clamp(max=1)
         moved = tree_map(lambda w, v: w - length * (w - v), received, trained_leaves(self.model, own))
         return local._replace(shared=own | moved, personal=self.with_own(own, local.personal))
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """(1 - beta) u + beta mean."""
-        return step_towards(shared, mean, self.server_rate)
+        return tree_towards(shared, mean, self.server_rate)
 
 
-register(
-    Method(
-        "pfedme",
-        PFedMe,
-        Star,
-        title="pFedMe",
-        summary="own models as proximal points of the shared one",
-        paper="Dinh et al. 2020",
-        personal="a model",
-        unseen="finds its proximal point",
-        position=90,
-    ),
-)
+register(Method("pfedme", PFedMe, Star, title="pFedMe", summary="own models as proximal points of the shared one",
+                paper="Dinh et al. 2020", personal="a model", unseen="finds its proximal point",
+                position=90))  # fmt: skip

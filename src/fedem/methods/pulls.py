@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree, tree_map
+from fedem.methods.base import Method, register
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.mixer import Mixed, OwnGroups, Round, RoundPlan, Uploads, gather
-from fedem.methods.registry import Method, register
 
 _LOCAL_RUN, _MEAN_RUN = 1, 2
 
@@ -35,7 +35,6 @@ class Loopless(OwnGroups):
     Attributes:
         penalty: lambda, how strongly clients are pulled towards their mean; 0 is Local.
         probability: p, of a step towards the mean.
-
     """
 
     penalty: float = field(default=0.1, metadata={"min": 0})
@@ -65,13 +64,11 @@ class Laplacian(OwnGroups):
 
     Attributes:
         penalty: the weight of the regularisation, times R.
-
     """
 
     penalty: float = field(default=1.0, metadata={"min": 0})
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """One step on the regularisation."""
         strength = min(1.0, this.learning_rate * self.penalty)
         return Mixed(this.clients, pulled(shared, this.clients, gather(uploads), strength), len(this.clients)), memory
 
@@ -95,26 +92,10 @@ def _run_length(key: int, purpose: int, ends: float) -> int:
 
 
 register(
-    Method(
-        "l2sgd",
-        FedAvg,
-        Loopless,
-        title="L2SGD",
-        summary="own models, pulled towards their mean at random times",
-        paper="Hanzely, Richtarik 2020",
-        personal="a model (sent)",
-        unseen="fine-tunes the mean of all models",
-        position=120,
-    ),
-    Method(
-        "fedu",
-        FedAvg,
-        Laplacian,
-        title="FedU",
-        summary="own models under Laplacian regularisation",
-        paper="Dinh et al. 2021",
-        personal="a model (sent)",
-        unseen="fine-tunes the mean of all models",
-        position=200,
-    ),
-)
+    Method("l2sgd", FedAvg, Loopless, title="L2SGD", summary="own models, pulled towards their mean at random times",
+           paper="Hanzely, Richtarik 2020", personal="a model (sent)", unseen="fine-tunes the mean of all models",
+           position=120),
+    Method("fedu", FedAvg, Laplacian, title="FedU", summary="own models under Laplacian regularisation",
+           paper="Dinh et al. 2021", personal="a model (sent)", unseen="fine-tunes the mean of all models",
+           position=200),
+)  # fmt: skip

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Batch, Local, Trained
+from fedem.methods.base import Batch, Local, Method, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
 from fedem.methods.steps import SingleModel, mean_loss, require_gradient_steps, square_distance, trained_leaves
 
 
@@ -25,11 +24,9 @@ class QFFL(SingleModel):
 
     Attributes:
         q: 0 is FedAvg; the larger, the more the worst clients count.
-
     """
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     q: float = field(default=1.0, metadata={"min": 0})
 
@@ -42,7 +39,6 @@ class QFFL(SingleModel):
         return {"losses": self.model.losses(shared, inputs, targets)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """f_t(u), and u as received."""
         local, samples = super().begin(shared, personal, scores, mask)
         context = add_prefix("received", trained_leaves(self.model, shared))
         context["loss"] = mean_loss(scores["losses"], mask)
@@ -75,15 +71,5 @@ class QFFL(SingleModel):
         return shared | take_prefix("buffers", mean) | moved
 
 
-register(
-    Method(
-        "qffl",
-        QFFL,
-        Star,
-        title="q-FFL",
-        summary="one model, clients with larger losses weigh more",
-        paper="Li et al. 2020",
-        sent="a model; a number up",
-        position=140,
-    ),
-)
+register(Method("qffl", QFFL, Star, title="q-FFL", summary="one model, clients with larger losses weigh more",
+                paper="Li et al. 2020", sent="a model; a number up", position=140))  # fmt: skip

@@ -12,20 +12,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.methods.base import Batch, Local, Mixture, Trained
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map, tree_towards
+from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.registry import Method, register
-from fedem.methods.steps import (
-    Penalty,
-    SingleModel,
-    inner_product,
-    mixture_of_one,
-    require_gradient_steps,
-    start_solver,
-    step_towards,
-    trained_leaves,
-)
+from fedem.methods.steps import Penalty, SingleModel, inner_product, require_gradient_steps, trained_leaves
 
 
 @final
@@ -37,11 +27,9 @@ class Scaffold(SingleModel):
 
     Attributes:
         server_rate: eta_g, the length of the server's step towards the clients' mean; 1 takes the mean.
-
     """
 
     uploads_model: ClassVar[bool] = False
-    compressible: ClassVar[bool] = False
 
     server_rate: float = field(default=1.0, metadata={"above": 0})
 
@@ -50,12 +38,10 @@ class Scaffold(SingleModel):
         require_gradient_steps("scaffold", self.solver)
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw one model; the control is zero."""
         model = self.model.init(seed)
         return add_prefix("model", model) | add_prefix("control", _zeros(trained_leaves(self.model, model)))
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """A control of zero."""
         return _zeros(take_prefix("control", shared))
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
@@ -65,7 +51,7 @@ class Scaffold(SingleModel):
         context = add_prefix("correction", correction) | add_prefix("received", trained_leaves(self.model, model))
         zero = torch.zeros((), dtype=self.model.dtype, device=mask.device)
         context |= {"steps": zero, "travelled": zero}
-        return Local(model, personal, start_solver(self.model, self.solver, model), context), {}
+        return Local(model, personal, self.start(model), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """<c - c_t, w>, whose gradient is the correction."""
@@ -81,7 +67,7 @@ class Scaffold(SingleModel):
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A client that trains for itself alone wants no correction."""
-        return self.plain_step(local, batch, batch.weights, learning_rate)
+        return self.plain_step(local, batch, learning_rate)
 
     def finish(self, local: Local) -> Trained:
         """Upload the model and the change of c_t, where c_t <- c_t - c + (u - w) / (K eta)."""
@@ -96,13 +82,13 @@ class Scaffold(SingleModel):
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         """U <- u + eta_g (mean - u); c <- c + share * mean change, the share being the paper's |S|/N by samples."""
-        model = step_towards(take_prefix("model", shared), take_prefix("model", mean), self.server_rate)
+        model = tree_towards(take_prefix("model", shared), take_prefix("model", mean), self.server_rate)
         old, change = take_prefix("control", shared), take_prefix("control", mean)
         control = tree_map(lambda c, extra: c + share * extra, old, change)
         return add_prefix("model", model) | add_prefix("control", control)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        return mixture_of_one(take_prefix("model", shared))
+        return super().predictor(take_prefix("model", shared), personal)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Nothing to fit: an unseen client takes the shared model; its control is zero."""
@@ -113,16 +99,6 @@ def _zeros(tree: Tree) -> Tree:
     return tree_map(torch.zeros_like, tree)
 
 
-register(
-    Method(
-        "scaffold",
-        Scaffold,
-        Star,
-        title="SCAFFOLD",
-        summary="FedAvg, the clients' drift corrected by control variates",
-        paper="Karimireddy et al. 2020",
-        personal="a control",
-        sent="a model and a control",
-        position=150,
-    ),
-)
+register(Method("scaffold", Scaffold, Star, title="SCAFFOLD",
+                summary="FedAvg, the clients' drift corrected by control variates", paper="Karimireddy et al. 2020",
+                personal="a control", sent="a model and a control", position=150))  # fmt: skip

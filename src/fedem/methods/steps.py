@@ -15,24 +15,20 @@ from torch import Tensor
 from fedem.core.em import uniform_log_weights
 from fedem.core.errors import UserError
 from fedem.core.random import derive
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_floats, tree_map, tree_stack
+from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_floats, tree_map, tree_stack
 from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.mixer import row_of
 from fedem.models.base import Model
 from fedem.solvers import Solver
 
 Penalty = Callable[[Tree], Tensor]
 """Trained leaves -> what is added to the batch's objective."""
+Place = Callable[[Tree], Tree]
+"""Trained leaves -> those where the losses are taken, for a model that is trained as a part of another one."""
 
 
 def trained_leaves(model: Model, parameters: Tree) -> Tree:
     """Return the leaves of ``parameters`` that are trained."""
     return {name: leaf for name, leaf in parameters.items() if name in model.trainable}
-
-
-def start_solver(model: Model, solver: Solver, parameters: Tree) -> Tree:
-    """Return the solver's first state for the trained leaves of ``parameters``."""
-    return solver.init(trained_leaves(model, parameters))
 
 
 def batch_losses(model: Model, parameters: Tree, batch: Batch) -> tuple[Tensor, Tree]:
@@ -49,24 +45,20 @@ def train_step(
     parameters: Tree,
     solver_state: Tree,
     batch: Batch,
-    weights: Tensor,
     learning_rate: Tensor,
     penalty: Penalty | None = None,
-    place: Callable[[Tree], Tree] | None = None,
+    place: Place | None = None,
 ) -> tuple[Tree, Tree]:
-    """Take one step on sum_i weights_i loss_i over the batch, plus ``penalty`` of the trained leaves.
+    """Take one step on sum_i weights_i loss_i over the batch, by its weights, plus ``penalty`` of the trained leaves.
 
-    ``place`` says at which trained leaves the losses are taken, for a model that is trained as a part of another one.
-
-    Returns:
-        the parameters (buffers too) and the solver's state
+    Returns the parameters (buffers too) and the solver's state.
     """
     buffers = {name: leaf for name, leaf in parameters.items() if name not in model.trainable}
 
     def objective(candidate: Tree) -> tuple[Tensor, Tree]:
         leaves = candidate if place is None else place(candidate)
         losses, changed = batch_losses(model, leaves | buffers, batch)
-        value = (weights * losses).sum()
+        value = (batch.weights * losses).sum()
         return value if penalty is None else value + penalty(candidate), changed
 
     leaves = trained_leaves(model, parameters)
@@ -98,11 +90,6 @@ def require_gradient_steps(method: str, solver: Solver) -> None:
 def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
     """Mean of ``losses`` ``[n]`` over the samples that are there."""
     return (losses * mask).sum() / mask.sum()
-
-
-def step_towards(old: Tree, new: Tree, rate: float) -> Tree:
-    """(1 - rate) old + rate new; counters are the new ones."""
-    return tree_map(lambda a, b: a + rate * (b - a) if b.is_floating_point() else b, old, new)
 
 
 def distinct_models(model: Model, count: int, seed: int) -> Tree:
@@ -138,7 +125,7 @@ class SingleModel(Algorithm):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The surrogate is the loss itself."""
-        return Local(shared, personal, start_solver(self.model, self.solver, shared), {}), {}
+        return Local(shared, personal, self.start(shared), {}), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """Return what the surrogate adds to the loss as a function of the trained leaves; None for nothing."""
@@ -146,20 +133,19 @@ class SingleModel(Algorithm):
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step on the batch's mean loss and the penalty."""
-        return self.plain_step(local, batch, batch.weights, learning_rate, self.penalty(local))
+        return self.plain_step(local, batch, learning_rate, self.penalty(local))
 
     def plain_step(
         self,
         local: Local,
         batch: Batch,
-        weights: Tensor,
         learning_rate: Tensor,
         penalty: Penalty | None = None,
-        place: Callable[[Tree], Tree] | None = None,
+        place: Place | None = None,
     ) -> Local:
         """Take one solver step on the client's copy of u; arguments as in :func:`train_step`."""
         shared, solver_state = train_step(
-            self.model, self.solver, local.shared, local.solver_state, batch, weights, learning_rate, penalty, place
+            self.model, self.solver, local.shared, local.solver_state, batch, learning_rate, penalty, place
         )
         return local._replace(shared=shared, solver_state=solver_state)
 
@@ -185,14 +171,12 @@ class OwnModel(SingleModel):
         return add_prefix("own", shared) | {"trained": torch.zeros((), dtype=torch.bool, device=key.device)}
 
     def own_model(self, shared: Tree, personal: Tree) -> Tree:
-        """Return the client's own model."""
         return tree_map(lambda v, u: torch.where(personal["trained"], v, u), take_prefix("own", personal), shared)
 
     def begin_both(self, shared: Tree, personal: Tree, context: Tree) -> Local:
         """Return a client that begins to train both models."""
         own = self.own_model(shared, personal)
-        solver_state = add_prefix("shared", start_solver(self.model, self.solver, shared))
-        solver_state |= add_prefix("own", start_solver(self.model, self.solver, own))
+        solver_state = add_prefix("shared", self.start(shared)) | add_prefix("own", self.start(own))
         return Local(shared, personal | add_prefix("own", own), solver_state, context)
 
     def step_both(
@@ -201,16 +185,16 @@ class OwnModel(SingleModel):
         batch: Batch,
         learning_rate: Tensor,
         penalty: Penalty | None = None,
-        place: Callable[[Tree], Tree] | None = None,
+        place: Place | None = None,
     ) -> Local:
         """Step the shared model on the batch, and the own one with ``penalty`` or at another ``place``."""
-        shared_state, own_state = (take_prefix(name, local.solver_state) for name in ("shared", "own"))
-        model, solver, weights = self.model, self.solver, batch.weights
-        shared, shared_state = train_step(model, solver, local.shared, shared_state, batch, weights, learning_rate)
-        own = take_prefix("own", local.personal)
-        own, own_state = train_step(model, solver, own, own_state, batch, weights, learning_rate, penalty, place)
-        solver_state = add_prefix("shared", shared_state) | add_prefix("own", own_state)
-        return Local(shared, self.with_own(own, local.personal), solver_state, local.context)
+        stepped = self.plain_step(
+            local._replace(solver_state=take_prefix("shared", local.solver_state)), batch, learning_rate
+        )
+        own, own_state = take_prefix("own", local.personal), take_prefix("own", local.solver_state)
+        own, own_state = train_step(self.model, self.solver, own, own_state, batch, learning_rate, penalty, place)
+        solver_state = add_prefix("shared", stepped.solver_state) | add_prefix("own", own_state)
+        return stepped._replace(personal=self.with_own(own, local.personal), solver_state=solver_state)
 
     def with_own(self, own: Tree, personal: Tree) -> Tree:
         """Return v_t with the own model after a step."""

@@ -27,7 +27,7 @@ from fedem.core.errors import UserError
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree
 from fedem.methods.base import Algorithm, Batch, Local, Mixture
-from fedem.methods.steps import mixture_of_one, start_solver, trained_leaves
+from fedem.methods.steps import mixture_of_one, trained_leaves
 
 _TRIED = 32  # samples: enough for dropout to show
 
@@ -55,15 +55,7 @@ class Surrogate(Algorithm):
 
     @abstractmethod
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
-        """Build g near (u, v).
-
-        Args:
-            shared: u
-            personal: v
-            scores: of all samples under u, ``[..., n]``; and what ``survey`` found.
-            mask: ``[n]`` bool, false where a column is padding.
-
-        """
+        """Build g near (u, v); arguments as in ``begin``."""
 
     @abstractmethod
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
@@ -87,12 +79,7 @@ class Surrogate(Algorithm):
     def init_shared(self, seed: int) -> Tree:
         return self.model.init(seed)
 
-    def start(self, shared: Tree) -> Tree:
-        """Return the local solver's state at the start of a round."""
-        return start_solver(self.model, self.solver, shared)
-
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Build g near (u, v_t) and set v_t to its minimiser."""
         fixed = self.fix(shared, personal, scores, mask)
         minimiser = self.minimise(shared, scores, fixed, mask)
         return Local(shared, minimiser, self.start(shared), fixed.context), fixed.columns

@@ -28,9 +28,8 @@ from fedem.core.errors import UserError
 from fedem.core.random import SOLVER, choose
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
 from fedem.engines import Batching, Cohort, Work
-from fedem.methods.base import Algorithm, Batch, Local, Trained
+from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
 from fedem.methods.mixer import Mixer, mean_of_groups
-from fedem.methods.registry import names_where
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Any, Self, final
 
 from torch import Tensor
 
-from fedem.core.tree import Tree
-from fedem.methods.base import Algorithm, Batch, Local, Mixture, Trained
+from fedem.methods.base import Algorithm, Batch, Local, Trained
+
+
+def _as_base(hook: str) -> Any:
+    """Return a method that does as the method within does."""
+    return lambda self, *arguments: getattr(self.base, hook)(*arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +23,6 @@ class Wrapped(Algorithm):
 
     @classmethod
     def of(cls, base: Algorithm) -> Self:
-        """Wrap ``base``."""
         return cls(base.model, base.solver, base)
 
     def __post_init__(self) -> None:
@@ -27,44 +30,19 @@ class Wrapped(Algorithm):
         # A survey reads all samples, so it is only asked for where the method within has one.
         object.__setattr__(self, "has_survey", self.base.has_survey)
 
-    def init_shared(self, seed: int) -> Tree:
-        return self.base.init_shared(seed)
-
-    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        return self.base.init_personal(shared, key)
-
-    def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
-        return self.base.score(shared, inputs, targets)
-
-    def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        return self.base.survey(shared, personal, inputs, targets, mask)
-
-    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        return self.base.begin(shared, personal, scores, mask)
-
-    def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        return self.base.step(local, batch, learning_rate)
-
-    def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        return self.base.tune(local, batch, learning_rate)
-
-    def finish(self, local: Local) -> Trained:
-        return self.base.finish(local)
-
-    def summand(self, upload: Tree) -> Tree:
-        return self.base.summand(upload)
-
-    def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        return self.base.update(shared, mean, share)
-
-    def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        return self.base.predictor(shared, personal)
-
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        return self.base.adapt(shared, scores, max_iterations)
-
-    def check(self, inputs: Tensor) -> None:
-        self.base.check(inputs)
+    init_shared = _as_base("init_shared")
+    init_personal = _as_base("init_personal")
+    score = _as_base("score")
+    survey = _as_base("survey")
+    begin = _as_base("begin")
+    step = _as_base("step")
+    tune = _as_base("tune")
+    finish = _as_base("finish")
+    summand = _as_base("summand")
+    update = _as_base("update")
+    predictor = _as_base("predictor")
+    adapt = _as_base("adapt")
+    check = _as_base("check")
 
 
 @final

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_bytes, tree_map
-from fedem.methods.mixer import row_of
+from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_bytes, tree_map
 from fedem.models.base import Model
 
 FORMATS = ("none", "bfloat16", "int8")
@@ -39,7 +38,6 @@ class Compression(Settings):
             in about a quarter.
         downloads: how the server writes what changed since the last round, for those who took part in it.
         threshold: a client sends only the components whose mixture weight is above it; 0 sends all.
-
     """
 
     updates: str = field(default="none", metadata={"choices": FORMATS})
@@ -53,17 +51,10 @@ class Compression(Settings):
 
 
 def write_update(update: Tree, rest: Tree, form: str, leading: int = 0) -> tuple[Tree, Tree]:
-    """Write an update in a format, and what earlier ones left over with it.
+    """Write an update in a format of :data:`FORMATS`, and with it the rest that earlier messages left unsaid.
 
-    Args:
-        update: what is to be said.
-        rest: what earlier messages left unsaid of some leaves; the others are written as they are.
-        form: one of :data:`FORMATS`.
-        leading: how many first dimensions have a scale for each index.
-
-    Returns:
-        the message and the new rest: what :func:`read_update` makes of the message, and the rest, are update + old rest
-
+    Leaves that have no rest are written as they are. The first ``leading`` dimensions have a scale for each index.
+    Returns the message and the new rest: what :func:`read_update` makes of the message, and it, are update + old rest.
     """
     due = {name: update[name] + left for name, left in rest.items()}
     written = {key: part for name, leaf in due.items() for key, part in _written(name, leaf, form, leading).items()}
@@ -121,7 +112,6 @@ class Codec:
         compression: the formats and the threshold.
         model: what clients train.
         leading: how many first dimensions of u have a scale for each index: 1 for components, 0 for a single model.
-
     """
 
     compression: Compression
@@ -140,17 +130,10 @@ class Codec:
         return tree_map(torch.zeros_like, {name: shared[name] for name in shared if name in self.model.trainable})
 
     def encode(self, trained: Tree, received: Tree, personal: Tree, residual: Tree) -> tuple[Tree, Tree]:
-        """Write what a client's round changed.
+        """Write what a client's round changed: its u as ``trained`` from u as ``received``.
 
-        Args:
-            trained: its u after the round.
-            received: u before it.
-            personal: v_t, whose weights decide on the components that are sent.
-            residual: what earlier messages left unsaid.
-
-        Returns:
-            the update as it is written, with the components it is of where not of all; and the new residual
-
+        The weights in v_t (``personal``) decide on the components that are sent. Returns the update as it is written,
+        with the components it is of where not of all; and the new residual.
         """
         update = tree_map(lambda new, old: new - old, trained, received)
         message, rest = write_update(update, residual, self.compression.updates, self.leading)
@@ -175,14 +158,9 @@ class Codec:
         """Put zeros where :meth:`pack` left out components."""
         if _SENT not in packed:
             return packed
-        sent = packed[_SENT]
-
-        def spread(leaf: Tensor) -> Tensor:
-            whole = leaf.new_zeros(len(sent), *leaf.shape[1:])
-            whole[sent] = leaf
-            return whole
-
-        return {name: leaf if name == _SENT else spread(leaf) for name, leaf in packed.items()}
+        sent, rows = packed[_SENT], {name: leaf for name, leaf in packed.items() if name != _SENT}
+        zeros = tree_map(lambda leaf: leaf.new_zeros(len(sent), *leaf.shape[1:]), rows)
+        return {_SENT: sent} | tree_map(lambda whole, leaf: whole.index_put((sent,), leaf), zeros, rows)
 
     def num_bytes(self, messages: Tree) -> int:
         """Count the bytes of some clients' packed messages, ``[c, ...]``."""

@@ -76,7 +76,6 @@ class LabelShares(Wrapped):
         return Trained(_plain(upload), personal, _plain(shared))
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        """As the method does, of shifted models."""
         return self.base.predictor(_shifted(shared, personal[SHIFT]), _rest(personal))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:

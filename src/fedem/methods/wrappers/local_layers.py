@@ -16,19 +16,7 @@ from torch import Tensor
 
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_index, tree_map, tree_repeat, tree_sorted
 from fedem.graphs import Topology
-from fedem.methods.mixer import (
-    Mixed,
-    Mixer,
-    Round,
-    RoundPlan,
-    Served,
-    Start,
-    Uploads,
-    Welcome,
-    by_samples,
-    gather,
-    weighted_means,
-)
+from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Served, Star, Start, Uploads, Welcome, gather
 
 
 @final
@@ -91,12 +79,10 @@ class LocalLayers(Mixer):
                 yield positions, common
 
         mixed, remembered = self.base.mix(shared, take_prefix("base", memory), this, passing())
-        local = tree_map(
-            lambda old, new: old.index_copy(0, this.clients.to(old.device), new),
-            take_prefix("local", memory),
-            gather(held),
-        )
-        return mixed, _joined(remembered, local, weighted_means(by_samples(this), held))
+        before, now = take_prefix("local", memory), gather(held)
+        local = tree_map(lambda old, new: old.index_copy(0, this.clients.to(old.device), new), before, now)
+        average = Star().mix({}, {}, this, held)[0].means
+        return mixed, _joined(remembered, local, average)
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """As the other mixer does, with the averages; what newcomers then train of these leaves they keep."""
@@ -122,5 +108,4 @@ class LocalLayers(Mixer):
 
 
 def _joined(base: Tree, local: Tree, average: Tree) -> Tree:
-    """Put the other mixer's memory, everybody's local leaves and their average into one tree."""
     return add_prefix("base", base) | add_prefix("local", local) | add_prefix("average", average)
