@@ -69,8 +69,8 @@ class Agnostic(OneGroup):
                 yield positions, trees
 
         means = weighted_means((cohort / cohort.sum())[None], watched())
-        groups = torch.zeros(1, dtype=torch.int64)
-        return Mixed(groups, means, len(this.clients)), {"weights": project_to_simplex(climbed)}
+        mixed = Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients))
+        return mixed, {"weights": project_to_simplex(climbed)}
 
 
 def project_to_simplex(point: Tensor) -> Tensor:

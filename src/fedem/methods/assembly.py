@@ -94,10 +94,9 @@ def _problem(
             allowed = "allowed: updates, which scales the sum of all steps of a round, or none"
             return f"graph.scale is 'steps', but {reason}; {allowed}"
         if topology.start == "apart" and local_layers != "none":
-            on, reason = f"run.local_layers {local_layers!r}", "layers that stay with their clients start alike"
-            return (
-                f"graph.start is 'apart' and {on}, but {reason}; allowed: graph.start alike, or run.local_layers none"
-            )
+            reason = "layers that stay with their clients start alike"
+            allowed = "allowed: graph.start alike, or run.local_layers none"
+            return f"graph.start is 'apart' and run.local_layers {local_layers!r}, but {reason}; {allowed}"
     if label_shares:
         on, names = "run.label_shares is true", names_where(lambda other: other.takes_label_shares)
         if not row.mixer.averages:

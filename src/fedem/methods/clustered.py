@@ -100,9 +100,7 @@ class Clusters(Mixer):
             return None
         side = bipartition(updates, self.linkage)
         smaller = side if 2 * int(side.sum()) <= len(side) else ~side
-        if int(smaller.sum()) < self.min_members:
-            return None
-        return members[smaller]
+        return members[smaller] if int(smaller.sum()) >= self.min_members else None
 
 
 def bipartition(updates: Tensor, linkage: str) -> Tensor:

@@ -58,8 +58,8 @@ class IFCA(SingleModel):
 
     def finish(self, local: Local) -> Trained:
         """Upload the one model, and which it is. In u it stands for all: only the chosen place counts."""
-        upload = add_prefix("model", local.shared) | local.context
-        return Trained(upload, local.personal, self._everywhere(local.shared))
+        everywhere = self._everywhere(local.shared)
+        return Trained(add_prefix("model", local.shared) | local.context, local.personal, everywhere)
 
     def _everywhere(self, model: Tree) -> Tree:
         return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), model)

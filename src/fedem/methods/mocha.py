@@ -27,13 +27,7 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
 from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, gather, refuse_pairs
-from fedem.methods.steps import (
-    Penalty,
-    SingleModel,
-    inner_product,
-    square_distance,
-    trained_leaves,
-)
+from fedem.methods.steps import Penalty, SingleModel, inner_product, square_distance, trained_leaves
 
 
 @final

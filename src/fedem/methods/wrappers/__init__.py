@@ -11,7 +11,6 @@ from fedem.methods.base import Algorithm, Batch, Local, Trained
 
 
 def _as_base(hook: str) -> Any:
-    """Return a method that does as the method within does."""
     return lambda self, *arguments: getattr(self.base, hook)(*arguments)
 
 
