@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
@@ -22,8 +22,8 @@ from fedem.data import PUBLIC
 from fedem.data.store import About, Public, prepare, prepared, read_about
 from fedem.data.store import Progress as Listener
 from fedem.report.console import console, errors, labelled_table, say, simple_table, waiting, writing
-from fedem.report.described import ENDINGS, draw_clients, labels_table, remarks, sizes_table
 from fedem.report.described import describe as describe_data
+from fedem.report.described import draw_clients, labels_table, remarks, sizes_table
 from fedem.runs.config import Config, Sections, parse_assignment
 
 data_group = typer.Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
@@ -32,7 +32,15 @@ data_group = typer.Typer(help="Public data sets: what there is, and how to get i
 @data_group.command("list")
 def list_all() -> None:
     """List the public data sets: what they are, where they are prepared, and where they come from."""
-    console.print(_table())
+    table = simple_table("data set", bold="data set")
+    for heading in ("samples", "clients", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what it is, where it is, where it comes from")
+    for kind in PUBLIC.values():
+        addresses = [Text(remote.address, style="dim", overflow="fold") for remote in kind.remotes]
+        for *cells, where in _rows(kind):
+            table.add_row(*cells, Group(Text(kind.title), Text(where, overflow="fold"), *addresses))
+    console.print(table)
 
 
 @data_group.command("prepare")
@@ -92,33 +100,19 @@ def _outcome(about: About, place: Path) -> Table:
     return labelled_table({label: Text(value, overflow="fold") for label, value in values.items()}, bold=about.name)
 
 
-def _table() -> Table:
-    """Return a row for each canonical data set, or for one that is not prepared."""
-    table = simple_table("data set", bold="data set")
-    for heading in ("samples", "clients", "size"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("what it is, where it is, where it comes from")
-    for kind in PUBLIC.values():
-        places = prepared(kind)
-        for place in places:
-            table.add_row(*_cells(kind, place))
-        if not places:
-            table.add_row(kind.name, "", "", "", _origin(kind, f"not prepared: {kind().command}"))
-    return table
-
-
-def _cells(kind: type[Public], place: Path) -> tuple[RenderableType, ...]:
-    try:
-        about = read_about(place)
-    except (OSError, ValueError):
-        return place.name, "", "", "", _origin(kind, f"{place} is damaged or outdated: {kind().command} --again")
-    clients = f"{len(about.owners):,}" if about.owners else "-"
-    return about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), _origin(kind, str(place))
-
-
-def _origin(kind: type[Public], where: str) -> Group:
-    lines = [Text(kind.title), Text(where, overflow="fold")]
-    return Group(*lines, *(Text(remote.address, style="dim", overflow="fold") for remote in kind.remotes))
+def _rows(kind: type[Public]) -> Iterator[tuple[str, ...]]:
+    """Yield name, samples, clients, size and place of a data set that is prepared, in one or several places."""
+    places = prepared(kind)
+    if not places:
+        yield kind.name, "", "", "", f"not prepared: {kind().command}"
+    for place in places:
+        try:
+            about = read_about(place)
+        except (OSError, ValueError):
+            yield place.name, "", "", "", f"{place} is damaged or outdated: {kind().command} --again"
+        else:
+            clients = f"{len(about.owners):,}" if about.owners else "-"
+            yield about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), str(place)
 
 
 def describe(
@@ -131,8 +125,8 @@ def describe(
     quiet: Quiet = False,
 ) -> None:
     """Describe a data set's clients: sizes, labels, how much they differ, and what is made of a table's columns."""
-    if out is not None and out.suffix.removeprefix(".") not in ENDINGS:
-        raise UserError(f"--out is {out}; allowed: a file ending in .{' or .'.join(ENDINGS)}.")
+    if out is not None and out.suffix not in (".png", ".svg"):
+        raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
     asked: Sections = {"data": data_section(data, target_column, client_column), "run": {"seed": seed}}
     config = Config.build(asked, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):

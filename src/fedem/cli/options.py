@@ -17,8 +17,8 @@ from fedem.runs.config import Values
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
 
 
-def _named(task: str) -> list[str]:
-    return [metric.name for metric in METRICS.values() if metric.task == task]
+def _named(task: str) -> str:
+    return ", ".join(metric.name for metric in METRICS.values() if metric.task == task)
 
 
 RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
@@ -40,17 +40,14 @@ ClientsPerRound = Annotated[
     float | None, typer.Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
 ]
 Unseen = Annotated[float | None, typer.Option(help="Share of the clients held out of training.")]
+_METRICS = f"For classes: {_named(CLASSES)}; for numbers: {_named(NUMBERS)}."
 Metrics = Annotated[
     str | None,
-    typer.Option(
-        help=f"What to score by, with commas between them; the first decides what is best. For classes: "
-        f"{', '.join(_named(CLASSES))}; for numbers: {', '.join(_named(NUMBERS))}."
-    ),
+    typer.Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}"),
 ]
 TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated."),
+    list[str] | None, typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
 ]
 
 

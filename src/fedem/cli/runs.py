@@ -37,6 +37,7 @@ Folders = Annotated[
     list[Path] | None,
     typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
 ]
+Array = NDArray[np.generic]
 _ALL = "all"
 
 
@@ -108,10 +109,8 @@ def personalize(
     table = _read(result, data, target_column, client_column)
     if table.target not in table.columns:
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
-    owners = table.owners()
+    owners, inputs, encoding = table.owners(), _inputs(result, table, quiet), result.recipe.format.encoding
     clients = np.full(len(table), data.stem) if owners is None else owners
-    inputs = _inputs(result, table, quiet)
-    encoding = result.recipe.format.encoding
     targets = plain_targets(table) if encoding is None else encoding.targets(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
@@ -175,12 +174,9 @@ def _loaded(run_folder: Path, device: str) -> Result:
     return result
 
 
-def _predict_each(
-    result: Result, inputs: NDArray[np.generic], owners: NDArray[np.str_], which: str
-) -> NDArray[np.generic]:
+def _predict_each(result: Result, inputs: Array, owners: NDArray[np.str_], which: str) -> Array:
     """Predict every row with its own client's model, ``[n, K]``."""
-    unknown = sorted(set(owners.tolist()) - set(result.names))
-    if unknown:
+    if unknown := sorted(set(owners.tolist()) - set(result.names)):
         raise UserError(
             f"{len(unknown)} clients took no part in training: {some(list(map(repr, unknown)))}. Give them models of "
             "their own first (fedem personalize), or name a client whose model is to predict all rows (--client)."
@@ -191,14 +187,11 @@ def _predict_each(
     return np.concatenate(found)[order]
 
 
-def _written(
-    result: Result, predictions: NDArray[np.generic], client: str, owners: NDArray[np.str_] | None, ending: str
-) -> bytes:
+def _written(result: Result, predictions: Array, client: str, owners: NDArray[np.str_] | None, ending: str) -> bytes:
     """Return the content of a file of predictions, beside the clients' column if there is one."""
     classes = result.recipe.loss.task == CLASSES
     named = result.recipe.format.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
-    pairs = list(zip(labels.tolist(), predictions.T, strict=True))
     if ending == ".npz":
         arrays: dict[str, Any] = {"predictions": predictions}
         if classes:
@@ -208,12 +201,10 @@ def _written(
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         return buffer.getvalue()
-    columns: dict[str, NDArray[Any]]
-    if classes:
-        chances = {f"probability_{label}": column for label, column in pairs}
-        columns = {"prediction": labels[predictions.argmax(1)], **chances}
-    else:
-        columns = {f"prediction_{label}" if len(pairs) > 1 else "prediction": column for label, column in pairs}
+    columns: dict[str, NDArray[Any]] = {"prediction": labels[predictions.argmax(1)]} if classes else {}
+    for label, column in zip(labels.tolist(), predictions.T, strict=True):
+        several = "prediction" if len(labels) == 1 else f"prediction_{label}"
+        columns[f"probability_{label}" if classes else several] = column
     if owners is not None:
         # All names of predictions start with other words than this one.
         columns = {"client" if client in columns else client: owners, **columns}
@@ -231,18 +222,14 @@ def _read(result: Result, path: Path, target_column: str | None, client_column: 
     return read_table(path, target_column or target, client_column or client)
 
 
-def _inputs(result: Result, table: Table, quiet: bool) -> NDArray[np.generic]:
+def _inputs(result: Result, table: Table, quiet: bool) -> Array:
     """Encode as in training; say which categories training had not."""
-    encoding = result.recipe.format.encoding
-    if encoding is None:
+    if (encoding := result.recipe.format.encoding) is None:
         return table.stacked()
     inputs = encoding.inputs(table)
-    for name, categories in encoding.unseen(table).items():
-        if not quiet:
-            note(
-                f"column {name!r} has {len(categories)} categories that training had not "
-                f"({some(categories)}); they count as none of those known."
-            )
+    for name, categories in ({} if quiet else encoding.unseen(table)).items():
+        new = f"{len(categories)} categories that training had not ({some(categories)})"
+        note(f"column {name!r} has {new}; they count as none of those known.")
     return inputs
 
 
@@ -304,9 +291,8 @@ def _of_kept(source: Path, client: str | None, components: bool, out: Path, form
     plan = Plan(config, kept.plan.format)
     mixture = plan.algorithm.predictor(kept.shared, split_residual(kept.personal)[0])
     personal = PersonalModel(plan.model, mixture, plan.format)
-    return export_personal(
-        personal, config, out, formats, {"client": kept.client or None, "state": "last", "round": kept.round}
-    )
+    facts = {"client": kept.client or None, "state": "last", "round": kept.round}
+    return export_personal(personal, config, out, formats, facts)
 
 
 def report(
@@ -364,15 +350,13 @@ def plot(
             raise unknown("figure", name, (*FIGURES, _ALL))
     sets = gather(folders or [])
     drawn: dict[Path, bytes] = {}
-    found: set[str] = set()
     with waiting("Drawing", quiet):
         for data in sets:
             for name in asked:
                 if (picture := paint(FIGURES[name].painter, data)) is not None:
                     drawn[out / data.place / f"{name}.{ending}"] = alone(picture, ending)
-                    found.add(name)
-    missing = [name for name in asked if name not in found]
-    if missing and figure != _ALL:
+    found = {path.stem for path in drawn}
+    if figure != _ALL and (missing := [name for name in asked if name not in found]):
         needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)
         raise UserError(f"These runs have nothing for {', '.join(missing)}: {needs}.")
     with writing(out):

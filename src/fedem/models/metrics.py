@@ -13,8 +13,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -50,11 +49,12 @@ class Metric:
     task: str
     per_sample: Callable[[Tensor, Tensor], Tensor] | None = None
     over_client: Callable[[Tensor, Tensor], float | None] | None = None
-    larger_is_better: bool = field(default=True, kw_only=True)
-    in_percent: bool = field(default=False, kw_only=True)
-    title: str = field(default="", kw_only=True)
-    needs_sklearn: bool = field(default=False, kw_only=True)
-    least_classes: int = field(default=2, kw_only=True)
+    _: KW_ONLY
+    larger_is_better: bool = True
+    in_percent: bool = False
+    title: str = ""
+    needs_sklearn: bool = False
+    least_classes: int = 2
 
     def __post_init__(self) -> None:
         if (self.per_sample is None) == (self.over_client is None):
@@ -80,25 +80,22 @@ def _is_right(predictions: Tensor, targets: Tensor) -> Tensor:
     return (predictions.argmax(-1) == targets).to(predictions.dtype)
 
 
-def _is_among_top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
-    def is_among(predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
-
-    return is_among
-
-
 def _surprise(predictions: Tensor, targets: Tensor) -> Tensor:
     """-log p(target); of a probability that is rounded to zero, the logarithm of the smallest one."""
     chances = predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return -chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
 
 
-def _errors(predictions: Tensor, targets: Tensor) -> Tensor:
-    return predictions - targets.reshape(predictions.shape)
-
-
 def _squared(predictions: Tensor, targets: Tensor) -> Tensor:
-    return _errors(predictions, targets).square().mean(-1)
+    return (predictions - targets.reshape(predictions.shape)).square().mean(-1)
+
+
+def _absolute(predictions: Tensor, targets: Tensor) -> Tensor:
+    return (predictions - targets.reshape(predictions.shape)).abs().mean(-1)
+
+
+def _rmse(predictions: Tensor, targets: Tensor) -> float:
+    return float(_squared(predictions, targets).mean().sqrt())
 
 
 def _r2(predictions: Tensor, targets: Tensor) -> float | None:
@@ -113,10 +110,8 @@ def _calibration_error(predictions: Tensor, targets: Tensor) -> float:
     confidence, guess = predictions.max(-1)
     # A bin has its upper end: (0, 1/15], (1/15, 2/15], ...
     place = (confidence * _BINS).ceil().long().clamp(1, _BINS) - 1
-    gaps = torch.zeros(_BINS, dtype=confidence.dtype)
-    return float(
-        gaps.index_add(0, place, confidence - (guess == targets).to(confidence.dtype)).abs().sum() / len(guess)
-    )
+    gaps = confidence - (guess == targets).to(confidence.dtype)
+    return float(torch.zeros(_BINS, dtype=gaps.dtype).index_add(0, place, gaps).abs().sum() / len(guess))
 
 
 def _by_class(score: str) -> Callable[[Tensor, Tensor], float | None]:
@@ -138,7 +133,7 @@ def _by_class(score: str) -> Callable[[Tensor, Tensor], float | None]:
     return judge
 
 
-def _of_guesses(score: str, **options: Any) -> Callable[[Tensor, Tensor], float | None]:
+def _of_guesses(score: str) -> Callable[[Tensor, Tensor], float | None]:
     """Return a score of the most probable classes, the mean over classes."""
 
     def judge(predictions: Tensor, targets: Tensor) -> float | None:
@@ -146,18 +141,18 @@ def _of_guesses(score: str, **options: Any) -> Callable[[Tensor, Tensor], float 
 
         # Balanced accuracy is the mean recall of the classes that occur.
         only = {"labels": targets.unique().numpy()} if score == "recall_score" else {}
-        found = getattr(metrics, score)(
-            targets.numpy(), predictions.argmax(1).numpy(), average="macro", **options, **only
-        )
-        return float(found)
+        guesses = predictions.argmax(1).numpy()
+        return float(getattr(metrics, score)(targets.numpy(), guesses, average="macro", zero_division=0, **only))
 
     return judge
 
 
 def _top(k: int) -> Metric:
-    return Metric(
-        f"top_{k}_accuracy", CLASSES, _is_among_top(k), in_percent=True, title=f"top-{k} accuracy", least_classes=k + 1
-    )
+    def is_among(predictions: Tensor, targets: Tensor) -> Tensor:
+        return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
+
+    title = f"top-{k} accuracy"
+    return Metric(f"top_{k}_accuracy", CLASSES, is_among, in_percent=True, title=title, least_classes=k + 1)
 
 
 METRICS: dict[str, Metric] = {
@@ -168,33 +163,14 @@ METRICS: dict[str, Metric] = {
         Metric("roc_auc", CLASSES, None, _by_class("roc_auc_score"), title="ROC-AUC", needs_sklearn=True),
         Metric("average_precision", CLASSES, None, _by_class("average_precision_score"), needs_sklearn=True),
         Metric(
-            "macro_f1",
-            CLASSES,
-            None,
-            _of_guesses("f1_score", zero_division=0),
-            in_percent=True,
-            title="macro F1",
-            needs_sklearn=True,
+            "macro_f1", CLASSES, None, _of_guesses("f1_score"), title="macro F1", in_percent=True, needs_sklearn=True
         ),
         _top(5),
         Metric("log_loss", CLASSES, _surprise, larger_is_better=False),
         Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
         Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False),
-        Metric(
-            "rmse",
-            NUMBERS,
-            None,
-            lambda predictions, targets: float(_squared(predictions, targets).mean().sqrt()),
-            larger_is_better=False,
-            title="root mean squared error",
-        ),
-        Metric(
-            "mae",
-            NUMBERS,
-            lambda predictions, targets: _errors(predictions, targets).abs().mean(-1),
-            larger_is_better=False,
-            title="mean absolute error",
-        ),
+        Metric("rmse", NUMBERS, None, _rmse, title="root mean squared error", larger_is_better=False),
+        Metric("mae", NUMBERS, _absolute, title="mean absolute error", larger_is_better=False),
         Metric("r2", NUMBERS, None, _r2, title="R2"),
     )
 }
@@ -225,13 +201,9 @@ def choose_metrics(names: str, loss: Loss, num_outputs: int) -> tuple[Metric, ..
     for metric in chosen:
         if metric.task != loss.task or metric.least_classes > num_classes:
             what = f"{num_classes} classes" if loss.task == CLASSES else NUMBERS
-            raise UserError(
-                f"Metric {metric.name!r} does not fit the task, which is to predict {what}; allowed: "
-                f"{', '.join(fitting)}."
-            )
+            why = f"does not fit the task, which is to predict {what}; allowed: {', '.join(fitting)}."
+            raise UserError(f"Metric {metric.name!r} {why}")
         if metric.needs_sklearn and importlib.util.find_spec("sklearn") is None:
-            raise UserError(
-                f"Metric {metric.name!r} needs the package scikit-learn, which is not installed: "
-                "pip install 'fedem[metrics]'."
-            )
+            why = "needs the package scikit-learn, which is not installed: pip install 'fedem[metrics]'."
+            raise UserError(f"Metric {metric.name!r} {why}")
     return tuple({metric.name: metric for metric in chosen}.values())

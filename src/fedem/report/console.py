@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,8 @@ def note(text: str) -> None:
 
 def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Sequence[str] = ()) -> Table:
     """Return a table without a frame; ``bold`` names the column that rows are looked up by, which is not wrapped."""
-    table = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    edges: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    table = Table(title=title or None, title_justify="left", title_style="bold", **edges)
     for heading in headings:
         table.add_column(heading, no_wrap=heading in (bold, *no_wrap), style="bold" if heading == bold else None)
     return table
@@ -62,21 +56,22 @@ def labelled_table(values: Mapping[str, RenderableType], bold: str = "") -> Tabl
 
 def show_run(folder: RunFolder) -> None:
     """Print a run's table, with its baselines; or where it stands when it is not complete."""
-    summary = folder.summary()
-    if summary is None:
-        console.print(unfinished(folder), highlight=False)
+    if (summary := folder.summary()) is not None:
+        others = [other for place in folder.baselines() if (other := place.summary()) is not None]
+        print_summary([summary, *others])
         return
-    others = [other for place in folder.baselines() if (other := place.summary()) is not None]
-    print_summary([summary, *others])
+    lines, rounds = folder.metrics(), folder.config().run.rounds
+    done = lines[-1]["round"] if lines else 0
+    text = f"This run is not complete: {done} of {rounds} rounds are recorded; go on with --resume."
+    if scored := next((line for line in reversed(lines) if "test_loss" in line), None):
+        text += f" After round {scored['round']}: {_test_score(scored)}."
+    console.print(text, highlight=False)
 
 
 def print_summary(summaries: Sequence[Summary]) -> None:
     """Print the table of several runs, and what else there is to say of the first."""
-    console.print(comparison(summaries))
-    if (further := further_table(summaries)) is not None:
-        console.print(further)
-    if summaries[0].get("best"):
-        console.print(states_table(summaries[0]))
+    for table in _tables(summaries):
+        console.print(table)
     for line in remarks(summaries[0]):
         console.print(line, highlight=False)
 
@@ -102,10 +97,7 @@ def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[st
 @contextmanager
 def waiting(what: str, quiet: bool) -> Iterator[None]:
     """Show that something is going on."""
-    if quiet:
-        yield
-        return
-    with errors.status(f"{what} ..."):
+    with nullcontext() if quiet else errors.status(f"{what} ..."):
         yield
 
 
@@ -118,39 +110,35 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path} can't be written: {error.strerror}.") from None
 
 
-def comparison(summaries: Sequence[Summary]) -> Table:
-    """Return one row per run (its last state), and one for the oracle when it is known."""
-    metric = metrics_of(summaries[0])[0]
+def _tables(summaries: Sequence[Summary]) -> Iterator[Table]:
+    """Yield the scores of the runs' last states, by further metrics too, and the first run's best state."""
+    first, *others = metrics_of(summaries[0])
     rows = [
         {
-            "average": _score(summary, metric, "test"),
-            "bottom decile": metric.text(summary.get("bottom_decile"), plain=".4f"),
+            "average": _score(summary, first, "test"),
+            "bottom decile": first.text(summary.get("bottom_decile"), plain=".4f"),
             "loss": _number(summary.get("test_loss")),
-            "train": _score(summary, metric, "train"),
-            "unseen": _score(summary, metric, "unseen_test"),
+            "train": _score(summary, first, "train"),
+            "unseen": _score(summary, first, "unseen_test"),
             "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
             "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
         for summary in summaries
     ]
-    if all(f"unseen_test_{metric.name}" not in summary for summary in summaries):
+    if all(f"unseen_test_{first.name}" not in summary for summary in summaries):
         for row in rows:
             del row["unseen"]
-    if oracle := _oracle(summaries, metric):
-        decile, loss = metric.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
-        rows.append({"average": _score(oracle, metric, "oracle"), "bottom decile": decile, "loss": loss})
-    return _scores_table(f"Test scores after the last round, {metric.unit}", summaries, rows)
-
-
-def further_table(summaries: Sequence[Summary]) -> Table | None:
-    """Return the average test scores by further metrics, where there are such."""
-    first, *others = metrics_of(summaries[0])
-    if not others:
-        return None
-    rows = [{metric.unit: _score(summary, metric, "test") for metric in others} for summary in summaries]
-    if oracle := _oracle(summaries, first):
-        rows.append({metric.unit: _score(oracle, metric, "oracle") for metric in others})
-    return _scores_table("Test scores by further metrics", summaries, rows)
+    further = [{metric.unit: _score(summary, metric, "test") for metric in others} for summary in summaries]
+    known = (summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None)
+    if oracle := next(known, None):
+        decile, loss = first.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
+        rows.append({"average": _score(oracle, first, "oracle"), "bottom decile": decile, "loss": loss})
+        further.append({metric.unit: _score(oracle, metric, "oracle") for metric in others})
+    yield _scores_table(f"Test scores after the last round, {first.unit}", summaries, rows)
+    if others:
+        yield _scores_table("Test scores by further metrics", summaries, further)
+    if best := summaries[0].get("best"):
+        yield _states_table(summaries[0], best, first)
 
 
 def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mapping[str, str]]) -> Table:
@@ -168,28 +156,20 @@ def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mappi
     return table
 
 
-def _oracle(summaries: Sequence[Summary], metric: Metric) -> Summary | None:
-    return next((summary for summary in summaries if summary.get(f"oracle_{metric.name}") is not None), None)
+def _states_table(last: Summary, best: Summary, metric: Metric) -> Table:
+    """Return the last state beside the one that was best by validation, on every part."""
+    table = Table("part", title=f"Last round and best by validation ({metric.title}, loss)")
+    table.add_column(f"last (round {last['rounds']})", justify="right")
+    table.add_column(f"best (round {best['round']})", justify="right")
+    for part in PARTS:
+        names = (f"{part}_{metric.name}", f"{part}_loss")
+        if names[0] in last:
+            table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
+    return table
 
 
 def _score(summary: Summary, metric: Metric, part: str) -> str:
     return metric.text(summary.get(f"{part}_{metric.name}"), plain=".4f")
-
-
-def states_table(summary: Summary) -> Table:
-    """Return the last state beside the one that was best by validation, on every part."""
-    metric, best = metrics_of(summary)[0], summary.get("best")
-    table = Table("part", title=f"Last round and best by validation ({metric.title}, loss)")
-    states = {f"last (round {summary['rounds']})": summary}
-    if best:
-        states[f"best (round {best['round']})"] = best
-    for heading in states:
-        table.add_column(heading, justify="right")
-    for part in PARTS:
-        names = (f"{part}_{metric.name}", f"{part}_loss")
-        if names[0] in summary:
-            table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in states.values()))
-    return table
 
 
 def remarks(summary: Summary) -> list[str]:
@@ -252,22 +232,12 @@ def _own_units(summary: Summary) -> Iterator[str]:
     if not (deviation := summary.get("target_deviation")):
         return
     part = "test" if "test_loss" in summary else "train"
+    own = f"In the targets' own units: {part}"
     if (squared := summary.get(f"{part}_mean_squared_error")) is not None:
-        error = deviation * squared**0.5
-        yield f"In the targets' own units: {part} root mean squared error {error:.4g}."
+        yield f"{own} root mean squared error {deviation * squared**0.5:.4g}."
     for metric in metrics_of(summary):
         if metric.name in ("rmse", "mae"):
-            error = deviation * summary[f"{part}_{metric.name}"]
-            yield f"In the targets' own units: {part} {metric.title} {error:.4g}, average over clients."
-
-
-def unfinished(folder: RunFolder) -> str:
-    """Say where a run that is not complete stands."""
-    lines, rounds = folder.metrics(), folder.config().run.rounds
-    done = lines[-1]["round"] if lines else 0
-    scored = next((line for line in reversed(lines) if "test_loss" in line), None)
-    text = f"This run is not complete: {done} of {rounds} rounds are recorded; go on with --resume."
-    return f"{text} After round {scored['round']}: {_test_score(scored)}." if scored else text
+            yield f"{own} {metric.title} {deviation * summary[f'{part}_{metric.name}']:.4g}, average over clients."
 
 
 def _test_score(record: Summary) -> str:

@@ -23,10 +23,8 @@ from fedem.report.studies import COLOURS, SETTINGS, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.typing import ColorType
 
-ENDINGS = ("png", "svg")
 _NAMED_CLIENTS, _NAMED_LABELS = 40, 20
 _GREYS = ("#3d4a55", "#8796a3", "#c3ccd4")
 _LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0, "frameon": False}
@@ -78,30 +76,17 @@ def between_share(values: Floats, owners: Counts) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """What there is to say of a federation.
+    """What there is to say of a federation."""
 
-    Attributes:
-        title: name of the data.
-        names: of the T clients.
-        sizes: samples of each client in each part, ``[T, 3]``.
-        counts: of labels, ``[T, K]``; None for regression.
-        labels: names of the K labels.
-        between: for regression: the share of the targets' variance between clients.
-        quartiles: for regression: of each client's targets, ``[T, 3]``.
-        inputs: shape and type of one input.
-        columns: what was made of a table's columns, if it was one.
-
-    """
-
-    title: str
-    names: tuple[str, ...]
-    sizes: Counts
-    inputs: str
-    counts: Counts | None = None
-    labels: tuple[str, ...] = ()
-    between: float | None = None
-    quartiles: Floats | None = None
-    columns: str | None = None
+    title: str  # name of the data
+    names: tuple[str, ...]  # of the T clients
+    sizes: Counts  # samples of each client in each part, [T, 3]
+    inputs: str  # shape and type of one input
+    columns: str | None  # what was made of a table's columns, if it was one
+    counts: Counts | None = None  # of labels, [T, K]; None for regression
+    labels: tuple[str, ...] = ()  # names of the K labels
+    between: float | None = None  # for regression: the share of the targets' variance between clients
+    quartiles: Floats | None = None  # for regression: of each client's targets, [T, 3]
 
 
 def describe(dataset: Dataset, title: str) -> Description:
@@ -117,7 +102,7 @@ def describe(dataset: Dataset, title: str) -> Description:
         # Some labels are characters, such as a blank.
         shown = (label if label.isprintable() and label.strip() else repr(label) for label in known)
         labels = tuple(shown) or tuple(map(str, range(counts.shape[1])))
-        return Description(title, federation.names, sizes, inputs, counts, labels, columns=columns)
+        return Description(title, federation.names, sizes, inputs, columns, counts, labels)
     owners = np.concatenate([_owners(federation, part) for part in PARTS])
     targets = torch.cat([federation.part(part).targets for part in PARTS]).double()
     if encoding is not None:
@@ -128,7 +113,7 @@ def describe(dataset: Dataset, title: str) -> Description:
     own = np.split(values[np.argsort(owners, kind="stable")], ends)
     quartiles = np.array([np.quantile(column, (0.25, 0.5, 0.75)) for column in own])
     between = between_share(values, owners)
-    return Description(title, federation.names, sizes, inputs, between=between, quartiles=quartiles, columns=columns)
+    return Description(title, federation.names, sizes, inputs, columns, between=between, quartiles=quartiles)
 
 
 def _owners(federation: Federation, part: str) -> Counts:
@@ -175,10 +160,10 @@ def remarks(description: Description) -> list[str]:
     if description.columns:
         lines += [f"Columns: {description.columns}.", "Missing values: none."]
     if description.counts is not None:
+        variation, divergence = total_variation(description.counts), jensen_shannon(description.counts)
         lines.append(
-            f"Clients' labels against the pool's, mean over clients: total variation distance "
-            f"{total_variation(description.counts):.3f}, Jensen-Shannon divergence "
-            f"{jensen_shannon(description.counts):.3f} bits (0: all alike, 1: nothing in common)."
+            f"Clients' labels against the pool's, mean over clients: total variation distance {variation:.3f}, "
+            f"Jensen-Shannon divergence {divergence:.3f} bits (0: all alike, 1: nothing in common)."
         )
     if description.between is not None:
         lines.append(f"{100 * description.between:.1f}% of the targets' variance lies between clients.")
@@ -206,60 +191,58 @@ def draw_clients(description: Description, ending: str) -> bytes:
         figure = Figure(figsize=(9, 5.4), facecolor="white")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1), gridspec_kw={"hspace": 0.08})
         if description.counts is not None:
-            order = by_dominant_label(description.counts, description.names)
-            _draw_labels(figure, above, description, order)
+            order, sorting = by_dominant_label(description.counts, description.names), "dominant label"
+            _draw_labels(above, description.labels, shares(description.counts)[order])
         else:
             assert description.quartiles is not None, "targets are labels or numbers"
-            order = np.argsort(description.quartiles[:, 1], kind="stable")
-            _draw_targets(above, description, order)
-        _draw_sizes(below, description, order)
-        _frame(above, below, description, order)
+            order, sorting = np.argsort(description.quartiles[:, 1], kind="stable"), "median target"
+            _draw_targets(above, description.quartiles[order])
+        _draw_stacked(below, description.sizes[order].T, PARTS, _GREYS)
+        below.set(ylabel="samples", ylim=(0, 1.05 * description.sizes.sum(1).max()))
+        below.legend(reverse=True, **_LEGEND)
+        title = f"{description.title}: {len(order):,} clients, {description.sizes.sum():,} samples"
+        above.set_title(title, loc="left")
+        above.tick_params(axis="x", length=0)
+        below.set(xlabel=f"clients, sorted by {sorting}", xlim=(-0.5, len(order) - 0.5))
+        _name_clients(below, [description.names[position] for position in order])
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_axisbelow(True)
         how: dict[str, Any] = {"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}
         return saved(figure, ending, **how)
 
 
-def _draw_labels(figure: Figure, axes: Axes, description: Description, order: Counts) -> None:
+def _draw_labels(axes: Axes, labels: Sequence[str], own: Floats) -> None:
+    """Draw the clients' label distributions, ``[T, K]``."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
-    counts = description.counts
-    assert counts is not None
-    num_labels = len(description.labels)
-    few = num_labels <= len(COLOURS)
+    num_labels = len(labels)
     gradient = colormaps["turbo"].resampled(num_labels)
-    colours = COLOURS if few else [gradient(label) for label in range(num_labels)]
-    _draw_stacked(axes, 100 * shares(counts)[order].T, description.labels, colours)
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("share of the client's samples in %")
+    colours = COLOURS if num_labels <= len(COLOURS) else [gradient(label) for label in range(num_labels)]
+    _draw_stacked(axes, 100 * own.T, labels, colours)
+    axes.set(ylabel="share of the client's samples in %", ylim=(0, 100))
     if num_labels <= _NAMED_LABELS:
         axes.legend(title="label", reverse=True, **_LEGEND)
         return
     scale = ScalarMappable(BoundaryNorm(np.arange(num_labels + 1) - 0.5, num_labels), gradient)
-    place = axes.inset_axes((1.015, 0, 0.02, 1))
-    bar = figure.colorbar(scale, cax=place, ticks=np.linspace(0, num_labels - 1, 11).round())
-    bar.ax.set_yticklabels([description.labels[int(tick)] for tick in bar.get_ticks()])
+    place, ticks = axes.inset_axes((1.015, 0, 0.02, 1)), np.linspace(0, num_labels - 1, 11).round()
+    bar = axes.figure.colorbar(scale, cax=place, ticks=ticks)
+    bar.ax.set_yticklabels([labels[int(tick)] for tick in bar.get_ticks()])
     bar.minorticks_off()
     bar.set_label(f"label, of {num_labels}")
 
 
-def _draw_targets(axes: Axes, description: Description, order: Counts) -> None:
-    quartiles = description.quartiles
-    assert quartiles is not None
-    low, median, high = quartiles[order].T
-    places = np.arange(len(order))
-    width = max(0.8, min(8.0, 300 / len(order)))
+def _draw_targets(axes: Axes, quartiles: Floats) -> None:
+    """Draw the quartiles of the clients' targets, ``[T, 3]``."""
+    low, median, high = quartiles.T
+    places = np.arange(len(median))
+    width = max(0.8, min(8.0, 300 / len(median)))
     axes.vlines(places, low, high, color=COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
     axes.plot(places, median, "o", color=COLOURS[0], markersize=min(5.0, width), label="median")
     axes.set_ylabel("targets of the client")
     axes.legend(**_LEGEND)
-
-
-def _draw_sizes(axes: Axes, description: Description, order: Counts) -> None:
-    _draw_stacked(axes, description.sizes[order].T, PARTS, _GREYS)
-    axes.set_ylim(0, 1.05 * description.sizes.sum(1).max())
-    axes.set_ylabel("samples")
-    axes.legend(reverse=True, **_LEGEND)
 
 
 def _draw_stacked(axes: Axes, values: NDArray[np.number], names: Sequence[str], colours: Sequence[ColorType]) -> None:
@@ -273,19 +256,9 @@ def _draw_stacked(axes: Axes, values: NDArray[np.number], names: Sequence[str], 
         axes.vlines(edges[1:-1], 0, steps.max(), color="white", linewidth=1.5)
 
 
-def _frame(above: Axes, below: Axes, description: Description, order: Counts) -> None:
-    count = len(order)
-    sorting = "dominant label" if description.counts is not None else "median target"
-    above.set_title(f"{description.title}: {count:,} clients, {description.sizes.sum():,} samples", loc="left")
-    above.tick_params(axis="x", length=0)
-    below.set_xlim(-0.5, count - 0.5)
-    below.set_xlabel(f"clients, sorted by {sorting}")
-    if count <= _NAMED_CLIENTS:
-        names = [name if len(name) <= 14 else f"{name[:12]}..." for name in (description.names[i] for i in order)]
-        crowded = sum(map(len, names)) > 80
-        below.set_xticks(range(count), names, rotation=90 if crowded else 0)
-    else:
-        below.locator_params(axis="x", integer=True)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
+def _name_clients(axes: Axes, names: Sequence[str]) -> None:
+    if len(names) > _NAMED_CLIENTS:
+        axes.locator_params(axis="x", integer=True)
+        return
+    short = [name if len(name) <= 14 else f"{name[:12]}..." for name in names]
+    axes.set_xticks(range(len(short)), short, rotation=90 if sum(map(len, short)) > 80 else 0)

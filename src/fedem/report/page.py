@@ -12,13 +12,12 @@ from fedem.methods import title_of
 from fedem.report.console import remarks
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import inline, paint
-from fedem.report.runs import Gathered, Run
+from fedem.report.runs import Gathered
 from fedem.report.studies import COLOURS, comparison_remarks, comparison_table
 
 # The same hues as COLOURS, light enough for a dark ground.
 _LIT = ("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3e6", "#e3cf3c", "#a9b5be", "#f3a3d3")
-_NAMED = 6
-"""methods in the title; more are counted"""
+_NAMED = 6  # methods in the title; more are counted
 
 
 class _Table(NamedTuple):
@@ -39,10 +38,8 @@ def build_page(sets: Sequence[Gathered]) -> str:
     methods = dict.fromkeys(title_of(runs[0].method) for data in sets for runs in data.runs.values())
     listed = ", ".join(methods) if len(methods) <= _NAMED else f"{len(methods)} methods"
     title = f"{', '.join(data.comparison.data for data in sets)}: {listed}"
-    environment = Environment(
-        loader=PackageLoader("fedem.report"), autoescape=True, trim_blocks=True, keep_trailing_newline=True
-    )
-    page = environment.get_template("page.html")
+    how: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
+    page = Environment(loader=PackageLoader("fedem.report"), **how).get_template("page.html")
     return page.render(title=title, contents=contents, parts=parts, light=COLOURS, dark=_LIT)
 
 
@@ -97,23 +94,25 @@ def _remarks(data: Gathered) -> Iterator[str]:
 
 
 def _runs(data: Gathered) -> _Table:
-    def row(method: str, run: Run) -> dict[str, str]:
-        summary, best = run.summary, run.summary.get("best")
-        return {
-            "method": data.titles[method],
-            "seed": str(run.seed),
-            "rounds": str(summary["rounds"]),
-            data.label: data.in_words(summary.get(data.score)),
-            "bottom decile": data.in_words(summary.get("bottom_decile")),
-            **{f"test {each.unit}": data.in_words(summary.get(name), each) for name, each in data.further.items()},
-            "best round": str(best["round"]) if best else "-",
-            "seconds": "-" if (seconds := summary.get("seconds_total")) is None else f"{seconds:.1f}",
-            "folder": str(run.folder.path),
-        }
-
-    rows = [row(method, run) for method, runs in data.runs.items() for run in runs]
+    rows: list[dict[str, str]] = []
+    for method, run in ((method, run) for method, runs in data.runs.items() for run in runs):
+        summary, best, seconds = run.summary, run.summary.get("best"), run.summary.get("seconds_total")
+        texts = {f"test {each.unit}": data.in_words(summary.get(name), each) for name, each in data.metrics.items()}
+        rows.append(
+            {
+                "method": data.titles[method],
+                "seed": str(run.seed),
+                "rounds": str(summary["rounds"]),
+                data.label: texts.pop(data.label),
+                "bottom decile": data.in_words(summary.get("bottom_decile")),
+                **texts,
+                "best round": str(best["round"]) if best else "-",
+                "seconds": "-" if seconds is None else f"{seconds:.1f}",
+                "folder": str(run.folder.path),
+            }
+        )
     caption = "Every run: scores of its last state, the round that was best by validation, seconds in all"
-    return _Table(data.titled(caption), rows[0], [list(each.values()) for each in rows])
+    return _Table(data.titled(caption), rows[0], [list(row.values()) for row in rows])
 
 
 def _configurations(data: Gathered) -> Iterator[tuple[str, str]]:

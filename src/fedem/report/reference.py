@@ -9,7 +9,8 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,21 +21,25 @@ from rich.text import Text
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import client_keys
-from fedem.core.settings import Settings, allowed, entries_of, names_of
+from fedem.core.settings import Settings, kind_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
-from fedem.methods import ALIASES, METHODS, Method, resolve_method
+from fedem.methods import ALIASES, METHODS, resolve_method
 from fedem.report.console import labelled_table, simple_table
-from fedem.runs.config import GIVEN, SECTIONS, Config, Kinds
+from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, complete_section
 from fedem.runs.rounds import mixer_seed
 
-_ANY, _EMPTY = "any data", '""'
+SECTIONS = (*UNNAMED, *NAMED)
+
+_BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+_ANY = "any data"
 _OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
 _MARK = re.compile(r"(?::\w+:)?`+~?([^`]+)`+")
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", flags=re.MULTILINE)
+# What Markdown would take for a mark, or for the end of a table's cell; no underscore within a word.
 _MARKS = re.compile(r"[*|\\]|\b_|_\b")
-"""what Markdown would take for a mark, or for the end of a table's cell; no underscore within a word"""
 _CODE = re.compile(r"(``[^`]+``)")
 _PRESETS = (
     "The defaults are those of the code. What is shipped for a method and its data changes some of them: "
@@ -60,31 +65,41 @@ class Setting(NamedTuple):
 class Kind(NamedTuple):
     """A name that a section may have."""
 
-    name: str
-    """empty where the section has no names"""
-    about: list[str]
-    """paragraphs, as the code has them"""
+    name: str  # empty where the section has no names
+    about: list[str]  # paragraphs, as the code has them
     settings: list[Setting]
 
 
 # --- what classes say of themselves
 
 
-def settings_of(kind: type[Settings]) -> list[Setting]:
-    """Return what a user can set of an algorithm, a mixer or another class of settings."""
-    described = ((inspect.getdoc(base) or "").partition("Attributes:\n")[2] for base in reversed(kind.__mro__))
-    meanings = {
-        attribute: _plain(" ".join(text.split())) for part in described for attribute, text in _ATTRIBUTE.findall(part)
-    }
-    return [
-        Setting(name, _literal(entry.default), allowed(entry), meanings.get(name, ""))
-        for name, entry in entries_of(kind).items()
-    ]
+def settings_of(*kinds: type[Settings]) -> list[Setting]:
+    """Return what a user can set of an algorithm, a mixer or other classes of settings."""
+    found = []
+    for kind in kinds:
+        described = "".join(_documented(base)[1] for base in reversed(kind.__mro__))
+        meanings = {attribute: _plain(" ".join(text.split())) for attribute, text in _ATTRIBUTE.findall(described)}
+        entries = {entry.name: entry for entry in fields(kind)}
+        for name in names_of(kind):
+            default, allowed = _literal(entries[name].default), _allowed(entries[name])
+            found.append(Setting(name, default, allowed, meanings.get(name, "")))
+    return found
 
 
-def _paragraphs(kind: type) -> list[str]:
-    """Return a class's docstring in paragraphs, without what it says of its fields."""
-    return (inspect.getdoc(kind) or "").partition("Attributes:\n")[0].strip().split("\n\n")
+def _allowed(entry: Field[Any]) -> str:
+    """Say what a setting's field allows."""
+    if "each" in entry.metadata:
+        return "names, with commas between them"
+    if "choices" in entry.metadata:
+        return " or ".join(entry.metadata["choices"])
+    limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
+    return " and ".join(limits) or _TYPES[kind_of(entry)]
+
+
+def _documented(kind: type) -> tuple[list[str], str]:
+    """Return a class's docstring in paragraphs, and beside them what it says of its fields."""
+    about, _, attributes = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    return about.strip().split("\n\n"), attributes + "\n"
 
 
 def _flowing(paragraph: str) -> str:
@@ -99,7 +114,8 @@ def _plain(text: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value as TOML has it, but words without their quotes."""
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
 def _settings_table(title: str, found: list[Setting]) -> Table:
@@ -145,21 +161,15 @@ def method_pages(name: str) -> Iterator[RenderableType]:
         "an unseen client": row.unseen,
     }
     yield labelled_table(about, bold=row.title)
-    yield from _origin(row)
-    found = [setting for kind in (row.algorithm, row.mixer) for setting in settings_of(kind)]
-    own = "Settings of its own: --set method.KEY=VALUE"
+    for kind in (row.algorithm, row.mixer):
+        yield Text.assemble("\n", (kind.__name__, "bold"), f" in {kind.__module__}")
+        module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
+        yield Text("\n\n".join(map(_flowing, [*module.split("\n\n"), *_documented(kind)[0]])).strip())
+    found, own = settings_of(row.algorithm, row.mixer), "Settings of its own: --set method.KEY=VALUE"
     yield _settings_table(own, found) if found else "\nIt has no settings of its own."
     if row.mixer.over_graph:
         yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs lists them."
     yield _shipped_table(name)
-
-
-def _origin(row: Method) -> Iterator[Text]:
-    """Yield what the modules and classes of the algorithm and of the mixer say of themselves."""
-    for kind in (row.algorithm, row.mixer):
-        yield Text.assemble("\n", (kind.__name__, "bold"), f" in {kind.__module__}")
-        module = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
-        yield Text("\n\n".join(map(_flowing, [*module.split("\n\n"), *_paragraphs(kind)])).strip())
 
 
 def shipped(name: str) -> dict[str, dict[str, Any]]:
@@ -175,21 +185,21 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
         changed |= set(config.differences(Config.build(layers[data], preset=False)))
     found: dict[str, dict[str, Any]] = {}
     for data, config in built.items():
+        sections = {place: entries for place, entries in config.sections.items() if place not in _OF_THE_DATA}
         values = {
             f"{place}.{key}": value
-            for place, entries in config.sections.items()
+            for place, entries in sections.items()
             for key, value in entries.items()
-            if place not in _OF_THE_DATA and f"{place}.{key}" in changed and not _is_implied(config, place, key)
+            if f"{place}.{key}" in changed and not _is_implied(place, key, entries)
         }
         if data == GIVEN or values != found[_ANY]:
             found[_ANY if data == GIVEN else data] = values
     return found
 
 
-def _is_implied(config: Config, place: str, key: str) -> bool:
+def _is_implied(place: str, key: str, chosen: Mapping[str, Any]) -> bool:
     """Whether a graph's setting is what it would be anyway, once its name is known."""
-    chosen = config.sections[place]
-    return place == "graph" and key != "name" and chosen[key] == SECTIONS[place].complete({"name": chosen["name"]})[key]
+    return place == "graph" and key != "name" and chosen[key] == complete_section(place, {"name": chosen["name"]})[key]
 
 
 def _shipped_table(name: str) -> Table:
@@ -211,34 +221,28 @@ def _shipped_table(name: str) -> Table:
 
 def kinds_in(section: str) -> list[Kind]:
     """Return the names that a section may have, and what can be set with each."""
-    found = SECTIONS[section]
-    if not found.is_named:
-        return [Kind("", [], _settings_of(found.kinds({})))]
-    classes = {name: found.kinds({"name": name}) for name in found.table}
-    kinds = [
-        Kind(name, [METHODS[name].summary] if section == "method" else _paragraphs(of[0]), _settings_of(of))
-        for name, of in classes.items()
-    ]
-    return kinds + [Kind(name, [text], []) for name, text in found.bare.items()]
+    if section in UNNAMED:
+        return [Kind("", [], settings_of(*UNNAMED[section]))]
+    kinds = []
+    for name, classes in NAMED[section].items():
+        about = [METHODS[name].summary] if section == "method" else _documented(classes[0])[0]
+        kinds.append(Kind(name, about, settings_of(*classes)))
+    return kinds + [Kind(name, [text], []) for (place, name), text in WITHOUT_SETTINGS.items() if place == section]
 
 
-def _settings_of(classes: Kinds) -> list[Setting]:
-    """Return what classes say of their fields; an empty word is written as TOML has it."""
-    found = [setting for kind in classes for setting in settings_of(kind)]
-    return [setting._replace(default=setting.default or _EMPTY) for setting in found]
-
-
-def _shared(kinds: list[Kind]) -> list[Setting]:
-    """Return the settings that are the same for all kinds which have any, if these are several."""
+def _parted(section: str) -> tuple[list[Setting], list[Kind]]:
+    """Return the settings that all kinds which have any share, if these are several, and the kinds without them."""
+    kinds = kinds_in(section)
     first, *others = [kind.settings for kind in kinds if kind.settings]
-    return [setting for setting in first if others and all(setting in other for other in others)]
+    shared = [setting for setting in first if others and all(setting in other for other in others)]
+    return shared, [kind._replace(settings=[own for own in kind.settings if own not in shared]) for kind in kinds]
 
 
 def sections_pages() -> Iterator[RenderableType]:
     """Yield one row per section: what it is for, and its names."""
     table = simple_table("section", "what it sets", "names", bold="section")
     for section in SECTIONS:
-        table.add_row(section, SECTIONS[section].about, ", ".join(kind.name for kind in kinds_in(section)) or "-")
+        table.add_row(section, ABOUT[section], ", ".join(kind.name for kind in kinds_in(section)) or "-")
     yield table
     yield "fedem settings SECTION shows a section's keys, fedem settings SECTION.NAME those that go with a name."
 
@@ -255,15 +259,15 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
         yield Text.assemble((f"{section} {kind.name}", "bold"), *about)
         yield _settings_table(f"Settings: {keys}", kind.settings) if kind.settings else "\nIt has no settings."
         return
-    kinds = kinds_in(section)
-    yield Text(" ".join([SECTIONS[section].about, *_choice(section)]))
-    if shared := _shared(kinds):
+    yield Text(f"{ABOUT[section]} {_choice(section)}".strip())
+    shared, kinds = _parted(section)
+    if shared:
         yield _settings_table(f"Whatever the name: {keys}", shared)
     for kind in kinds:
         if kind.name:
             yield Text.assemble("\n", (kind.name, "bold"), f": {_plain(_flowing(kind.about[0]))}")
-        if own := [setting for setting in kind.settings if setting not in shared]:
-            yield _settings_table(f"{f'Settings of {section} {kind.name}'.rstrip()}: {keys}", own)
+        if kind.settings:
+            yield _settings_table(f"{f'Settings of {section} {kind.name}'.rstrip()}: {keys}", kind.settings)
     yield Text(f"\n{_plain(_flowing(_PRESETS))}")
 
 
@@ -271,21 +275,21 @@ def settings_page() -> str:
     """Return all sections as Markdown."""
     parts = [_TITLE, _marked(_PRESETS)]
     for section in SECTIONS:
-        kinds = kinds_in(section)
-        parts += [f"## {section}", " ".join([_marked(SECTIONS[section].about), *_choice(section, "`")])]
-        if shared := _shared(kinds):
+        shared, kinds = _parted(section)
+        parts += [f"## {section}", f"{_marked(ABOUT[section])} {_choice(section, '`')}"]
+        if shared:
             parts += [f"Whatever the name:\n\n{_markdown_table(shared)}"]
         for kind in kinds:
             if kind.name:
                 parts += [f"### {section}.{_marked(kind.name)}", *map(_marked, kind.about)]
-            if own := [setting for setting in kind.settings if setting not in shared]:
-                parts += [_markdown_table(own)]
+            if kind.settings:
+                parts += [_markdown_table(kind.settings)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def _kind(section: str, name: str) -> Kind:
     """Return what a name in a section stands for; a method may be called by any name that it has."""
-    if not SECTIONS[section].is_named:
+    if section in UNNAMED:
         raise UserError(f"[{section}] has no names, but {name!r} was asked for; allowed: fedem settings {section}.")
     kinds = {kind.name: kind for kind in kinds_in(section)}
     found = resolve_method(name) if section == "method" else name
@@ -294,21 +298,20 @@ def _kind(section: str, name: str) -> Kind:
     return kinds[found]
 
 
-def _choice(section: str, quote: str = "") -> list[str]:
+def _choice(section: str, quote: str = "") -> str:
     """Say how a kind is chosen, where there are several."""
-    if not SECTIONS[section].is_named:
-        return []
-    default = SECTIONS[section].default
+    if section in UNNAMED:
+        return ""
+    default = DEFAULTS.get(section, {}).get("name")
     usual = f"; {quote}{default}{quote} unless it is set" if default else ""
-    return [f"{quote}--set {section}.name=NAME{quote} chooses{usual}."]
+    return f"{quote}--set {section}.name=NAME{quote} chooses{usual}."
 
 
 def _markdown_table(found: list[Setting]) -> str:
-    rows = [
-        f"| `{setting.name}` | `{setting.default}` | {_marked(setting.allowed)} | {_marked(setting.meaning)} |"
-        for setting in found
-    ]
-    return "\n".join(["| key | default | allowed | meaning |", "| --- | --- | --- | --- |", *rows])
+    rows = ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+    for name, default, allowed, meaning in found:
+        rows.append(f"| `{name}` | `{default}` | {_marked(allowed)} | {_marked(meaning)} |")
+    return "\n".join(rows)
 
 
 def _marked(text: str) -> str:
@@ -339,7 +342,7 @@ def graph_pages(name: str) -> Iterator[RenderableType]:
 
 
 def _about(kind: type[Topology]) -> str:
-    return _plain("\n\n".join(map(_flowing, _paragraphs(kind))))
+    return _plain("\n\n".join(map(_flowing, _documented(kind)[0])))
 
 
 def describe(topology: Topology, num_clients: int, seed: int) -> Table:
@@ -355,13 +358,12 @@ def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
     often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
     halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
-    return labelled_table(
-        {
-            "clients, links": f"{num_clients:,}, {len(pairs):,}",
-            "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
-            "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
-            "spectral gap": f"{found.spectral_gap:.6f}",
-            "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
-            "disagreement halves": f"{halved}, in squared distance",
-        }
-    )
+    figures = {
+        "clients, links": f"{num_clients:,}, {len(pairs):,}",
+        "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
+        "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
+        "spectral gap": f"{found.spectral_gap:.6f}",
+        "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
+        "disagreement halves": f"{halved}, in squared distance",
+    }
+    return labelled_table(figures)

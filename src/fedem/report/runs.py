@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -45,24 +45,20 @@ class Clients:
     """Clients of a run, in the order of its clients.csv."""
 
     names: tuple[str, ...]
-    sizes: Numbers
-    """numbers of training samples, ``[T]``"""
-    scores: Numbers
-    """on the test part, ``[T]``; not a number where a client has no test samples"""
-    weights: Numbers
-    """of the mixture, ``[T, M]``; M is 0 where a client has one model"""
+    sizes: Numbers  # numbers of training samples, [T]
+    scores: Numbers  # on the test part, [T]; not a number where a client has no test samples
+    weights: Numbers  # of the mixture, [T, M]; M is 0 where a client has one model
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, str]], metric: str) -> Clients:
         """Read rows of clients.csv."""
-        columns = [name for name in (rows[0] if rows else {}) if name.startswith("weight_")]
-        weights = np.array([[_number(row[name]) for name in columns] for row in rows], dtype=np.float64)
-        return cls(
-            tuple(row["client"] for row in rows),
-            np.array([_number(row.get("train_samples")) for row in rows], dtype=np.float64),
-            np.array([_number(row.get(f"test_{metric}")) for row in rows], dtype=np.float64),
-            weights.reshape(len(rows), len(columns)),
-        )
+
+        def column(name: str) -> Numbers:
+            return np.array([float(row.get(name) or "nan") for row in rows], dtype=np.float64)
+
+        weights = [column(name) for name in (rows[0] if rows else {}) if name.startswith("weight_")]
+        stacked = np.array(weights, dtype=np.float64).reshape(len(weights), len(rows)).T
+        return cls(tuple(row["client"] for row in rows), column("train_samples"), column(f"test_{metric}"), stacked)
 
 
 @dataclass(frozen=True)
@@ -73,12 +69,9 @@ class Run:
     config: Config
     summary: dict[str, Any]
     history: list[Record]
-    clients: Clients
-    """those that took part in training"""
-    fingerprint: str | None
-    """of the samples; None where the checkpoint was removed"""
-    command: str | None
-    """what makes the run again; None for data or models passed from Python"""
+    clients: Clients  # those that took part in training
+    fingerprint: str | None  # of the samples; None where the checkpoint was removed
+    command: str | None  # what makes the run again; None for data or models passed from Python
 
     @property
     def method(self) -> str:
@@ -109,7 +102,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         raise UserError("No folders are given; allowed: one or several folders of runs, comparisons or experiments.")
     runs: dict[Path, Run] = {}
     for path in paths:
-        folders, command = _folders(path), _command(path)
+        folders, whole = _folders(path), path / "comparison.json"
+        command = _json(whole).get("command") if whole.is_file() else None
         for folder in folders:
             if (place := folder.path.resolve()) not in runs:
                 runs[place] = _read(folder, command)
@@ -120,28 +114,20 @@ def _folders(path: Path) -> list[RunFolder]:
     """Return a run's folder and its baselines', or those of a comparison or an experiment."""
     if not path.is_dir():
         raise UserError(f"There is no folder {path}; allowed: the folder of a run, a comparison or an experiment.")
-    folder = RunFolder(path)
-    if folder.exists():
+    if (folder := RunFolder(path)).exists():
         return [folder, *folder.baselines()]
     if (path / "search.json").is_file():
         raise UserError(
             f"{path} holds a search of settings (tune.json has its trials); allowed: runs, or folders of runs."
         )
-    cells = [RunFolder(place.parent) for place in sorted(path.glob("*/config.toml"))]
-    if not cells:
+    if not (found := [RunFolder(place.parent) for place in sorted(path.glob("*/config.toml"))]):
         raise UserError(f"{path} holds no run (no config.toml) and no runs in folders of their own (no */config.toml).")
-    return cells
-
-
-def _command(path: Path) -> str | None:
-    """Return the command that made all runs of a folder, where a file says so."""
-    place = path / "comparison.json"
-    return _json(place).get("command") if place.is_file() else None
+    return found
 
 
 def _read(folder: RunFolder, command: str | None) -> Run:
-    summary = folder.summary()
-    if summary is None:
+    """Read a run that is complete; ``command`` made it and others, where that is known."""
+    if (summary := folder.summary()) is None:
         raise UserError(f"The run in {folder.path} is not complete; go on with it first (--resume).")
     everybody = folder.clients()
     rows = [row for row in everybody if row["role"] == "train"]
@@ -156,15 +142,9 @@ def _read(folder: RunFolder, command: str | None) -> Run:
     config, clients = folder.config(), Clients.of(rows, metrics_of(summary)[0].name)
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])
-    return Run(folder, config, summary, folder.metrics(), clients, _fingerprint(folder), command)
-
-
-def _fingerprint(folder: RunFolder) -> str | None:
-    path = folder.checkpoints / MANIFEST
-    if not path.is_file():
-        return None
-    found: str | None = _json(path).get("facts", {}).get("data")
-    return found
+    manifest = folder.checkpoints / MANIFEST
+    fingerprint = _json(manifest).get("facts", {}).get("data") if manifest.is_file() else None
+    return Run(folder, config, summary, folder.metrics(), clients, fingerprint, command)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -177,22 +157,14 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _number(text: str | None) -> float:
-    return float(text) if text else float("nan")
-
-
 @dataclass(frozen=True)
 class Gathered:
     """Runs on the same data. An entry is a method, or one of several settings of a method."""
 
-    comparison: Comparison
-    """one row per entry; its method is the entry's name"""
-    runs: dict[str, list[Run]]
-    """of each entry, seed by seed; the best entry first"""
-    looks: dict[str, dict[str, Any]]
-    """each entry's colour, line and marker, the same for all data"""
-    place: str
-    """a word for ids and folders; empty where the report has no other data"""
+    comparison: Comparison  # one row per entry; its method is the entry's name
+    runs: dict[str, list[Run]]  # of each entry, seed by seed; the best entry first
+    looks: dict[str, dict[str, Any]]  # each entry's colour, line and marker, the same for all data
+    place: str  # a word for ids and folders; empty where the report has no other data
 
     @property
     def titles(self) -> dict[str, str]:
@@ -210,12 +182,6 @@ class Gathered:
     def titled(self, title: str) -> str:
         """Name the data as well, where a report has several."""
         return f"{title}: {self.comparison.data}" if self.place else title
-
-    @property
-    def by_seed(self) -> dict[int, Run]:
-        """A run of each seed: all of them know the clients."""
-        found = {run.seed: run for runs in reversed(self.runs.values()) for run in runs}
-        return dict(sorted(found.items()))
 
     @property
     def has_equal_seeds(self) -> bool:
@@ -242,10 +208,10 @@ class Gathered:
         return find_metric(self.comparison.metric)
 
     @property
-    def further(self) -> dict[str, Metric]:
-        """The metrics besides it, by the names of their figures in a summary."""
-        found = {f"test_{metric.name}": metric for metric in metrics_of(next(iter(self.runs.values()))[0].summary)}
-        return {name: metric for name, metric in found.items() if name != self.score}
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics by the names of their figures in a summary; the one that decides comes first."""
+        further = metrics_of(next(iter(self.runs.values()))[0].summary)
+        return {f"test_{metric.name}": metric for metric in (self.metric, *further)}
 
     @property
     def score(self) -> str:
@@ -256,10 +222,6 @@ class Gathered:
     def label(self) -> str:
         """The score with its unit, for an axis."""
         return f"test {self.metric.unit}"
-
-    def scaled(self, values: Numbers) -> Numbers:
-        """Return scores in the unit of ``label``."""
-        return self.metric.scale * values
 
     def in_words(self, value: float | None, metric: Metric | None = None) -> str:
         """Return a score, or one by another metric, as a sentence has it."""
@@ -275,9 +237,12 @@ class Gathered:
 def gather(paths: Sequence[Path]) -> list[Gathered]:
     """Read the runs below ``paths`` and sort them; those on the same data come together."""
     sorted_runs = [_entries(runs) for runs in _grouped(read_runs(paths), _data_of)]
-    looks = _looks(sorted_runs)
     comparisons = [_compare(entries) for entries in sorted_runs]
     names = _names([comparison.data for comparison in comparisons], sorted_runs)
+    methods = {entry: runs[0].method for entries in sorted_runs for entry, runs in entries.items()}
+    # An entry looks like its method, unless some method has several.
+    plain = all(entry == method for entry, method in methods.items())
+    looks = {entry: look(entry) if plain else look_at(position) for position, entry in enumerate(methods)}
     found = []
     for name, place, comparison, entries in zip(names, _places(names), comparisons, sorted_runs, strict=True):
         runs = {row.method: entries[row.method] for row in comparison.rows}
@@ -285,20 +250,20 @@ def gather(paths: Sequence[Path]) -> list[Gathered]:
     return found
 
 
+def _flat(run: Run) -> Settings:
+    sections = run.config.sections.items()
+    return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+
+
 def _data_of(run: Run) -> Settings:
     """Return the settings that the data are made by, and whether clients are held out."""
-    made = {place: value for place, value in _flat(run) if place.partition(".")[0] in _DATA}
+    made = {place: value for place, value in _flat(run).items() if place.partition(".")[0] in _DATA}
     return made | {"run.unseen": run.config.run.unseen}
 
 
 def _settings_of(run: Run) -> Settings:
     """Return what may not differ among the seeds of an entry."""
-    return {place: value for place, value in _flat(run) if place not in _PLACE}
-
-
-def _flat(run: Run) -> Iterator[tuple[str, Any]]:
-    for section, values in run.config.sections.items():
-        yield from ((f"{section}.{key}", value) for key, value in values.items())
+    return {place: value for place, value in _flat(run).items() if place not in _PLACE}
 
 
 def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[Run]]:
@@ -333,15 +298,14 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
 def _check_clients(first: Run, other: Run) -> None:
     """Refuse other clients where settings and seed are the same: nothing would distinguish the data."""
     if (
-        first.clients.names == other.clients.names
-        and np.array_equal(first.clients.sizes, other.clients.sizes)
-        and len({run.fingerprint for run in (first, other)} - {None}) <= 1
+        first.clients.names != other.clients.names
+        or not np.array_equal(first.clients.sizes, other.clients.sizes)
+        or len({first.fingerprint, other.fingerprint} - {None}) > 1
     ):
-        return
-    raise UserError(
-        f"{first.folder.path} and {other.folder.path} have the same settings of data and the same seed, but other "
-        "clients; allowed: the same clients for the same settings and seed."
-    )
+        raise UserError(
+            f"{first.folder.path} and {other.folder.path} have the same settings of data and the same seed, but other "
+            "clients; allowed: the same clients for the same settings and seed."
+        )
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
@@ -352,53 +316,42 @@ def differing(settings: Sequence[Settings]) -> list[str]:
 
 def distinct_labels(settings: Sequence[Settings]) -> list[str]:
     """Return a label for each, of as few values as distinguish them: those of a section's name before its others."""
+
+    def count(places: Sequence[str]) -> int:
+        return len({json.dumps([each.get(place) for place in places]) for each in settings})
+
+    def assigned(place: str, value: Any) -> str:
+        return f"{_SHORT.get(place, place)}={value if isinstance(value, str) else json.dumps(value)}"
+
     kept: list[str] = []
     for place in sorted(differing(settings), key=lambda place: not place.endswith(".name")):
-        if _count(settings, [*kept, place]) > _count(settings, kept):
+        if count([*kept, place]) > count(kept):
             kept.append(place)
-    return [", ".join(_assigned(place, each[place]) for place in kept if place in each) for each in settings]
-
-
-def _count(settings: Sequence[Settings], places: Sequence[str]) -> int:
-    return len({json.dumps([each.get(place) for place in places]) for each in settings})
-
-
-def _assigned(place: str, value: Any) -> str:
-    return f"{_SHORT.get(place, place)}={value if isinstance(value, str) else json.dumps(value)}"
+    return [", ".join(assigned(place, each[place]) for place in kept if place in each) for each in settings]
 
 
 def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     """Sum up each entry over the seeds that it has."""
+
+    def summed(name: str, runs: Iterable[Run]) -> Comparison:
+        return summarize([Entry({"method": name}, run.seed, run.config, run.folder) for run in runs])
+
     seeds = {run.seed: run for runs in entries.values() for run in runs}
-    whole = summarize([_entry("", seeds[seed]) for seed in sorted(seeds)])
-    parts = [summarize([_entry(name, run) for run in runs]) for name, runs in entries.items()]
+    whole = summed("", (seeds[seed] for seed in sorted(seeds)))
+    parts = {name: summed(name, runs) for name, runs in entries.items()}
     # Some have figures that others lack: a score of the clients held out.
-    names = {name for part in parts for name in part.rows[0].figures}
-    score = f"test_{whole.metric}"
+    names = {name for part in parts.values() for name in part.rows[0].figures}
     rows = []
-    for part, (entry, runs) in zip(parts, entries.items(), strict=True):
-        (row,) = part.rows
-        title = row.title if entry == runs[0].method else _name(entry, runs[0].method)
+    for entry, part in parts.items():
+        (row,), method = part.rows, entries[entry][0].method
+        title = row.title if entry == method else _name(entry, method)
         rows.append(replace(row, title=title, figures={name: row.figures.get(name, Spread.of(())) for name in names}))
-    rows.sort(key=lambda row: row.figures[score].rank(whole.larger_is_better))
-    lines = {part.rows[0].method: part.runs for part in parts}
-    return replace(whole, rows=rows, runs=[line for row in rows for line in lines[row.method]])
-
-
-def _entry(name: str, run: Run) -> Entry:
-    return Entry({"method": name}, run.seed, run.config, run.folder)
+    rows.sort(key=lambda row: row.figures[f"test_{whole.metric}"].rank(whole.larger_is_better))
+    return replace(whole, rows=rows, runs=[line for row in rows for line in parts[row.method].runs])
 
 
 def _name(entry: str, method: str) -> str:
     return METHODS[method].title + entry.removeprefix(method)
-
-
-def _looks(sorted_runs: Sequence[Mapping[str, list[Run]]]) -> dict[str, dict[str, Any]]:
-    """Return how each entry looks: like its method, unless some method has several."""
-    methods = {entry: runs[0].method for entries in sorted_runs for entry, runs in entries.items()}
-    if all(entry == method for entry, method in methods.items()):
-        return {method: look(method) for method in methods}
-    return {entry: look_at(position) for position, entry in enumerate(methods)}
 
 
 def _names(names: Sequence[str], sorted_runs: Sequence[Mapping[str, list[Run]]]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
 _PREDICT_ROWS = 1 << 13
+_ABSURD = 100.0  # nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes
 
+_Pair = tuple[Tensor, Tensor]  # a client's predictions and targets, on the CPU
 Record = dict[str, Any]
 """Figures by name: a line of metrics.jsonl, summary.json, a row of clients.csv."""
 
@@ -37,22 +39,14 @@ Record = dict[str, Any]
 class Scores:
     """Per-client scores on one part of the data. Clients without samples there are left out of every average."""
 
-    metric: str
-    """name of a metric (:data:`fedem.models.metrics.METRICS`)"""
-    weights: Tensor
-    """``[T]`` training samples of each client: the weights of the average"""
-    counts: Tensor
-    """``[T]`` samples scored"""
-    losses: Tensor
-    """``[T]`` mean negative log-likelihood of each client's mixture; NaN without samples"""
-    values: Tensor
-    """``[T]`` the metric; NaN without samples, and where it is undefined"""
-    undefined: Tensor | None = None
-    """``[T]`` bool: clients with samples for which the metric is undefined, also left out; None for none"""
-    pooled: float | None = None
-    """of all clients' samples together, for a metric that is not a mean over samples"""
-    others: tuple[Scores, ...] = ()
-    """by further metrics"""
+    metric: str  # name of a metric (fedem.models.metrics.METRICS)
+    weights: Tensor  # [T] training samples of each client: the weights of the average
+    counts: Tensor  # [T] samples scored
+    losses: Tensor  # [T] mean negative log-likelihood of each client's mixture; NaN without samples
+    values: Tensor  # [T] the metric; NaN without samples, and where it is undefined
+    undefined: Tensor | None = None  # [T] bool: clients with samples without a metric, also left out; None for none
+    pooled: float | None = None  # of all clients' samples together, for a metric that is not a mean over samples
+    others: tuple[Scores, ...] = ()  # by further metrics
 
     @property
     def by_metric(self) -> tuple[Scores, ...]:
@@ -61,8 +55,7 @@ class Scores:
 
     @property
     def _scored(self) -> Tensor:
-        there = self.counts > 0
-        return there if self.undefined is None else there & ~self.undefined
+        return self.counts > 0 if self.undefined is None else (self.counts > 0) & ~self.undefined
 
     def _weighted(self, per_client: Tensor, there: Tensor) -> float:
         return float((per_client[there] * self.weights[there]).sum() / self.weights[there].sum())
@@ -96,11 +89,8 @@ class Scores:
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""
-    pieces = [
-        mix(model.loss.probabilities(model.component_outputs(mixture.components, some)), mixture.log_weights)
-        for some in inputs.split(_PREDICT_ROWS)
-    ]
-    return torch.cat(pieces)
+    outputs = (model.component_outputs(mixture.components, some) for some in inputs.split(_PREDICT_ROWS))
+    return torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
 
 
 def evaluate(
@@ -135,56 +125,41 @@ def evaluate(
     return scores
 
 
-class _Predicted(NamedTuple):
-    """A client's predictions and targets, on the CPU."""
-
-    predictions: Tensor
-    targets: Tensor
-
-    def judged(self, metric: Metric) -> float | None:
-        """Return a metric over the client; not a number where the predictions are none, None where it is undefined."""
-        assert metric.over_client is not None
-        if not len(self.targets):
-            return None
-        return metric.over_client(*self) if bool(self.predictions.isfinite().all()) else math.nan
-
-
-def _predicted(algorithm: Algorithm, found: Predictors, samples: Samples, position: int) -> _Predicted:
+def _predicted(algorithm: Algorithm, found: Predictors, samples: Samples, position: int) -> _Pair:
     inputs, targets = samples.client(position).to(next(iter(found.shared.values())).device)
     if not len(targets):
-        return _Predicted(torch.zeros(0), torch.zeros(0))
-    return _Predicted(predict(algorithm.model, found.of(algorithm, position), inputs).double().cpu(), targets.cpu())
+        return torch.zeros(0), torch.zeros(0)
+    return predict(algorithm.model, found.of(algorithm, position), inputs).double().cpu(), targets.cpu()
+
+
+def _judged(metric: Metric, predictions: Tensor, targets: Tensor) -> float | None:
+    """Return a metric over a client: NaN where predictions are not finite, None where it is undefined."""
+    assert metric.over_client is not None
+    if not len(targets):
+        return None
+    return metric.over_client(predictions, targets) if bool(predictions.isfinite().all()) else math.nan
 
 
 def _by_metric(
-    metrics: Sequence[Metric],
-    weights: Tensor,
-    counts: Tensor,
-    means: Mapping[str, Tensor],
-    predicted: Sequence[_Predicted],
+    metrics: Sequence[Metric], weights: Tensor, counts: Tensor, means: Mapping[str, Tensor], pairs: Sequence[_Pair]
 ) -> Scores:
     """Return the scores by the first metric, the others within.
 
-    Args:
-        metrics: at least one.
-        weights: ``[T]``
-        counts: ``[T]``
-        means: the loss and the metrics that are means over samples, ``[T]`` each.
-        predicted: T clients' predictions; needed for the other metrics only.
-
+    ``weights``, ``counts``, and the ``means`` over samples of the loss and of metrics are ``[T]`` each; the T ``pairs``
+    are needed for the metrics that are not means.
     """
     found: list[Scores] = []
     for metric in metrics:
         if metric.per_sample:
             found.append(Scores(metric.name, weights, counts, means["loss"], means[metric.name]))
             continue
-        known = [client.judged(metric) for client in predicted]
-        values = torch.tensor([math.nan if value is None else value for value in known], dtype=torch.float64)
-        undefined = torch.tensor([value is None for value in known]) & (counts > 0)
-        there = [client for client in predicted if len(client.targets)]
-        pooled = _Predicted(*(torch.cat(column) for column in zip(*there, strict=True))).judged(metric)
-        whole = math.nan if pooled is None else pooled
-        found.append(Scores(metric.name, weights, counts, means["loss"], values, undefined, whole))
+        known = [_judged(metric, *pair) for pair in pairs]
+        columns = zip(*(pair for pair in pairs if len(pair[1])), strict=True)
+        known.append(_judged(metric, *map(torch.cat, columns)))
+        *values, pooled = (math.nan if value is None else value for value in known)
+        undefined = torch.tensor([value is None for value in known[:-1]]) & (counts > 0)
+        own = torch.tensor(values, dtype=torch.float64)
+        found.append(Scores(metric.name, weights, counts, means["loss"], own, undefined, pooled))
     first, *others = found
     return replace(first, others=tuple(others))
 
@@ -205,11 +180,7 @@ def evaluate_oracle(truth: Truth, federation: Federation, metrics: Sequence[Metr
     nothing = torch.zeros(federation.num_clients, dtype=torch.float64)
     means = {name: nothing.index_add(0, owner, values.double()) / samples.sizes for name, values in per_sample.items()}
     pairs = zip(*(column.split(samples.sizes.tolist()) for column in (predictions.double(), targets)), strict=True)
-    return _by_metric(metrics, federation.train.sizes, samples.sizes, means, [_Predicted(*pair) for pair in pairs])
-
-
-_ABSURD = 100.0
-"""nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes"""
+    return _by_metric(metrics, federation.train.sizes, samples.sizes, means, list(pairs))
 
 
 def name_scores(scores: Mapping[str, Scores]) -> Record:
@@ -251,8 +222,8 @@ def name_weights(log_weights: Tensor) -> Record:
     """Name the mean of the clients' mixture weights ``[T, M]`` and their mean entropy in nats; nothing if M = 1."""
     if log_weights.shape[1] == 1:
         return {}
-    # 0 log 0 is 0.
     weights = log_weights.double().exp()
+    # 0 log 0 is 0.
     terms = weights * log_weights.double().clamp(min=torch.finfo(torch.float64).min)
     return {"weights_mean": weights.mean(0).tolist(), "weights_entropy": float(-terms.sum(1).mean())}
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from fedem.report.studies import COLOURS, SETTINGS, saved
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 INK, GRID = "#20262c", "#dde2e7"
 WIDTH = 7.0
@@ -34,31 +32,21 @@ FORMATS: dict[str, dict[str, Any]] = {
     "png": {"dpi": 160},
     "pdf": {"metadata": {"CreationDate": None}},
 }
-_STYLE: dict[str, Any] = SETTINGS | {
-    "text.color": INK,
-    "text.parse_math": False,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
+_STYLE: dict[str, Any] = {
+    **SETTINGS,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "svg.fonttype"), "none"),
+    **dict.fromkeys(("text.parse_math", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "svg.fonttype": "none",
     "pdf.fonttype": 42,
 }
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A figure, what it is called and what there is to see."""
 
     title: str
@@ -83,24 +71,22 @@ def paint(painter: Painter, data: Gathered) -> Picture | None:
     """Draw a picture, which then is to be written by :func:`inline` or :func:`alone`."""
     with inked():
         picture = painter(data)
-        return None if picture is None else replace(picture, title=data.titled(picture.title))
+    return None if picture is None else picture._replace(title=data.titled(picture.title))
 
 
 def inline(picture: Picture, name: str) -> str:
     """Return an SVG element for a page: colours are the page's, and every id starts with ``name``."""
     with inked():
         text = saved(picture.figure, "svg", transparent=True, metadata=_NOTHING).decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
     # The page chooses the size: on a phone it shrinks a picture as long as its letters stay legible.
-    width = re.search(r'\swidth="([\d.]+)pt"\sheight="[^"]*"', text)
+    width = re.search(r'(\swidth="([\d.]+)pt")\sheight="[^"]*"', text)
     assert width is not None
-    least = f'{width[0].partition(" height")[0]} style="min-width: {_LEAST * float(width[1]):.0f}pt"'
-    text = text.replace(width[0], least, 1)
+    text = text.replace(width[0], f'{width[1]} style="min-width: {_LEAST * float(width[2]):.0f}pt"', 1)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
-    for number, colour in enumerate(COLOURS):
-        text = text.replace(colour, f"var(--colour-{number})")
+    variables = {colour: f"var(--colour-{number})" for number, colour in enumerate(COLOURS)}
+    for colour, variable in {INK: "currentColor", GRID: "var(--grid)", **variables}.items():
+        text = text.replace(colour, variable)
     return text.replace("<svg", f'<svg role="img" aria-labelledby="{name}-title"', 1)
 
 
@@ -145,16 +131,15 @@ def band(axes: Axes, places: Numbers, curves: Numbers, data: Gathered, method: s
 def outline(axes: Axes, values: Numbers, edges: Numbers, data: Gathered, method: str) -> None:
     """Draw which share of the clients has which of the ``values``."""
     counts, _ = np.histogram(values, edges)
-    how, label = data.looks[method], data.titles[method]
-    axes.stairs(100 * counts / len(values), edges, color=how["color"], linestyle=how["linestyle"], label=label)
+    how = {"label": data.titles[method], **{key: data.looks[method][key] for key in ("color", "linestyle")}}
+    axes.stairs(100 * counts / len(values), edges, **how)
     axes.set(ylabel="share of clients in %")
     axes.set_ylim(bottom=0)
 
 
 def dots(axes: Axes, places: Numbers, colour: str) -> None:
-    """Draw clients as dots at ``places`` ``[n, 2]``."""
-    # Drawn one by one, and not as an image, so that a page can choose the colour.
-    axes.plot(places[:, 0], places[:, 1], "o", color=colour, markersize=3.2, markeredgewidth=0, alpha=0.55)
+    """Draw clients as dots at ``places`` ``[n, 2]``, not as an image, so that a page can choose the colour."""
+    axes.plot(*places.T, "o", color=colour, markersize=3.2, markeredgewidth=0, alpha=0.55)
 
 
 def thinned(count: int, most: int = MOST_POINTS) -> NDArray[np.int64]:
@@ -162,9 +147,11 @@ def thinned(count: int, most: int = MOST_POINTS) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
-def widely(axes: Axes, which: str, arrays: Sequence[Numbers]) -> None:
-    """Make an axis logarithmic where positive values differ by large factors."""
-    values = np.concatenate([array[np.isfinite(array)] for array in arrays]) if arrays else np.zeros(0)
+def widely(axes: Axes, which: str, arrays: Sequence[Numbers] | None = None) -> None:
+    """Make an axis logarithmic where positive values, by default those of all lines, differ by large factors."""
+    found = [getattr(line, f"get_{which}data")() for line in axes.lines] if arrays is None else arrays
+    values = np.concatenate([np.zeros(0), *found])
+    values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() / values.min() >= _FACTOR:
         logarithmic(axes, which)
 
@@ -179,8 +166,3 @@ def logarithmic(axes: Axes, which: str) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 200 else (1,), numticks=6))
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
-
-
-def decile(data: Gathered, method: str) -> float | None:
-    """Return a method's bottom decile, the mean over seeds."""
-    return data.comparison.rows[list(data.runs).index(method)].figures["bottom_decile"].mean

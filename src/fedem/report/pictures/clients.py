@@ -6,25 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fedem.report.pictures.canvas import (
-    INK,
-    MOST_DOTS,
-    MOST_POINTS,
-    Picture,
-    band,
-    decile,
-    dots,
-    legend,
-    outline,
-    panels,
-    thinned,
-    widely,
-)
+from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, band, dots, legend, outline, panels, thinned, widely
 from fedem.report.runs import Gathered, Numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
 
 _BINS = 30
 _GROUPS = 5
@@ -38,13 +24,14 @@ def sorted_scores(data: Gathered) -> Picture | None:
     figure, (axes,) = panels(1, height=3.8)
     for method in methods:
         places, curves = sorted_curves(data, method)
-        band(axes, places, data.scaled(curves), data, method)
-        if (mark := decile(data, method)) is not None:
+        band(axes, places, data.metric.scale * curves, data, method)
+        if (mark := _decile(data, method)) is not None:
             how = {"color": data.looks[method]["color"], "markersize": 7, "fillstyle": "none"}
-            axes.plot(decile_place(data, method), data.scaled(np.array(mark)), "o", **how)
-    axes.axvline(10, color=INK, linewidth=0.8, linestyle=(0, (2, 3)), label="bottom decile")
+            axes.plot(decile_place(data, method), data.metric.scale * mark, "o", **how)
     axes.set(xlabel="clients, from the worst, in %", ylabel=data.label, xlim=(0, 100))
-    _widely(data, axes)
+    if not data.metric.larger_is_better:
+        widely(axes, "y")
+    axes.axvline(10, color=INK, linewidth=0.8, linestyle=(0, (2, 3)), label="bottom decile")
     legend(figure, axes)
     return Picture("Scores of the clients, sorted", _decile_sentence(data, methods), figure)
 
@@ -53,14 +40,14 @@ def histogram(data: Gathered) -> Picture | None:
     """Draw how many clients have which score, all seeds together."""
     if not (methods := _scored(data)):
         return None
-    scores = {method: data.scaled(pooled(data, method)) for method in methods}
+    scores = {method: data.metric.scale * pooled(data, method) for method in methods}
     edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), _BINS)
     figure, (axes,) = panels(1, height=3.4)
     for method, values in scores.items():
         outline(axes, values, edges, data, method)
-        if (mark := decile(data, method)) is not None:
+        if (mark := _decile(data, method)) is not None:
             colour = data.looks[method]["color"]
-            axes.plot(data.scaled(np.array(mark)), 0, "^", color=colour, clip_on=False, zorder=3)
+            axes.plot(data.metric.scale * mark, 0, "^", color=colour, clip_on=False, zorder=3)
     axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)")
     legend(figure, axes)
     halves = []
@@ -73,8 +60,9 @@ def histogram(data: Gathered) -> Picture | None:
 
 def sizes(data: Gathered) -> Picture | None:
     """Draw how many training samples clients have, and how clients of each size fare."""
-    counts = np.concatenate([run.clients.sizes for run in data.by_seed.values()])
-    counts = counts[np.isfinite(counts)]
+    # All methods know the same clients of a seed.
+    by_seed = {run.seed: run.clients.sizes for runs in data.runs.values() for run in runs}
+    counts = _known(np.concatenate(list(by_seed.values())))
     if not len(counts):
         return None
     methods = _scored(data)
@@ -85,11 +73,12 @@ def sizes(data: Gathered) -> Picture | None:
     axes[0].set(xlabel="training samples of a client", ylabel="clients, all seeds")
     for method in methods:
         places, curves = by_size(data, method)
-        band(axes[1], places, data.scaled(curves), data, method)
+        band(axes[1], places, data.metric.scale * curves, data, method)
     if methods:
         widely(axes[1], "x", [counts])
         axes[1].set(xlabel="training samples (fifths of the clients)", ylabel=f"mean {data.label}")
-        _widely(data, axes[1])
+        if not data.metric.larger_is_better:
+            widely(axes[1], "y")
         legend(figure, axes[1])
     low, middle, high = (int(value) for value in np.quantile(counts, (0, 0.5, 1)))
     largest = 100 * np.sort(counts)[-max(1, len(counts) // 10) :].sum() / counts.sum()
@@ -105,7 +94,7 @@ def sorted_curves(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
     seeds = [np.sort(_known(run.clients.scores)) for run in data.runs[method]]
     if not data.metric.larger_is_better:
         seeds = [values[::-1] for values in seeds]
-    places = np.linspace(0, 100, min(MOST_POINTS, max(map(len, seeds))))
+    places = np.linspace(0, 100, len(thinned(max(map(len, seeds)))))
     # Seeds may have different numbers of clients.
     curves = [np.interp(places, np.linspace(0, 100, len(values)), values) for values in seeds]
     return places, np.array(curves)
@@ -145,24 +134,20 @@ def _scored(data: Gathered) -> list[str]:
     return [name for name, runs in data.runs.items() if all(len(_known(run.clients.scores)) for run in runs)]
 
 
-def _widely(data: Gathered, axes: Axes) -> None:
-    if not data.metric.larger_is_better:
-        widely(axes, "y", [np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines[:-1]])
+def _decile(data: Gathered, method: str) -> float | None:
+    """Return a method's bottom decile, the mean over seeds."""
+    return next(row.figures["bottom_decile"].mean for row in data.comparison.rows if row.method == method)
 
 
 def _decile_sentence(data: Gathered, methods: list[str]) -> str:
-    marks = {method: mark for method in methods if (mark := decile(data, method)) is not None}
+    marks = {method: mark for method in methods if (mark := _decile(data, method)) is not None}
     if not marks:
         return "Every line goes from the worst client to the best."
-    order = sorted(marks, key=lambda name: marks[name], reverse=data.metric.larger_is_better)
+    order = sorted(marks, key=marks.__getitem__, reverse=data.metric.larger_is_better)
     best, known = order[0], data.best_of("fedavg")
     worst = known if known in order[1:] else order[-1]
-    if best == worst:
-        return f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}."
-    return (
-        f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}, "
-        f"{data.apart(marks[best], marks[worst])} {data.name(worst)}'s."
-    )
+    beside = "" if best == worst else f", {data.apart(marks[best], marks[worst])} {data.name(worst)}'s"
+    return f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}{beside}."
 
 
 class Pairs(NamedTuple):
@@ -174,33 +159,37 @@ class Pairs(NamedTuple):
 
 def against_baselines(data: Gathered) -> Picture | None:
     """Draw each client's score beside its score with a baseline, and the sorted differences."""
-    method = subject(data)
-    if method is None:
+    if (method := subject(data)) is None:
         return None
     baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
     found = {name: entry for name in baselines if len((entry := pairs(data, name, method)).before)}
     if not found:
         return None
-    title = data.titles[method]
+    metric, title, colour = data.metric, data.titles[method], data.looks[method]["color"]
+    unit = f"in points of {metric.title}" if metric.in_percent else f"in {metric.title.removeprefix('mean ')}"
     figure, axes = panels(2 * len(found))
     sentences = []
-    for number, (name, entry) in enumerate(found.items()):
-        before, after = data.scaled(entry.before), data.scaled(entry.after)
-        left, right = axes[2 * number : 2 * number + 2]
-        colour = data.looks[method]["color"]
-        shown = thinned(len(before), MOST_DOTS)
-        dots(left, np.stack([before, after], 1)[shown], colour)
-        if len(shown) < len(before):
-            left.set_title(f"{len(shown):,} of {len(before):,} clients")
-        ends = [min(before.min(), after.min()), max(before.max(), after.max())]
+    for left, right, (name, entry) in zip(axes[::2], axes[1::2], found.items(), strict=True):
+        both = metric.scale * np.stack(entry, 1)
+        shown = thinned(len(both), MOST_DOTS)
+        dots(left, both[shown], colour)
+        if len(shown) < len(both):
+            left.set_title(f"{len(shown):,} of {len(both):,} clients")
+        ends = [both.min(), both.max()]
         left.plot(ends, ends, color=INK, linewidth=0.9, linestyle=(0, (2, 3)))
         left.set(xlabel=f"{data.titles[name]}: {data.label}", ylabel=f"{title}: {data.label}")
-        if not data.metric.larger_is_better:
+        if not metric.larger_is_better:
             for axis in "xy":
-                widely(left, axis, [before, after])
-        _differences(right, after - before, colour, data)
-        right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}{_unit(data)}")
-        sentences.append(_sentence(data, entry, data.name(method), data.name(name)))
+                widely(left, axis, [both.ravel()])
+        _differences(right, both[:, 1] - both[:, 0], colour, metric.larger_is_better)
+        right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}\n{unit}")
+        change = entry.after - entry.before
+        better = int((change > 0 if metric.larger_is_better else change < 0).sum())
+        amount = metric.text(float(np.median(change)), "+.1f", "+.3g") + (" points" if metric.in_percent else "")
+        sentences.append(
+            f"{data.name(method)} is better than {data.name(name)} for {better:,} of {len(change):,} clients, "
+            f"{amount} in the median."
+        )
     return Picture("Who gains and who loses", " ".join(sentences), figure)
 
 
@@ -212,37 +201,25 @@ def subject(data: Gathered) -> str | None:
 
 def pairs(data: Gathered, baseline: str, method: str) -> Pairs:
     """Return the scores of the clients that both methods know, for the seeds that both have."""
-    before: list[float] = []
-    after: list[float] = []
     seeds = {run.seed: run.clients for run in data.runs[baseline]}
-    for second in data.runs[method]:
-        if (first := seeds.get(second.seed)) is None:
-            continue
-        known = dict(zip(first.names, first.scores.tolist(), strict=True))
-        before += [known.get(name, np.nan) for name in second.clients.names]
-        after += second.clients.scores.tolist()
-    both = np.array([before, after], dtype=np.float64)
-    return Pairs(*both[:, np.isfinite(both).all(0)])
+    both: list[tuple[float, float]] = []
+    for run in data.runs[method]:
+        if run.seed in seeds:
+            known = dict(zip(seeds[run.seed].names, seeds[run.seed].scores, strict=True))
+            both += [
+                (known.get(name, np.nan), score)
+                for name, score in zip(run.clients.names, run.clients.scores, strict=True)
+            ]
+    found = np.array(both, dtype=np.float64).reshape(-1, 2)
+    return Pairs(*found[np.isfinite(found).all(1)].T)
 
 
-def _differences(axes: Axes, differences: Numbers, colour: str, data: Gathered) -> None:
+def _differences(axes: Axes, differences: Numbers, colour: str, larger_is_better: bool) -> None:
     shown = thinned(len(differences))
     places, ordered = 100 * shown / max(1, len(differences) - 1), np.sort(differences)[shown]
     axes.plot(places, ordered, color=colour)
     # Where a larger score is worse, clients gain below zero.
-    better = ordered > 0 if data.metric.larger_is_better else ordered < 0
+    better = ordered > 0 if larger_is_better else ordered < 0
     axes.fill_between(places, ordered, 0, where=better, color=colour, alpha=0.25, linewidth=0)
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_xlim(0, 100)
-
-
-def _unit(data: Gathered) -> str:
-    title = data.metric.title
-    return f"\nin points of {title}" if data.metric.in_percent else f"\nin {title.removeprefix('mean ')}"
-
-
-def _sentence(data: Gathered, entry: Pairs, title: str, baseline: str) -> str:
-    change = entry.after - entry.before
-    better = int((change > 0 if data.metric.larger_is_better else change < 0).sum())
-    amount = data.metric.text(float(np.median(change)), "+.1f", "+.3g") + (" points" if data.metric.in_percent else "")
-    return f"{title} is better than {baseline} for {better:,} of {len(change):,} clients, {amount} in the median."

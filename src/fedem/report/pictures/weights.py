@@ -22,7 +22,7 @@ from fedem.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
+    from matplotlib.image import AxesImage
 
 _BINS = 25
 _SETTLED = 0.9
@@ -39,20 +39,18 @@ def heat_map(data: Gathered) -> Picture | None:
     figure, axes = panels(len(methods), columns=1, height=1.9)
     for place, method in zip(axes, methods, strict=True):
         weights = _first(data, method)
-        # An image, and not a patch a client: its size in a page does not grow with the federation.
         extent = (0, len(weights), weights.shape[1] - 0.5, -0.5)
-        how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "extent": extent}
-        image = place.imshow(weights[by_dominant(weights)].T, **how)
-        place.grid(visible=False)
+        # An image, not a patch per client: its size in a page does not grow with the federation.
+        image = _image(place, weights[by_dominant(weights)].T, vmin=0, aspect="auto", extent=extent)
         place.set(title=_panel(data, method), xlabel="clients, sorted by dominant component", ylabel="component")
         place.set_yticks(range(weights.shape[1]))
     figure.colorbar(image, ax=axes, label="mixture weight", aspect=30)
     weights = _first(data, methods[0])
     shares = [100 * np.mean(weights.argmax(1) == component) for component in range(weights.shape[1])]
+    settled = 100 * np.mean(weights.max(1) > _SETTLED)
     sentence = (
-        f"In {data.name(methods[0])} each component is the largest for "
-        f"{min(shares):.0f} to {max(shares):.0f} % of the clients, and {100 * _settled(weights):.0f} % of the clients "
-        f"give more than {100 * _SETTLED:.0f} % of their weight to one."
+        f"In {data.name(methods[0])} each component is the largest for {min(shares):.0f} to {max(shares):.0f} % of the "
+        f"clients, and {settled:.0f} % of the clients give more than {100 * _SETTLED:.0f} % of their weight to one."
     )
     return Picture("Mixture weights of the clients", sentence, figure)
 
@@ -72,11 +70,10 @@ def simplex(data: Gathered) -> Picture | None:
         some = f", {len(shown):,} of {len(weights):,} clients" if len(shown) < len(weights) else ""
         place.set_title(_panel(data, method) + some)
     weights = _first(data, methods[0])
-    inside = np.mean((weights > 0.1).all(1))
-    edges = np.mean((weights > 0.1).sum(1) == 2)
+    three, two, one = (100 * np.mean((weights > 0.1).sum(1) == count) for count in (3, 2, 1))
     sentence = (
-        f"Of {data.name(methods[0])}'s clients {100 * inside:.0f} % mix all three components (each above 10 %), "
-        f"{100 * edges:.0f} % mix two and {100 * (1 - inside - edges):.0f} % use one."
+        f"Of {data.name(methods[0])}'s clients {three:.0f} % mix all three components (each above 10 %), "
+        f"{two:.0f} % mix two and {one:.0f} % use one."
     )
     return Picture("Clients in the simplex of three components", sentence, figure)
 
@@ -85,10 +82,9 @@ def entropy(data: Gathered) -> Picture | None:
     """Draw how many components clients use, all seeds together."""
     if not (methods := mixtures(data)):
         return None
-    found = {
-        method: effective(np.concatenate([run.clients.weights for run in data.runs[method]])) for method in methods
-    }
-    most = max(_first(data, method).shape[1] for method in methods)
+    pooled = {method: np.concatenate([run.clients.weights for run in data.runs[method]]) for method in methods}
+    found = {method: effective(weights) for method, weights in pooled.items()}
+    most = max(weights.shape[1] for weights in pooled.values())
     figure, (axes,) = panels(1, height=3.2)
     for method, numbers in found.items():
         outline(axes, numbers, np.linspace(1, most, _BINS + 1), data, method)
@@ -97,19 +93,16 @@ def entropy(data: Gathered) -> Picture | None:
     first = methods[0]
     sentence = (
         f"The median client of {data.name(first)} uses the equivalent of {np.median(found[first]):.2f} of "
-        f"{_first(data, first).shape[1]} components."
+        f"{pooled[first].shape[1]} components."
     )
     return Picture("How mixed the clients are", sentence, figure)
 
 
 def mixtures(data: Gathered) -> list[str]:
     """Return the methods whose clients have mixture weights in all seeds, last those that choose one component."""
-    found = [
-        method
-        for method, runs in data.runs.items()
-        if all(run.clients.weights.size and np.isfinite(run.clients.weights).all() for run in runs)
-    ]
-    return sorted(found, key=lambda method: all((run.clients.weights.max(1) == 1).all() for run in data.runs[method]))
+    weights = {method: [run.clients.weights for run in runs] for method, runs in data.runs.items()}
+    found = [method for method, seeds in weights.items() if all(own.size and np.isfinite(own).all() for own in seeds)]
+    return sorted(found, key=lambda method: all((own.max(1) == 1).all() for own in weights[method]))
 
 
 def by_dominant(weights: Numbers) -> NDArray[np.int64]:
@@ -128,16 +121,17 @@ def effective(weights: Numbers) -> Numbers:
     return np.asarray(np.exp(-(weights * logs).sum(1)), dtype=np.float64)
 
 
-def _settled(weights: Numbers) -> float:
-    return float(np.mean(weights.max(1) > _SETTLED))
-
-
 def _first(data: Gathered, method: str) -> Numbers:
     return data.runs[method][0].clients.weights
 
 
 def _panel(data: Gathered, method: str) -> str:
     return f"{data.titles[method]}, seed {data.runs[method][0].seed}"
+
+
+def _image(axes: Axes, values: Numbers, **how: Any) -> AxesImage:
+    axes.grid(visible=False)
+    return axes.imshow(values, interpolation="nearest", vmax=1, **how)
 
 
 def _triangle(axes: Axes) -> None:
@@ -158,15 +152,13 @@ def similarity(data: Gathered) -> Picture | None:
         return None
     figure, axes = panels(len(found), columns=3, height=2.6)
     for place, (method, cosines) in zip(axes, found.items(), strict=True):
-        image = place.imshow(cosines, vmin=-1, vmax=1, cmap="PuOr_r", interpolation="nearest")
-        place.grid(visible=False)
+        image = _image(place, cosines, vmin=-1, cmap="PuOr_r")
         if len(cosines) <= _NUMBERED:
             place.set(xticks=range(len(cosines)), yticks=range(len(cosines)))
-            for row, values in enumerate(cosines):
-                for column, value in enumerate(values):
-                    # The middle of the colour map is white, its ends are dark, in light and dark pages alike.
-                    shade = "white" if abs(value) > 0.6 else "black"
-                    place.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade)
+            for (row, column), value in np.ndenumerate(cosines):
+                # The middle of the colour map is white, its ends are dark, in light and dark pages alike.
+                shade = "white" if abs(value) > 0.6 else "black"
+                place.text(column, row, f"{value:.2f}", ha="center", va="center", color=shade)
         place.set(title=data.titles[method], xlabel="component", ylabel="component")
     figure.colorbar(image, ax=axes, label="cosine", shrink=0.8)
     method, cosines = next(iter(found.items()))
@@ -184,11 +176,13 @@ def cosines_of(run: Run) -> Numbers | None:
     None for methods without components, models that only Python can make, and checkpoints that were removed or that
     take long to read.
     """
-    if run.config.values("method").get("num_components", 1) < 2 or run.config.name("model") == GIVEN:
-        return None
-    if not (run.folder.checkpoints / MANIFEST).exists():
-        return None
-    if sum(file.stat().st_size for file in run.folder.checkpoints.glob("*.safetensors")) > _MOST_BYTES:
+    saved = run.folder.checkpoints
+    if (
+        run.config.values("method").get("num_components", 1) < 2
+        or run.config.name("model") == GIVEN
+        or not (saved / MANIFEST).exists()
+        or sum(file.stat().st_size for file in saved.glob("*.safetensors")) > _MOST_BYTES
+    ):
         return None
     result = Result.load(run.folder.path, device="cpu")
     # A server that was deployed knows no client: a newcomer without samples gets the same components.
