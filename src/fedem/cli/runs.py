@@ -106,10 +106,10 @@ def personalize(
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
     result = _loaded(run_folder, device)
-    table = _read(result, data, target_column, client_column)
+    table, inputs = _read(result, data, target_column, client_column, quiet)
     if table.target not in table.columns:
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
-    owners, inputs, encoding = table.owners(), _inputs(result, table, quiet), result.recipe.format.encoding
+    owners, encoding = table.owners(), result.recipe.format.encoding
     clients = np.full(len(table), data.stem) if owners is None else owners
     targets = plain_targets(table) if encoding is None else encoding.targets(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
@@ -147,9 +147,8 @@ def predict(
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
     result = _loaded(run_folder, device)
     check_here(result.names)
-    table = _read(result, data, target_column, client_column)
+    table, inputs = _read(result, data, target_column, client_column, quiet)
     owners = table.owners() if client is None else None
-    inputs = _inputs(result, table, quiet)
     if client is not None:
         predictions = result.predict(client, inputs, which).numpy()
     elif owners is not None:
@@ -215,22 +214,19 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     return text.getvalue().encode()
 
 
-def _read(result: Result, path: Path, target_column: str | None, client_column: str | None) -> Table:
-    """Read a file with the columns that the run was trained on, unless others are named."""
-    encoding = result.recipe.format.encoding
-    target, client = ("y", "client") if encoding is None else (encoding.target.name, encoding.client)
-    return read_table(path, target_column or target, client_column or client)
-
-
-def _inputs(result: Result, table: Table, quiet: bool) -> Array:
-    """Encode as in training; say which categories training had not."""
+def _read(
+    result: Result, path: Path, target_column: str | None, client_column: str | None, quiet: bool
+) -> tuple[Table, Array]:
+    """Read a file, with the columns of training unless others are named, and encode its inputs as in training."""
     if (encoding := result.recipe.format.encoding) is None:
-        return table.stacked()
+        table = read_table(path, target_column or "y", client_column or "client")
+        return table, table.stacked()
+    table = read_table(path, target_column or encoding.target.name, client_column or encoding.client)
     inputs = encoding.inputs(table)
     for name, categories in ({} if quiet else encoding.unseen(table)).items():
         new = f"{len(categories)} categories that training had not ({some(categories)})"
         note(f"column {name!r} has {new}; they count as none of those known.")
-    return inputs
+    return table, inputs
 
 
 def export(
@@ -252,11 +248,17 @@ def export(
 
     Each file is loaded again and compared with the model before it counts as written.
     """
+    chosen = [client is not None, components].count(True)
+    if source.is_file() and chosen:
+        raise UserError(f"{source} is one client's file; allowed without it: --client and --components.")
+    if not source.is_file() and chosen != 1:
+        given = "Both --client and --components are" if chosen else "Neither --client nor --components is"
+        raise UserError(f"{given} given; allowed: one of them.")
     with waiting("Exporting", quiet), writing(out):
         if source.is_file():
-            exported = _of_kept(source, client, components, out, listed(formats))
+            exported = _export_kept(source, out, listed(formats))
         else:
-            exported = _of_run(source, client, components, out, listed(formats), which)
+            exported = export_client(Result.load(source, device="cpu"), client, out, listed(formats), which)
     if not quiet:
         for name, difference in exported.differences.items():
             said = "the same to the bit" if difference == 0 else f"within {difference:.0e} of the largest prediction"
@@ -267,16 +269,8 @@ def export(
         raise UserError(f"{out} was written without the formats that the model does not allow: {reasons}.")
 
 
-def _of_run(source: Path, client: str | None, components: bool, out: Path, formats: list[str], which: str) -> Exported:
-    if (client is None) != components:
-        given = "Both --client and --components are" if components else "Neither --client nor --components is"
-        raise UserError(f"{given} given; allowed: one of them.")
-    return export_client(Result.load(source, device="cpu"), client, out, formats, which)
-
-
-def _of_kept(source: Path, client: str | None, components: bool, out: Path, formats: list[str]) -> Exported:
-    if client is not None or components:
-        raise UserError(f"{source} is one client's file; allowed without it: --client and --components.")
+def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
+    """Export what a deployed client keeps."""
     kept = Kept.load(source)
     if kept.shared is None:
         raise UserError(f"{source} has no components: they come to the client when its run is over.")

@@ -172,72 +172,58 @@ def _score(summary: Summary, metric: Metric, part: str) -> str:
     return metric.text(summary.get(f"{part}_{metric.name}"), plain=".4f")
 
 
-def remarks(summary: Summary) -> list[str]:
-    """Return what else there is to say of a run, a line each."""
-    lines = []
+def remarks(summary: Summary) -> Iterator[str]:
+    """Yield what else there is to say of a run, a line each."""
+    metrics, method = metrics_of(summary), summary["method"]
     if has_diverged(summary):
-        lines.append(
-            f"warning: The loss on the training samples is {_number(summary['train_loss'], '{:.3g}')}: training has "
-            "diverged. A smaller schedule.learning_rate is needed."
+        loss = _number(summary["train_loss"], "{:.3g}")
+        yield (
+            f"warning: The loss on the training samples is {loss}: training has diverged. A smaller "
+            "schedule.learning_rate is needed."
         )
-    lines += [*_undefined(summary), *_idle(summary)]
-    if recovery := summary.get("recovery"):
-        distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
-        lines.append(
-            f"Recovered components: cosine distance to the truth {distances}; "
-            f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
-        )
-    if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
-        tau, about = summary["consensus_tau"], "about" if summary.get("consensus_is_estimate") else "at most"
-        lines.append(
-            f"Averaging over the graph leaves {about} {100 * (1 - p):.3g}% of the squared disagreement "
-            f"{'each round' if tau == 1 else f'every {tau} rounds'}, on average."
-        )
-    if "dissimilarity_slope" in summary:
-        constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
-        lines.append(f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}.")
-    if summary.get("num_unseen_clients") and f"unseen_test_{metrics_of(summary)[0].name}" not in summary:
-        lines.append("Clients held out were not scored: this method shares nothing with them.")
-    lines += _own_units(summary)
-    if note := summary.get("note"):
-        lines.append(str(note))
-    return lines
-
-
-def _undefined(summary: Summary) -> Iterator[str]:
-    """Say for how many clients a metric is undefined on the test part."""
-    for metric in metrics_of(summary):
+    for metric in metrics:
         if count := summary.get(f"test_{metric.name}_undefined"):
             whole = metric.text(summary[f"test_{metric.name}_pooled"]) + (" %" if metric.in_percent else "")
             yield (
                 f"{metric.title} is undefined on the test samples of {count} of {summary['num_clients']} clients, "
                 f"which its average leaves out; of all test samples together it is {whole}."
             )
-
-
-def _idle(summary: Summary) -> Iterator[str]:
-    """Say which components of FedEM are hardly used."""
     means = summary.get("weights_mean") or []
     idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
-    if idle and summary["method"] in ("fedem", "dfedem", "bfedem"):
+    if idle and method in ("fedem", "dfedem", "bfedem"):
         starved = " Or it starved while others learnt, which method bfedem is made against."
         yield (
             f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. The data may need fewer "
-            f"(method.num_components).{starved if summary['method'] != 'bfedem' else ''}"
+            f"(method.num_components).{starved if method != 'bfedem' else ''}"
         )
-
-
-def _own_units(summary: Summary) -> Iterator[str]:
-    """Say how large errors are before targets were standardised."""
-    if not (deviation := summary.get("target_deviation")):
-        return
-    part = "test" if "test_loss" in summary else "train"
-    own = f"In the targets' own units: {part}"
-    if (squared := summary.get(f"{part}_mean_squared_error")) is not None:
-        yield f"{own} root mean squared error {deviation * squared**0.5:.4g}."
-    for metric in metrics_of(summary):
-        if metric.name in ("rmse", "mae"):
-            yield f"{own} {metric.title} {deviation * summary[f'{part}_{metric.name}']:.4g}, average over clients."
+    if recovery := summary.get("recovery"):
+        distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
+        yield (
+            f"Recovered components: cosine distance to the truth {distances}; "
+            f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
+        )
+    if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
+        tau, about = summary["consensus_tau"], "about" if summary.get("consensus_is_estimate") else "at most"
+        yield (
+            f"Averaging over the graph leaves {about} {100 * (1 - p):.3g}% of the squared disagreement "
+            f"{'each round' if tau == 1 else f'every {tau} rounds'}, on average."
+        )
+    if "dissimilarity_slope" in summary:
+        constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
+        yield f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}."
+    if summary.get("num_unseen_clients") and f"unseen_test_{metrics[0].name}" not in summary:
+        yield "Clients held out were not scored: this method shares nothing with them."
+    # How large errors are before targets were standardised.
+    if deviation := summary.get("target_deviation"):
+        part = "test" if "test_loss" in summary else "train"
+        own = f"In the targets' own units: {part}"
+        if (squared := summary.get(f"{part}_mean_squared_error")) is not None:
+            yield f"{own} root mean squared error {deviation * squared**0.5:.4g}."
+        for metric in metrics:
+            if metric.name in ("rmse", "mae"):
+                yield f"{own} {metric.title} {deviation * summary[f'{part}_{metric.name}']:.4g}, average over clients."
+    if note := summary.get("note"):
+        yield str(note)
 
 
 def _test_score(record: Summary) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
@@ -20,41 +20,16 @@ _LIT = ("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3
 _NAMED = 6  # methods in the title; more are counted
 
 
-class _Table(NamedTuple):
-    caption: str
-    headings: Iterable[str]
-    rows: Iterable[Iterable[str]]
-
-
 def build_page(sets: Sequence[Gathered]) -> str:
     """Return the page's HTML, of runs on one or several data sets: the same text for the same runs."""
-    parts = [_part(data) for data in sets]
-    contents = {"scores": "Scores"}
-    for data, part in zip(sets, parts, strict=True):
-        # A page about several data sets has too many figures to list them all.
-        each = {f"figure-{figure['name']}": figure["title"] for figure in part["figures"]}
-        contents |= {part["place"]: part["title"]} if data.place else each
-    contents |= {"runs": "Runs", "configuration": "Configuration"}
     methods = dict.fromkeys(title_of(runs[0].method) for data in sets for runs in data.runs.values())
     listed = ", ".join(methods) if len(methods) <= _NAMED else f"{len(methods)} methods"
     title = f"{', '.join(data.comparison.data for data in sets)}: {listed}"
+    makers = {"scores": _scores, "remarks": _remarks, "figures": _figures, "runs": _runs}
+    parts = [{"data": data, **{name: list(make(data)) for name, make in makers.items()}} for data in sets]
     how: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
     page = Environment(loader=PackageLoader("fedem.report"), **how).get_template("page.html")
-    return page.render(title=title, contents=contents, parts=parts, light=COLOURS, dark=_LIT)
-
-
-def _part(data: Gathered) -> dict[str, Any]:
-    """Return what the page has of one data set."""
-    return {
-        "place": f"figure-{data.place}" if data.place else "figures",
-        "title": data.titled("Figures"),
-        "scores": _scores(data),
-        "remarks": list(_remarks(data)),
-        "figures": list(_figures(data)),
-        "runs": _runs(data),
-        "commands": data.commands,
-        "configurations": list(_configurations(data)),
-    }
+    return page.render(title=title, parts=parts, light=COLOURS, dark=_LIT)
 
 
 def _figures(data: Gathered) -> Iterator[dict[str, str]]:
@@ -66,22 +41,15 @@ def _figures(data: Gathered) -> Iterator[dict[str, str]]:
             yield {"name": place, "title": picture.title, "sentence": picture.sentence, "drawing": drawing}
 
 
-def _scores(data: Gathered) -> _Table:
-    """Return the table of the terminal."""
-    comparison = data.comparison
-    columns = comparison_table(comparison).columns
+def _scores(data: Gathered) -> Iterator[dict[str, str]]:
+    """Yield the rows of the terminal's table."""
+    columns = comparison_table(data.comparison).columns
     cells = {str(column.header).replace("\n", " "): [str(cell) for cell in column.cells] for column in columns}
     if not data.has_equal_seeds:
         counts = [str(len(runs)) for runs in data.runs.values()]
         cells["seeds"] = counts + [""] * (len(cells["method"]) - len(counts))
-    held_out = f", {comparison.num_unseen_clients} held out of training" if comparison.num_unseen_clients else ""
-    lengths = sorted({run.summary["rounds"] for runs in data.runs.values() for run in runs})
-    seeds = f"{'seed' if len(comparison.seeds) == 1 else 'seeds'} {', '.join(map(str, comparison.seeds))}"
-    caption = (
-        f"{comparison.data}: {comparison.num_clients} clients{held_out}; {' or '.join(map(str, lengths))} rounds; "
-        f"{data.metric.unit}, {seeds}{'' if data.has_equal_seeds else ', of which not every row has all'}"
-    )
-    return _Table(caption, cells, zip(*cells.values(), strict=True))
+    for row in zip(*cells.values(), strict=True):
+        yield dict(zip(cells, row, strict=True))
 
 
 def _remarks(data: Gathered) -> Iterator[str]:
@@ -93,30 +61,18 @@ def _remarks(data: Gathered) -> Iterator[str]:
         yield from (f"{data.name(method)}{seed}: {line}" for line in remarks(runs[0].summary))
 
 
-def _runs(data: Gathered) -> _Table:
-    rows: list[dict[str, str]] = []
+def _runs(data: Gathered) -> Iterator[dict[str, str]]:
     for method, run in ((method, run) for method, runs in data.runs.items() for run in runs):
         summary, best, seconds = run.summary, run.summary.get("best"), run.summary.get("seconds_total")
         texts = {f"test {each.unit}": data.in_words(summary.get(name), each) for name, each in data.metrics.items()}
-        rows.append(
-            {
-                "method": data.titles[method],
-                "seed": str(run.seed),
-                "rounds": str(summary["rounds"]),
-                data.label: texts.pop(data.label),
-                "bottom decile": data.in_words(summary.get("bottom_decile")),
-                **texts,
-                "best round": str(best["round"]) if best else "-",
-                "seconds": "-" if seconds is None else f"{seconds:.1f}",
-                "folder": str(run.folder.path),
-            }
-        )
-    caption = "Every run: scores of its last state, the round that was best by validation, seconds in all"
-    return _Table(data.titled(caption), rows[0], [list(row.values()) for row in rows])
-
-
-def _configurations(data: Gathered) -> Iterator[tuple[str, str]]:
-    """Yield each entry's title and the configuration of its first seed."""
-    for method, runs in data.runs.items():
-        seed = f", seed {runs[0].seed}; the other seeds differ in run.seed alone" if len(runs) > 1 else ""
-        yield data.titled(data.titles[method]) + seed, runs[0].config.to_toml()
+        yield {
+            "method": data.titles[method],
+            "seed": str(run.seed),
+            "rounds": str(summary["rounds"]),
+            data.label: texts.pop(data.label),
+            "bottom decile": data.in_words(summary.get("bottom_decile")),
+            **texts,
+            "best round": str(best["round"]) if best else "-",
+            "seconds": "-" if seconds is None else f"{seconds:.1f}",
+            "folder": str(run.folder.path),
+        }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jinja2 import Environment, PackageLoader
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -45,12 +46,6 @@ _PRESETS = (
     "The defaults are those of the code. What is shipped for a method and its data changes some of them: "
     "``fedem methods NAME`` shows what comes with a method, and a run's ``config.toml`` has all that held."
 )
-_TITLE = """# Settings
-
-Whatever can be set, by section: `--set section.key=value` on the command line, or the same in a TOML file. On the
-command line `fedem settings` lists the sections, `fedem settings schedule` shows one of them, and
-`fedem settings schedule.step` one of its names. This page is made from the code, by `fedem settings --markdown`.
-"""
 
 
 class Setting(NamedTuple):
@@ -273,18 +268,11 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
 
 def settings_page() -> str:
     """Return all sections as Markdown."""
-    parts = [_TITLE, _marked(_PRESETS)]
-    for section in SECTIONS:
-        shared, kinds = _parted(section)
-        parts += [f"## {section}", f"{_marked(ABOUT[section])} {_choice(section, '`')}"]
-        if shared:
-            parts += [f"Whatever the name:\n\n{_markdown_table(shared)}"]
-        for kind in kinds:
-            if kind.name:
-                parts += [f"### {section}.{_marked(kind.name)}", *map(_marked, kind.about)]
-            if kind.settings:
-                parts += [_markdown_table(kind.settings)]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    environment = Environment(loader=PackageLoader("fedem.report"), trim_blocks=True)
+    environment.filters["marked"] = _marked
+    about = {section: f"{_marked(ABOUT[section])} {_choice(section, '`')}".strip() for section in SECTIONS}
+    sections = {section: (about[section], *_parted(section)) for section in SECTIONS}
+    return environment.get_template("settings.md").render(presets=_PRESETS, sections=sections).strip() + "\n"
 
 
 def _kind(section: str, name: str) -> Kind:
@@ -305,13 +293,6 @@ def _choice(section: str, quote: str = "") -> str:
     default = DEFAULTS.get(section, {}).get("name")
     usual = f"; {quote}{default}{quote} unless it is set" if default else ""
     return f"{quote}--set {section}.name=NAME{quote} chooses{usual}."
-
-
-def _markdown_table(found: list[Setting]) -> str:
-    rows = ["| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for name, default, allowed, meaning in found:
-        rows.append(f"| `{name}` | `{default}` | {_marked(allowed)} | {_marked(meaning)} |")
-    return "\n".join(rows)
 
 
 def _marked(text: str) -> str:

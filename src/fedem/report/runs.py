@@ -340,7 +340,7 @@ def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     whole = summed("", (seeds[seed] for seed in sorted(seeds)))
     parts = {name: summed(name, runs) for name, runs in entries.items()}
     # Some have figures that others lack: a score of the clients held out.
-    names = {name for part in parts.values() for name in part.rows[0].figures}
+    names = dict.fromkeys(name for part in parts.values() for name in part.rows[0].figures)
     rows = []
     for entry, part in parts.items():
         (row,), method = part.rows, entries[entry][0].method
