@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,18 +21,14 @@ from rich.text import Text
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import client_keys
-from fedem.core.settings import Settings, kind_of, names_of
+from fedem.core.settings import Settings, allowed, entries_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, resolve_method
 from fedem.report.console import labelled_table, simple_table
-from fedem.runs.config import ABOUT, DEFAULTS, GIVEN, NAMED, UNNAMED, WITHOUT_SETTINGS, Config, complete_section
+from fedem.runs.config import GIVEN, SECTIONS, Config
 from fedem.runs.rounds import mixer_seed
 
-SECTIONS = (*UNNAMED, *NAMED)
-
-_BOUNDS = {"min": "at least", "above": "above", "max": "at most", "below": "below"}
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
 _ANY = "any data"
 _OF_THE_DATA = ("data", "partition", "model")
 _WIDTHS = (20, 20, 26)
@@ -74,21 +69,9 @@ def settings_of(*kinds: type[Settings]) -> list[Setting]:
     for kind in kinds:
         described = "".join(_documented(base)[1] for base in reversed(kind.__mro__))
         meanings = {attribute: _plain(" ".join(text.split())) for attribute, text in _ATTRIBUTE.findall(described)}
-        entries = {entry.name: entry for entry in fields(kind)}
-        for name in names_of(kind):
-            default, allowed = _literal(entries[name].default), _allowed(entries[name])
-            found.append(Setting(name, default, allowed, meanings.get(name, "")))
+        for name, entry in entries_of(kind).items():
+            found.append(Setting(name, _literal(entry.default), allowed(entry), meanings.get(name, "")))
     return found
-
-
-def _allowed(entry: Field[Any]) -> str:
-    """Say what a setting's field allows."""
-    if "each" in entry.metadata:
-        return "names, with commas between them"
-    if "choices" in entry.metadata:
-        return " or ".join(entry.metadata["choices"])
-    limits = [f"{word} {entry.metadata[key]}" for key, word in _BOUNDS.items() if key in entry.metadata]
-    return " and ".join(limits) or _TYPES[kind_of(entry)]
 
 
 def _documented(kind: type) -> tuple[list[str], str]:
@@ -194,7 +177,7 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
 
 def _is_implied(place: str, key: str, chosen: Mapping[str, Any]) -> bool:
     """Whether a graph's setting is what it would be anyway, once its name is known."""
-    return place == "graph" and key != "name" and chosen[key] == complete_section(place, {"name": chosen["name"]})[key]
+    return place == "graph" and key != "name" and chosen[key] == SECTIONS[place].complete({"name": chosen["name"]})[key]
 
 
 def _shipped_table(name: str) -> Table:
@@ -216,13 +199,15 @@ def _shipped_table(name: str) -> Table:
 
 def kinds_in(section: str) -> list[Kind]:
     """Return the names that a section may have, and what can be set with each."""
-    if section in UNNAMED:
-        return [Kind("", [], settings_of(*UNNAMED[section]))]
+    found = SECTIONS[section]
+    if not found.is_named:
+        return [Kind("", [], settings_of(*found.kinds({})))]
     kinds = []
-    for name, classes in NAMED[section].items():
+    for name in found.table:
+        classes = found.kinds({"name": name})
         about = [METHODS[name].summary] if section == "method" else _documented(classes[0])[0]
         kinds.append(Kind(name, about, settings_of(*classes)))
-    return kinds + [Kind(name, [text], []) for (place, name), text in WITHOUT_SETTINGS.items() if place == section]
+    return kinds + [Kind(name, [text], []) for name, text in found.bare.items()]
 
 
 def _parted(section: str) -> tuple[list[Setting], list[Kind]]:
@@ -237,7 +222,7 @@ def sections_pages() -> Iterator[RenderableType]:
     """Yield one row per section: what it is for, and its names."""
     table = simple_table("section", "what it sets", "names", bold="section")
     for section in SECTIONS:
-        table.add_row(section, ABOUT[section], ", ".join(kind.name for kind in kinds_in(section)) or "-")
+        table.add_row(section, SECTIONS[section].about, ", ".join(kind.name for kind in kinds_in(section)) or "-")
     yield table
     yield "fedem settings SECTION shows a section's keys, fedem settings SECTION.NAME those that go with a name."
 
@@ -249,16 +234,21 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
         raise unknown("section", section, SECTIONS)
     keys = f"--set {section}.KEY=VALUE"
     if dot:
-        kind = _kind(section, name)
+        if not SECTIONS[section].is_named:
+            raise UserError(f"[{section}] has no names, but {name!r} was asked for; allowed: fedem settings {section}.")
+        found = resolve_method(name) if section == "method" else name
+        kinds = {kind.name: kind for kind in kinds_in(section)}
+        if (kind := kinds.get(found)) is None:
+            raise unknown(section, name, kinds)
         about = (f"\n\n{_plain(_flowing(text))}" for text in kind.about)
         yield Text.assemble((f"{section} {kind.name}", "bold"), *about)
         yield _settings_table(f"Settings: {keys}", kind.settings) if kind.settings else "\nIt has no settings."
         return
-    yield Text(f"{ABOUT[section]} {_choice(section)}".strip())
-    shared, kinds = _parted(section)
+    yield Text(f"{SECTIONS[section].about} {_choice(section)}".strip())
+    shared, parted = _parted(section)
     if shared:
         yield _settings_table(f"Whatever the name: {keys}", shared)
-    for kind in kinds:
+    for kind in parted:
         if kind.name:
             yield Text.assemble("\n", (kind.name, "bold"), f": {_plain(_flowing(kind.about[0]))}")
         if kind.settings:
@@ -270,27 +260,16 @@ def settings_page() -> str:
     """Return all sections as Markdown."""
     environment = Environment(loader=PackageLoader("fedem.report"), trim_blocks=True)
     environment.filters["marked"] = _marked
-    about = {section: f"{_marked(ABOUT[section])} {_choice(section, '`')}".strip() for section in SECTIONS}
+    about = {section: f"{_marked(SECTIONS[section].about)} {_choice(section, '`')}".strip() for section in SECTIONS}
     sections = {section: (about[section], *_parted(section)) for section in SECTIONS}
     return environment.get_template("settings.md").render(presets=_PRESETS, sections=sections).strip() + "\n"
 
 
-def _kind(section: str, name: str) -> Kind:
-    """Return what a name in a section stands for; a method may be called by any name that it has."""
-    if section in UNNAMED:
-        raise UserError(f"[{section}] has no names, but {name!r} was asked for; allowed: fedem settings {section}.")
-    kinds = {kind.name: kind for kind in kinds_in(section)}
-    found = resolve_method(name) if section == "method" else name
-    if found not in kinds:
-        raise unknown(section, name, kinds)
-    return kinds[found]
-
-
 def _choice(section: str, quote: str = "") -> str:
     """Say how a kind is chosen, where there are several."""
-    if section in UNNAMED:
+    if not SECTIONS[section].is_named:
         return ""
-    default = DEFAULTS.get(section, {}).get("name")
+    default = SECTIONS[section].default
     usual = f"; {quote}{default}{quote} unless it is set" if default else ""
     return f"{quote}--set {section}.name=NAME{quote} chooses{usual}."
 
