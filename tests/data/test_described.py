@@ -118,7 +118,7 @@ class TestText:
         assert rows["1"] == ["21", "60.0", "2"]
 
     def test_how_much_clients_differ(self) -> None:
-        lines = remarks(describe(Dataset(make([[0, 0], [1, 1]])), "two"))
+        lines = list(remarks(describe(Dataset(make([[0, 0], [1, 1]])), "two")))
         assert "total variation distance 0.500, Jensen-Shannon divergence 0.311 bits" in lines[-1]
 
     def test_labels_have_the_names_of_the_data_set(self) -> None:

@@ -11,7 +11,6 @@ import typer
 from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from fedem.cli.options import Assignments, OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
@@ -19,8 +18,8 @@ from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC
-from fedem.data.store import About, Public, prepare, prepared, read_about
 from fedem.data.store import Progress as Listener
+from fedem.data.store import Public, prepare, prepared, read_about
 from fedem.report.console import console, errors, labelled_table, say, simple_table, waiting, writing
 from fedem.report.described import describe as describe_data
 from fedem.report.described import draw_clients, labels_table, remarks, sizes_table
@@ -67,8 +66,20 @@ def prepare_one(
     data = PUBLIC[name](**complete("data", given(window=window), PUBLIC[name]))
     with _bars(quiet) as listen:
         place = prepare(data, source, again, listen)
-    if not quiet:
-        console.print(_outcome(data.opened()[1], place), highlight=False)
+    if quiet:
+        return
+    about = data.opened()[1]
+    values = {
+        about.name: "",
+        "samples": f"{about.samples:,} of shape {about.files['inputs']['shape'][1:]}, {about.files['inputs']['dtype']}",
+        "classes": f"{len(about.labels)}",
+        "clients": f"{len(about.owners):,}" if about.owners else "none of its own",
+        "size": decimal(about.num_bytes),
+        "fingerprint": about.fingerprint,
+        "folder": str(place),
+    }
+    folded = {label: Text(value, overflow="fold") for label, value in values.items()}
+    console.print(labelled_table(folded, bold=about.name), highlight=False)
 
 
 @contextmanager
@@ -85,19 +96,6 @@ def _bars(quiet: bool) -> Iterator[Listener]:
             bars.update(tasks[what], completed=done, total=total, count=count)
 
         yield listen
-
-
-def _outcome(about: About, place: Path) -> Table:
-    values = {
-        about.name: "",
-        "samples": f"{about.samples:,} of shape {about.files['inputs']['shape'][1:]}, {about.files['inputs']['dtype']}",
-        "classes": f"{len(about.labels)}",
-        "clients": f"{len(about.owners):,}" if about.owners else "none of its own",
-        "size": decimal(about.num_bytes),
-        "fingerprint": about.fingerprint,
-        "folder": str(place),
-    }
-    return labelled_table({label: Text(value, overflow="fold") for label, value in values.items()}, bold=about.name)
 
 
 def _rows(kind: type[Public]) -> Iterator[tuple[str, ...]]:

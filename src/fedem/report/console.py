@@ -77,13 +77,10 @@ def print_summary(summaries: Sequence[Summary]) -> None:
 
 
 @contextmanager
-def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """Show a bar that follows the rounds; yields the function that takes each round's record."""
-    if quiet:
-        yield None
-        return
+def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Show a bar that follows the rounds, unless ``quiet``; yields the function that takes each round's record."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[score]}"), console=errors) as bar:
+    with Progress(*columns, TextColumn("{task.fields[score]}"), console=errors, disable=quiet) as bar:
         task = bar.add_task(f"{title:8s}", total=rounds, score="")
 
         def listen(record: dict[str, Any]) -> None:
@@ -113,21 +110,19 @@ def writing(path: Path) -> Iterator[None]:
 def _tables(summaries: Sequence[Summary]) -> Iterator[Table]:
     """Yield the scores of the runs' last states, by further metrics too, and the first run's best state."""
     first, *others = metrics_of(summaries[0])
+    unseen = any(f"unseen_test_{first.name}" in summary for summary in summaries)
     rows = [
         {
             "average": _score(summary, first, "test"),
             "bottom decile": first.text(summary.get("bottom_decile"), plain=".4f"),
             "loss": _number(summary.get("test_loss")),
             "train": _score(summary, first, "train"),
-            "unseen": _score(summary, first, "unseen_test"),
+            **({"unseen": _score(summary, first, "unseen_test")} if unseen else {}),
             "s/round": _number(summary.get("seconds_per_round"), "{:.3f}"),
             "kB up/round": _number(summary.get("bytes_up_per_round"), "{:,.1f}", 1000),
         }
         for summary in summaries
     ]
-    if all(f"unseen_test_{first.name}" not in summary for summary in summaries):
-        for row in rows:
-            del row["unseen"]
     further = [{metric.unit: _score(summary, metric, "test") for metric in others} for summary in summaries]
     known = (summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None)
     if oracle := next(known, None):

@@ -6,7 +6,7 @@ Shapes: T clients, K labels.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,20 +154,20 @@ def _figures_table(title: TextType, name: str, *headings: str) -> Table:
     return table
 
 
-def remarks(description: Description) -> list[str]:
-    """Return what else there is to say, a line each."""
-    lines = [f"Inputs: {description.inputs}."]
+def remarks(description: Description) -> Iterator[str]:
+    """Yield what else there is to say, a line each."""
+    yield f"Inputs: {description.inputs}."
     if description.columns:
-        lines += [f"Columns: {description.columns}.", "Missing values: none."]
+        yield f"Columns: {description.columns}."
+        yield "Missing values: none."
     if description.counts is not None:
         variation, divergence = total_variation(description.counts), jensen_shannon(description.counts)
-        lines.append(
+        yield (
             f"Clients' labels against the pool's, mean over clients: total variation distance {variation:.3f}, "
             f"Jensen-Shannon divergence {divergence:.3f} bits (0: all alike, 1: nothing in common)."
         )
     if description.between is not None:
-        lines.append(f"{100 * description.between:.1f}% of the targets' variance lies between clients.")
-    return lines
+        yield f"{100 * description.between:.1f}% of the targets' variance lies between clients."
 
 
 def by_dominant_label(counts: Counts, names: Sequence[str]) -> Counts:

@@ -31,8 +31,7 @@ from fedem.studies.comparison import Comparison, summarize
 from fedem.studies.sweep import Entry, Spread
 
 Numbers = NDArray[np.float64]
-Settings = Mapping[str, Any]
-"""Values of a configuration by section.key."""
+Settings = Mapping[str, Any]  # values of a configuration by section.key
 
 # What makes two runs' data the same; and what says where and how a run was made, not what it is.
 _DATA = ("data", "partition")
@@ -75,12 +74,10 @@ class Run:
 
     @property
     def method(self) -> str:
-        """The method's name."""
         return str(self.summary["method"])
 
     @property
     def seed(self) -> int:
-        """The run's seed."""
         return int(self.summary["seed"])
 
     def curve(self, name: str) -> tuple[Numbers, Numbers]:
@@ -278,7 +275,17 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Sort runs on the same data by method and settings, then by seed."""
     by_seed: dict[int, Run] = {}
     for run in runs:
-        _check_clients(by_seed.setdefault(run.seed, run), run)
+        first = by_seed.setdefault(run.seed, run)
+        if (
+            first.clients.names != run.clients.names
+            or not np.array_equal(first.clients.sizes, run.clients.sizes)
+            or len({first.fingerprint, run.fingerprint} - {None}) > 1
+        ):
+            # Nothing would distinguish the data.
+            raise UserError(
+                f"{first.folder.path} and {run.folder.path} have the same settings of data and the same seed, but "
+                "other clients; allowed: the same clients for the same settings and seed."
+            )
     entries: dict[str, list[Run]] = {}
     for method in dict.fromkeys(run.method for run in runs):
         groups = _grouped([run for run in runs if run.method == method], _settings_of)
@@ -293,19 +300,6 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
                     )
             entries[f"{method} ({label})" if label else method] = ordered
     return entries
-
-
-def _check_clients(first: Run, other: Run) -> None:
-    """Refuse other clients where settings and seed are the same: nothing would distinguish the data."""
-    if (
-        first.clients.names != other.clients.names
-        or not np.array_equal(first.clients.sizes, other.clients.sizes)
-        or len({first.fingerprint, other.fingerprint} - {None}) > 1
-    ):
-        raise UserError(
-            f"{first.folder.path} and {other.folder.path} have the same settings of data and the same seed, but other "
-            "clients; allowed: the same clients for the same settings and seed."
-        )
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:

@@ -34,22 +34,21 @@ _MOST_BYTES = 200_000_000
 
 def heat_map(data: Gathered) -> Picture | None:
     """Draw every client's weights, clients sorted by their largest component; of each mixture's first seed."""
-    if not (methods := mixtures(data)):
+    if not (found := _first(data)):
         return None
-    figure, axes = panels(len(methods), columns=1, height=1.9)
-    for place, method in zip(axes, methods, strict=True):
-        weights = _first(data, method)
+    figure, axes = panels(len(found), columns=1, height=1.9)
+    for place, (method, weights) in zip(axes, found.items(), strict=True):
         extent = (0, len(weights), weights.shape[1] - 0.5, -0.5)
         # An image, not a patch per client: its size in a page does not grow with the federation.
         image = _image(place, weights[by_dominant(weights)].T, vmin=0, aspect="auto", extent=extent)
         place.set(title=_panel(data, method), xlabel="clients, sorted by dominant component", ylabel="component")
         place.set_yticks(range(weights.shape[1]))
     figure.colorbar(image, ax=axes, label="mixture weight", aspect=30)
-    weights = _first(data, methods[0])
-    shares = [100 * np.mean(weights.argmax(1) == component) for component in range(weights.shape[1])]
+    method, weights = next(iter(found.items()))
+    shares = 100 * np.bincount(weights.argmax(1), minlength=weights.shape[1]) / len(weights)
     settled = 100 * np.mean(weights.max(1) > _SETTLED)
     sentence = (
-        f"In {data.name(methods[0])} each component is the largest for {min(shares):.0f} to {max(shares):.0f} % of the "
+        f"In {data.name(method)} each component is the largest for {shares.min():.0f} to {shares.max():.0f} % of the "
         f"clients, and {settled:.0f} % of the clients give more than {100 * _SETTLED:.0f} % of their weight to one."
     )
     return Picture("Mixture weights of the clients", sentence, figure)
@@ -57,22 +56,20 @@ def heat_map(data: Gathered) -> Picture | None:
 
 def simplex(data: Gathered) -> Picture | None:
     """Draw clients as points of a triangle, for mixtures of three; of each mixture's first seed."""
-    methods = [method for method in mixtures(data) if _first(data, method).shape[1] == 3]
-    if not methods:
+    if not (found := {method: weights for method, weights in _first(data).items() if weights.shape[1] == 3}):
         return None
-    figure, axes = panels(len(methods), height=3.4)
-    for place, method in zip(axes, methods, strict=True):
-        weights = _first(data, method)
+    figure, axes = panels(len(found), height=3.4)
+    for place, (method, weights) in zip(axes, found.items(), strict=True):
         shown = weights[thinned(len(weights), MOST_DOTS)]
         _triangle(place)
         for component in range(3):
             dots(place, in_triangle(shown[shown.argmax(1) == component]), COLOURS[component])
         some = f", {len(shown):,} of {len(weights):,} clients" if len(shown) < len(weights) else ""
         place.set_title(_panel(data, method) + some)
-    weights = _first(data, methods[0])
+    method, weights = next(iter(found.items()))
     three, two, one = (100 * np.mean((weights > 0.1).sum(1) == count) for count in (3, 2, 1))
     sentence = (
-        f"Of {data.name(methods[0])}'s clients {three:.0f} % mix all three components (each above 10 %), "
+        f"Of {data.name(method)}'s clients {three:.0f} % mix all three components (each above 10 %), "
         f"{two:.0f} % mix two and {one:.0f} % use one."
     )
     return Picture("Clients in the simplex of three components", sentence, figure)
@@ -121,8 +118,8 @@ def effective(weights: Numbers) -> Numbers:
     return np.asarray(np.exp(-(weights * logs).sum(1)), dtype=np.float64)
 
 
-def _first(data: Gathered, method: str) -> Numbers:
-    return data.runs[method][0].clients.weights
+def _first(data: Gathered) -> dict[str, Numbers]:
+    return {method: data.runs[method][0].clients.weights for method in mixtures(data)}
 
 
 def _panel(data: Gathered, method: str) -> str:
