@@ -8,26 +8,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import typer
+from rich.table import Table
+from typer import Argument, Option, Typer
 
-from fedem.cli.options import (
-    Assignments,
-    ClientsPerRound,
-    Data,
-    Metrics,
-    OwnClientColumn,
-    OwnTargetColumn,
-    Quiet,
-    Rounds,
-    TrainingDevice,
-    Unseen,
-    data_section,
-    given,
-    listed,
-    read_seeds,
-)
+from fedem.cli import options
+from fedem.cli.options import data_section, given, listed, read_seeds
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.methods import METHODS, resolve_method
@@ -42,9 +29,6 @@ from fedem.studies.theory import ASSUMED, SMALL, study
 from fedem.studies.tuning import SAMPLERS, Search, read_grids, usual_grids
 from fedem.studies.tuning import tune as carry_out
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 _TRIALS = 20
 
 
@@ -55,8 +39,8 @@ def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
         read, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (reader, command))
 
         @wraps(command)
-        def wrapped(**options: Any) -> None:
-            command(reader(**{option.name: options.pop(option.name) for option in read}), **options)
+        def wrapped(**values: Any) -> None:
+            command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
 
         parameters = [*read, *own[1:]]
         wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
@@ -66,48 +50,44 @@ def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
     return decorate
 
 
-class _Asked(NamedTuple):
-    layer: Layer  # what the options of all methods ask for
-    data: str  # a word for the name of a folder
-
-
-def _read_asked(
-    data: Data = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
-    rounds: Rounds = None,
-    clients_per_round: ClientsPerRound = None,
-    unseen: Unseen = None,
-    metrics: Metrics = None,
-    device: TrainingDevice = None,
-) -> _Asked:
+def _asked(
+    data: options.Data = None,
+    target_column: options.OwnTargetColumn = None,
+    client_column: options.OwnClientColumn = None,
+    rounds: options.Rounds = None,
+    clients_per_round: options.ClientsPerRound = None,
+    unseen: options.Unseen = None,
+    metrics: options.Metrics = None,
+    device: options.TrainingDevice = None,
+) -> tuple[Layer, str]:
+    """Return what the options of all methods ask for, and a word for the data in the name of a folder."""
     run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, metrics=metrics, device=device)
     layer = {"run": run, "data": data_section(data, target_column, client_column)}
-    return _Asked(layer, Path(data).stem if data else "synthetic")
+    return layer, Path(data).stem if data else "synthetic"
 
 
-@_taking(_read_asked)
+@_taking(_asked)
 def compare(
-    asked: _Asked,
+    asked: tuple[Layer, str],
     methods: Annotated[
-        str, typer.Option(help=f"Methods, with commas between them, or all. There are: {', '.join(METHODS)}.")
+        str, Option(help=f"Methods, with commas between them, or all. There are: {', '.join(METHODS)}.")
     ] = "local,fedavg,fedem",
     seeds: Annotated[
-        str, typer.Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
+        str, Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
     ] = "3",
     settings: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             help="Any setting. Of all methods: data.num_clients=30, run..., batching..., model..., loss...; of one: "
             "fedem:schedule.learning_rate=0.5. May be given several times.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
+        bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
     ] = False,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
 
@@ -122,12 +102,12 @@ def compare(
       fedem compare --data mine.csv --out runs/mine --resume
 
     """
-    _check_resumed("comparison", out, resume)
     names = comparison.resolve_methods(listed(methods))
     shared, own = comparison.sort_settings(settings or [], names)
     numbers = read_seeds(seeds)
-    place = out or new_folder(Path("runs"), f"compare-{asked.data}")
-    entries = comparison.plan(place, names, numbers, [asked.layer, *shared], own)
+    layer, data = asked
+    place = _folder("comparison", f"compare-{data}", out, resume)
+    entries = comparison.plan(place, names, numbers, [layer, *shared], own)
     comparison.check_folder(place, resume)
     failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, reports.method_and_seed)
     left_out: dict[str, str] = {}
@@ -148,11 +128,10 @@ def compare(
     say(f"Comparison: {place}")
 
 
-experiment_group = typer.Typer(
+experiment_group = Typer(
     help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True
 )
-Name = Annotated[str, typer.Argument(help="The experiment; fedem experiment list shows them.", show_default=False)]
-Place = Annotated[Path, typer.Option("--experiments", help="The folder of the experiments.")]
+Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
 
 
 class _Planned(NamedTuple):
@@ -162,26 +141,18 @@ class _Planned(NamedTuple):
 
 
 def _plan(
-    name: Name,
-    data: Annotated[
-        str | None, typer.Option(help="Short for --only data=...: data sets, with commas between them.")
-    ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", help="Leave out other choices: axis=label,label. May be repeated.")
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(help="How many seeds, or which: 0,4,7; as declared when not given.")
-    ] = None,
-    rounds: Rounds = None,
-    device: TrainingDevice = None,
+    name: Annotated[str, Argument(help="The experiment; fedem experiment list shows them.", show_default=False)],
+    data: Annotated[str | None, Option(help="Short for --only data=...: data sets, with commas between them.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only these choices: axis=label,label. May be repeated.")] = None,
+    seeds: Annotated[str | None, Option(help="How many seeds, or which: 0,4,7; as declared when not given.")] = None,
+    rounds: options.Rounds = None,
+    device: options.TrainingDevice = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any setting, of all runs or of those with a label: EMNIST:partition.share=0.7."),
+        Option("--set", help="Any setting, of all runs or of those with a label: EMNIST:partition.share=0.7."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A short trial of the whole: its figures mean nothing.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
+    quick: Annotated[bool, Option("--quick", help="A short trial of the whole: its figures mean nothing.")] = False,
+    out: Annotated[Path | None, Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
     place: Place = Path("experiments"),
 ) -> _Planned:
     experiment = experiments.find(place, name)
@@ -206,7 +177,7 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 @experiment_group.command()
 @_taking(_plan)
-def run(planned: _Planned, quiet: Quiet = False) -> None:
+def run(planned: _Planned, quiet: options.Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
     All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
@@ -247,36 +218,34 @@ def table(planned: _Planned) -> None:
     console.print(reports.experiment_table(planned.experiment, lines))
 
 
-@_taking(_read_asked)
+@_taking(_asked)
 def tune(
-    asked: _Asked,
-    method: Annotated[str, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
+    asked: tuple[Layer, str],
+    method: Annotated[str, Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
     grid: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Values to try of a setting: section.key=value,value,... May be given several times. When not given, "
             "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
         ),
     ] = None,
     sampler: Annotated[
         str,
-        typer.Option(
+        Option(
             help=f"One of: {', '.join(SAMPLERS)}. A grid is tried as a whole; the others draw numbers between the "
             "least and the largest value."
         ),
     ] = "grid",
-    trials: Annotated[int | None, typer.Option(help=f"For random and tpe: how many ({_TRIALS}).")] = None,
+    trials: Annotated[int | None, Option(help=f"For random and tpe: how many ({_TRIALS}).")] = None,
     seeds: Annotated[
-        str, typer.Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
+        str, Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
     ] = "1",
-    settings: Assignments = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Where all is written; runs/tune-DATA-METHOD when not given.")
-    ] = None,
+    settings: options.Assignments = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/tune-DATA-METHOD when not given.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
+        bool, Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
     ] = False,
-    quiet: Quiet = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Choose settings by the validation part; the test part is dropped before training.
 
@@ -291,16 +260,16 @@ def tune(
       fedem train runs/tune-synthetic-fedem/chosen.toml
 
     """
-    _check_resumed("search", out, resume)
     name = resolve_method(method)
-    options = {"run.seed": "--seeds", "method.name": "--method"}
-    further = [sweep.read_setting(text, options)[-1] for text in settings or []]
-    layers = (asked.layer, {"method": {"name": name}}, *further)
+    layer, data = asked
+    elsewhere = {"run.seed": "--seeds", "method.name": "--method"}
+    further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
+    layers = (layer, {"method": {"name": name}}, *further)
     number = _TRIALS if trials is None and sampler != "grid" else trials
     grids = read_grids(grid) if grid else usual_grids(name, *layers)
     search = Search(layers, grids, sampler, number, tuple(read_seeds(seeds)))
     search.check()
-    place = out or new_folder(Path("runs"), f"tune-{asked.data}-{name}")
+    place = _folder("search", f"tune-{data}-{name}", out, resume)
     total = search.count * len(search.seeds) * search.base.run.rounds
     with progress(METHODS[name].title, total, quiet) as listener:
         tuned = carry_out(search, place, resume=resume, listener=listener)
@@ -317,24 +286,22 @@ def tune(
 
 
 def theory(
-    data: Data = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    data: options.Data = None,
+    target_column: options.OwnTargetColumn = None,
+    client_column: options.OwnClientColumn = None,
     method: Annotated[
-        str, typer.Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
+        str, Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
     ] = "fedem",
     rounds: Annotated[
-        str, typer.Option(help="The numbers K of rounds, with commas between them: three or more, increasing.")
+        str, Option(help="The numbers K of rounds, with commas between them: three or more, increasing.")
     ] = "50,100,200,400",
-    a0: Annotated[float, typer.Option("--a0", help="The learning rate of a run of K rounds is a0 / sqrt(K).")] = 20.0,
-    every: Annotated[
-        int, typer.Option(help="Rounds between two measurements at most; the first rounds are all measured.")
-    ] = 10,
-    seeds: Annotated[int, typer.Option(help="Runs of each length, whose means are taken.")] = 3,
-    settings: Assignments = None,
-    device: TrainingDevice = None,
-    out: Annotated[Path | None, typer.Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
-    quiet: Quiet = False,
+    a0: Annotated[float, Option("--a0", help="The learning rate of a run of K rounds is a0 / sqrt(K).")] = 20.0,
+    every: Annotated[int, Option(help="Most rounds between two measurements; the first rounds are all measured.")] = 10,
+    seeds: Annotated[int, Option(help="Runs of each length, whose means are taken.")] = 3,
+    settings: options.Assignments = None,
+    device: options.TrainingDevice = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Put the paper's convergence theorems to the test: how the means over K rounds fall with K.
 
@@ -358,10 +325,10 @@ def theory(
     own = data_section(data, target_column, client_column)
     asked: Layer = {"method": {"name": name}, "data": own, "run": given(device=device)}
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
-    options = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
-    further = [sweep.read_setting(text, options)[-1] for text in settings or []]
+    elsewhere = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
+    further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
     config = Config.build(ASSUMED, small, asked, *further)
-    place = out or new_folder(Path("runs"), f"theory-{name}")
+    place = _folder("study", f"theory-{name}", out)
     if (place / "theory.json").exists():
         raise UserError(f"{place} holds a study already; choose another folder.")
     RunFolder(place).prepare(resume=True)
@@ -375,9 +342,11 @@ def theory(
     say(f"Study: {place}")
 
 
-def _check_resumed(what: str, out: Path | None, resume: bool) -> None:
+def _folder(what: str, name: str, out: Path | None, resume: bool = False) -> Path:
+    """Return the folder ``out`` or, unless the work there is to be resumed, a new one below runs."""
     if resume and out is None:
         raise UserError(f"--resume needs the folder of the {what} to go on with: give it as --out.")
+    return out or new_folder(Path("runs"), name)
 
 
 def _work(
