@@ -109,7 +109,8 @@ def compare(
     place = _folder("comparison", f"compare-{data}", out, resume)
     entries = comparison.plan(place, names, numbers, [layer, *shared], own)
     comparison.check_folder(place, resume)
-    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, reports.method_and_seed)
+    titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
+    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, titles)
     left_out: dict[str, str] = {}
     for entry in entries:
         if entry.title in failed:
@@ -354,9 +355,9 @@ def _work(
     check: Callable[[Sequence[Entry], SharedData], list[str]],
     data: SharedData,
     quiet: bool,
-    title: Callable[[Entry], str] = lambda entry: entry.title,
+    titles: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Check all runs and train those that are not complete; returns what went wrong, by the title of the run."""
+    """Check all runs and train those that are not complete, shown by ``titles``; returns what went wrong, by entry."""
     pending = [entry for entry in entries if not entry.is_complete]
     if not quiet and len(pending) < len(entries):
         errors.print(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.", highlight=False)
@@ -364,7 +365,7 @@ def _work(
         notes = check(entries, data)
     for text in notes:
         note(text)
-    with reports.runs_progress(pending, quiet, title) as watch:
+    with reports.runs_progress(pending, quiet, titles or {}) as watch:
         return sweep.work_off(pending, watch, data)
 
 

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
-COLOURS = (
-    *("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3"),
-    *("#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5"),
-)
+COLOURS = ("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5")
 SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
 TITLES = {
     "objective": "objective f",
@@ -50,18 +47,11 @@ TITLES = {
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
 _NONE = "-"
-# Names of an experiment's figures; those that end so are shares, shown in %.
+# Names of an experiment's figures that their parts do not make.
 _NAMES = {
-    "test_accuracy": "test, %",
-    "train_accuracy": "train, %",
     "bottom_decile": "bottom decile, %",
-    "unseen_test_accuracy": "unseen, test, %",
-    "unseen_test_loss": "unseen, test loss",
-    "unseen_train_accuracy": "unseen, train, %",
     "recovery.cluster_accuracy": "assigned rightly, %",
     "recovery.component_distances": "cosine distance",
-    "test_loss": "test loss",
-    "train_loss": "train loss",
     "weights_entropy": "entropy, took part",
     "unseen_weights_entropy": "entropy, unseen",
     "seconds_per_round": "s a round",
@@ -121,17 +111,13 @@ def _spread(spread: Spread, show: Callable[[float], str], deviation: Callable[[f
     return show(spread.mean) + more
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
 def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
     return "one seed" if len(seeds) == 1 else f"{what}{len(seeds)} seeds"
 
 
 @contextmanager
 def runs_progress(
-    pending: Sequence[Entry], quiet: bool, title: Callable[[Entry], str]
+    pending: Sequence[Entry], quiet: bool, titles: Mapping[str, str]
 ) -> Iterator[Callable[[Entry], AbstractContextManager[Listener]]]:
     """Show one bar over all rounds that are to be trained, and a line for each run that is done, unless ``quiet``.
 
@@ -145,7 +131,8 @@ def runs_progress(
         @contextmanager
         def watch(entry: Entry) -> Iterator[Listener]:
             before, latest, outcome = sum(other.config.run.rounds for other in done), Record(), "stopped"
-            bar.update(task, description=f"{title(entry):20s}", count=f"run {len(done) + 1} of {len(pending)}")
+            title = f"{titles.get(entry.title, entry.title):20s}"
+            bar.update(task, description=title, count=f"run {len(done) + 1} of {len(pending)}")
 
             def listen(record: Record) -> None:
                 latest.update(record)
@@ -159,7 +146,7 @@ def runs_progress(
             finally:
                 done.append(entry)
                 if not quiet:
-                    bar.print(f"{title(entry):20s} {outcome}", highlight=False)
+                    bar.print(f"{title} {outcome}", highlight=False)
 
         yield watch
 
@@ -167,16 +154,11 @@ def runs_progress(
 # --- comparisons
 
 
-def method_and_seed(entry: Entry) -> str:
-    """Return what a run of a comparison is called while it is trained."""
-    return f"{METHODS[entry.labels['method']].title} seed {entry.seed}"
-
-
 def comparison_table(comparison: Comparison) -> Table:
     """Return one row per method, and the oracle's when it is known; eighty columns hold it."""
     # There is no room for the deviations of a round's costs; the files have them.
-    rows = list(_comparison_rows(comparison, brief=("seconds", "bytes")))
-    table = _table(_comparison_title(comparison), ["method", *_columns(comparison)], rows, ["method"], "method")
+    rows, headings = _comparison_rows(comparison, brief=True), ["method", *_columns(comparison)]
+    table = _table(_comparison_title(comparison), headings, rows, ["method"], "method")
     if comparison.oracle:
         table.rows[-2].end_section = True
     return table
@@ -257,29 +239,24 @@ def _further(comparison: Comparison) -> dict[str, Metric]:
     return {name: metric for name, metric in found.items() if metric is not None and metric.name != comparison.metric}
 
 
-def _comparison_rows(comparison: Comparison, brief: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Yield the methods' rows and the oracle's; figures that begin with ``brief`` are without their deviation."""
-    _, size = _bytes_unit(comparison)
+def _comparison_rows(comparison: Comparison, brief: bool = False) -> Iterator[list[str]]:
+    """Yield the methods' rows and the oracle's; if ``brief``, costs are without their deviation."""
+    (_, size), first, further = _bytes_unit(comparison), find_metric(comparison.metric), _further(comparison)
+
+    def cell(name: str, spread: Spread) -> str:
+        if name.startswith(("seconds", "bytes")):
+            cost = spread._replace(deviation=None) if brief else spread
+            return _spread(cost, "{:.3f}".format if name.startswith("seconds") else amount)
+        metric = further.get(name, first)
+        return _spread(spread, partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
 
     def amount(value: float) -> str:
         return f"{value / size:,.0f}" if value / size >= 100 else f"{value / size:.1f}"
 
-    def cell(name: str, spread: Spread | None) -> str:
-        if spread is None:
-            return ""
-        if name.startswith(brief):
-            spread = spread._replace(deviation=None)
-        if name.startswith("seconds"):
-            return _spread(spread, "{:.3f}".format)
-        if name.startswith("bytes"):
-            return _spread(spread, amount)
-        metric = further.get(name, first)
-        return _spread(spread, partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
-
-    first, further = find_metric(comparison.metric), _further(comparison)
-    rows = [(row.title, row.figures) for row in comparison.rows]
-    for title, figures in rows + ([("oracle", comparison.oracle)] if comparison.oracle else []):
-        yield [title, *(cell(name, figures.get(name)) for name in _columns(comparison).values())]
+    oracle = [("oracle", comparison.oracle)] if comparison.oracle else []
+    for title, figures in [*((row.title, row.figures) for row in comparison.rows), *oracle]:
+        names = _columns(comparison).values()
+        yield [title, *(cell(name, figures[name]) if name in figures else "" for name in names)]
 
 
 def _bytes_unit(comparison: Comparison) -> tuple[str, int]:
@@ -369,8 +346,9 @@ def _headings(experiment: Experiment) -> list[str]:
     """A heading each; where the paper has no figures, none for them."""
     columns = []
     for name in experiment.figures:
-        figure, _, reference = experiment.parted(name)
-        heading = _NAMES.get(figure, figure) + (f"{SLASH}{reference}" if reference else "")
+        figure, slash, reference = name.partition(SLASH)
+        usual = figure.replace("unseen_", "unseen, ").replace("_accuracy", ", %").replace("_loss", " loss")
+        heading = _NAMES.get(figure, usual) + slash + reference
         columns += [heading, *(("paper", "diff.") if experiment.paper else ())]
     return [*experiment.axes, "seeds", *columns]
 
@@ -390,7 +368,9 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
         cells = [*line.labels.values(), str(line.num_seeds)]
         for name in experiment.figures:
             ours, paper, share = line.ours[name], line.paper[name], _is_share(name)
-            cells.append(_spread(ours, _percent) if share else _spread(ours, number, "{:.2g}".format))
+            cells.append(
+                _spread(ours, lambda value: f"{100 * value:.1f}") if share else _spread(ours, number, "{:.2g}".format)
+            )
             if experiment.paper:
                 cells.append(_NONE if paper is None else f"{paper:g}")
                 if ours.mean is None or paper is None:

@@ -24,7 +24,7 @@ from fedem.studies.sweep import Entry, Spread, outcomes, read_setting
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
-_OWN_OF_RUN = ("fine_tune_epochs", "fine_tune_rate")
+_OWN_OF_RUN = ("run.fine_tune_epochs", "run.fine_tune_rate")
 _SAME = ("data", "loss", "run.rounds", "run.unseen", "run.metrics")
 _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _TRAINING = ("batching", "solver", "schedule")
@@ -44,13 +44,14 @@ def resolve_methods(names: Sequence[str]) -> list[str]:
 
 def without_own(layers: Iterable[Layer]) -> list[Layer]:
     """Leave out what another method does not take over: how one method is set, solved and tuned."""
-    kept: list[Layer] = []
-    for layer in layers:
-        common = {section: values for section, values in layer.items() if section not in _OWN}
-        if "run" in common:
-            common["run"] = {key: value for key, value in common["run"].items() if key not in _OWN_OF_RUN}
-        kept.append(common)
-    return kept
+    return [
+        {
+            section: {key: value for key, value in values.items() if f"{section}.{key}" not in _OWN_OF_RUN}
+            for section, values in layer.items()
+            if section not in _OWN
+        }
+        for layer in layers
+    ]
 
 
 def without_shipped(layer: Layer, main: Config) -> Layer:

@@ -49,11 +49,6 @@ class Experiment:
         """The labels on all axes."""
         return [label for choices in self.axes.values() for label in choices]
 
-    def parted(self, figure: str) -> tuple[str, str | None, str]:
-        """Part a figure into its name and, for a ratio, axis and label of what it is the ratio to."""
-        name, _, label = figure.partition(SLASH)
-        return name, next((axis for axis, choices in self.axes.items() if label in choices), None), label
-
 
 def read(folder: Path) -> Experiment:
     """Read the experiment declared in ``folder``."""
@@ -149,13 +144,10 @@ def _layers(settings: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
     """Turn ``section.key = value`` into layers of settings."""
     if not isinstance(settings, Mapping):
         raise UserError(f'{where} has {settings!r}; allowed: {{ "section.key" = value }}.')
-    layers: list[Layer] = []
     for key, value in settings.items():
-        section, dot, name = key.partition(".")
-        if not dot or isinstance(value, Mapping):
+        if "." not in key or isinstance(value, Mapping):
             raise UserError(f'{where} has {key!r}; allowed: "section.key" = value.')
-        layers.append({section: {name: value}})
-    return tuple(layers)
+    return tuple(sweep.layers_of(settings))
 
 
 def plan(
@@ -247,9 +239,10 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
         labels = dict(zip(experiment.axes, choice, strict=True))
         ours = {}
         for name in experiment.figures:
-            figure, axis, reference = experiment.parted(name)
+            figure, slash, reference = name.partition(SLASH)
             values = [_figure(summary, figure) for summary in by_seed.values()]
-            if axis is not None:
+            if slash:
+                axis = next(axis for axis, choices in experiment.axes.items() if reference in choices)
                 others = known.get(tuple((labels | {axis: reference}).values()), {})
                 below = [_figure(others.get(seed, {}), figure) for seed in by_seed]
                 values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]

@@ -126,6 +126,11 @@ def check_folder(what: str, out: Path, resume: bool, begun: bool) -> None:
     RunFolder(out).prepare(resume)
 
 
+def layers_of(values: Mapping[str, Any]) -> list[Layer]:
+    """Return values by ``section.key`` as layers of a configuration."""
+    return [{key.partition(".")[0]: {key.partition(".")[2]: value}} for key, value in values.items()]
+
+
 def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tuple[str, str, Layer]:
     """Read ``section.key=value``, which follows on ``whose`` in ``text``: the section, section.key, and the layer.
 

@@ -51,17 +51,8 @@ ASSUMED: Layer = {
 }
 # A federation whose components are told apart within tens of rounds: before that no rate can show.
 SMALL: Layer = {
-    "data": {
-        "name": "synthetic",
-        "num_clients": 20,
-        "num_components": 2,
-        "dimension": 20,
-        "dirichlet": 0.1,
-        "noise_scale": 0.0,
-        "max_samples": 200,
-        "num_validation": 0,
-        "num_test": 0,
-    },
+    "data": {"name": "synthetic", "num_clients": 20, "num_components": 2, "dimension": 20, "dirichlet": 0.1}
+    | {"noise_scale": 0.0, "max_samples": 200, "num_validation": 0, "num_test": 0},
     "method": {"num_components": 2},
 }
 

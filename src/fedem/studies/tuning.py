@@ -35,7 +35,7 @@ from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, SharedData, Spread, check_seeds
+from fedem.studies.sweep import Entry, SharedData, Spread, check_seeds, layers_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -100,11 +100,6 @@ def read_grids(texts: Iterable[str]) -> Grids:
             raise UserError(f"--grid got {text!r}, but {key} is the same in all trials; allowed: other settings.")
         grids[key] = values
     return grids
-
-
-def layers_of(values: Mapping[str, Any]) -> list[Layer]:
-    """Return values by ``section.key`` as layers of a configuration."""
-    return [{key.partition(".")[0]: {key.partition(".")[2]: value}} for key, value in values.items()]
 
 
 def next_values(grids: Grids, sampler: str, seed: int, tried: Sequence[Tried], maximize: bool) -> Values:
@@ -218,7 +213,7 @@ class Search:
     def prepare(self) -> tuple[SharedData, str]:
         """Make every seed's data, without their test part, and check the runs on them; returns them and the metric."""
         data, metric = SharedData(lambda config: without_test(config.make_data()), len(self.seeds)), ""
-        for config in self.first_configs:
+        for config in self.first_configs:  # which try what is made at a run's start, such as a graph
             trainer = Trainer.prepare(config, data.of(config))
             metric = trainer.recipe.metrics[0].name
             if not len(trainer.federation.validation):
@@ -227,7 +222,6 @@ class Search:
                     "number of them above 0 (data.validation, data.num_validation)."
                 )
         for values in self._each_value():
-            # What is made at a run's start, such as a graph, was tried above.
             config = self.config(values, self.seeds[0])
             Trainer.prepare(config, data.of(config), fresh=False)
         return data, metric
@@ -235,22 +229,19 @@ class Search:
     @property
     def first_configs(self) -> list[Config]:
         """The runs with every setting's first value, one per seed."""
-        return [self.config(self._first, seed) for seed in self.seeds]
+        return [self.config(next(self._each_value()), seed) for seed in self.seeds]
 
     def record(self) -> Record:
         """Name what decides which trials there are."""
         grids = {key: list(values) for key, values in self.grids.items()}
         return {"grids": grids, "sampler": self.sampler, "seeds": list(self.seeds)}
 
-    @property
-    def _first(self) -> Values:
-        return {key: values[0] for key, values in self.grids.items()}
-
     def _each_value(self) -> Iterator[Values]:
         """Yield every value once, with the others' first: what a setting allows has no gaps, so ranges are fine too."""
-        yield self._first
+        first = {key: values[0] for key, values in self.grids.items()}
+        yield first
         for key, values in self.grids.items():
-            yield from (self._first | {key: value} for value in values[1:])
+            yield from (first | {key: value} for value in values[1:])
 
 
 def without_test(dataset: Dataset) -> Dataset:
