@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from rich.table import Table
 from typer import Argument, Option, Typer
@@ -135,10 +135,7 @@ experiment_group = Typer(
 Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
 
 
-class _Planned(NamedTuple):
-    experiment: Experiment
-    entries: list[Entry]
-    folder: Path  # in which the runs lie
+_Planned = tuple[Experiment, list[Entry], Path]  # the folder is where the runs lie
 
 
 def _plan(
@@ -167,7 +164,7 @@ def _plan(
     numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
     folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
     asked = [{"run": given(rounds=rounds, device=device)}, *shared]
-    return _Planned(experiment, experiments.plan(experiment, folder, numbers, chosen, asked, own, quick), folder)
+    return experiment, experiments.plan(experiment, folder, numbers, chosen, asked, own, quick), folder
 
 
 @experiment_group.command("list")
@@ -208,15 +205,15 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
 @_taking(_plan)
 def status(planned: _Planned) -> None:
     """Show how far each run has come."""
-    console.print(reports.status_table(planned.entries))
+    console.print(reports.status_table(planned[1]))
 
 
 @experiment_group.command()
 @_taking(_plan)
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
-    lines = experiments.tabulate(planned.experiment, planned.entries)
-    console.print(reports.experiment_table(planned.experiment, lines))
+    experiment, entries, _ = planned
+    console.print(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
 
 
 @_taking(_asked)

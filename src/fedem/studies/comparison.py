@@ -20,7 +20,7 @@ from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Spread, outcomes, read_setting
+from fedem.studies.sweep import Entry, Labels, Spread, outcomes, read_setting
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
@@ -95,12 +95,11 @@ def plan(
     """
     rounds = Config.build(*shared, {"method": {"name": methods[0]}}).run.rounds
     usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
-    return sweep.plan(
-        {"method": methods},
-        seeds,
-        lambda labels: [usual, *shared, {"method": {"name": labels["method"]}}, *own.get(labels["method"], ())],
-        lambda labels, seed: out / f"{labels['method']}-seed{seed}",
-    )
+
+    def layers(labels: Labels) -> list[Layer]:
+        return [usual, *shared, {"method": {"name": labels["method"]}}, *own.get(labels["method"], ())]
+
+    return sweep.plan(out, {"method": methods}, seeds, layers, name=lambda labels, n: f"{labels['method']}-seed{n}")
 
 
 def check_folder(out: Path, resume: bool) -> None:

@@ -7,7 +7,6 @@ has for them. The runs are a sweep; our figures then stand beside the paper's.
 from __future__ import annotations
 
 import itertools
-import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,17 +174,9 @@ def plan(
         further = [asked, *((own or {}).get(label, ()) for label in labels.values())]
         return list(itertools.chain(*declared, *short, *further))
 
-    return sweep.plan(
-        {axis: [name for name in names if name in chosen.get(axis, names)] for axis, names in experiment.axes.items()},
-        seeds,
-        layers,
-        lambda labels, seed: out / "_".join([*map(_word, labels.values()), f"seed{seed}"]),
-        experiment.without,
-    )
-
-
-def _word(label: str) -> str:
-    return re.sub(r"[^a-z0-9.+]+", "-", label.lower()).strip("-")
+    axes = experiment.axes.items()
+    kept = {axis: [name for name in names if name in chosen.get(axis, names)] for axis, names in axes}
+    return sweep.plan(out, kept, seeds, layers, experiment.without)
 
 
 def sort_settings(experiment: Experiment, assignments: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:

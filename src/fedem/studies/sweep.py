@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -83,17 +84,23 @@ class SharedData:
         return found
 
 
+def _name(labels: Labels, seed: int) -> str:
+    words = [re.sub(r"[^a-z0-9.+]+", "-", label.lower()).strip("-") for label in labels.values()]
+    return "_".join([*words, f"seed{seed}"])
+
+
 def plan(
+    out: Path,
     axes: Mapping[str, Iterable[str]],
     seeds: Sequence[int],
     layers: Callable[[Labels], Iterable[Layer]],
-    folder: Callable[[Labels, int], Path],
     without: Sequence[Labels] = (),
+    name: Callable[[Labels, int], str] = _name,
 ) -> list[Entry]:
     """Return a run for every seed and combination of the axes' labels, but for those ``without``.
 
     Runs with the same seed and data come together. Configurations and complete runs are checked. ``layers`` returns the
-    settings of the runs with these labels, all but the seed; ``folder`` where the run with these labels and seed lies.
+    settings of the runs with these labels, all but the seed; ``name`` the name of their folder in ``out``.
     """
     check_seeds(seeds)
     entries = []
@@ -103,7 +110,7 @@ def plan(
         for seed in seeds:
             with naming(_title(labels, seed)):
                 config = Config.build(*layers(labels), {"run": {"seed": seed}})
-            entries.append(Entry(labels, seed, config, RunFolder(folder(labels, seed))))
+            entries.append(Entry(labels, seed, config, RunFolder(out / name(labels, seed))))
     if not entries:
         raise UserError("No run is left: every one is excluded.")
     for entry in entries:

@@ -382,7 +382,7 @@ def _carry_out(
     trial: Trial, search: Search, data: SharedData, metric: str, out: Path, listener: Listener | None
 ) -> Trial:
     """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
-    place, rounds, layers = out / "trials" / f"{trial.number:03d}", search.base.run.rounds, layers_of(trial.values)
+    place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
     place.mkdir(parents=True, exist_ok=True)
     # Resumed, the trial has the same values, even if another version of the sampler would draw others.
     write_json(place / "trial.json", trial.record())
@@ -395,7 +395,8 @@ def _carry_out(
     try:
         with _failing():  # values that don't go together
             search.config(trial.values, seed)
-        for entry in sweep.plan({}, search.seeds, lambda _: [*search.layers, *layers], lambda _, n: place / f"seed{n}"):
+        layers = [*search.layers, *layers_of(trial.values)]
+        for entry in sweep.plan(place, {}, search.seeds, lambda _: layers):
             seed = entry.seed
             summary = entry.folder.summary() or _trained(entry, data.of(entry.config), listen)
             scores.append(_score(summary, metric))
