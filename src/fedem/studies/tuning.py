@@ -424,7 +424,7 @@ def _failing(beginning: str = "") -> Iterator[None]:
         raise _FailedError(error) from None
 
 
-def _trained(entry: Entry, dataset: Dataset, listener: Listener) -> Record:
+def _trained(entry: Entry, dataset: Dataset, listener: Listener) -> Mapping[str, Any]:
     begun = entry.folder.exists()
     with _failing():
         trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
@@ -432,7 +432,7 @@ def _trained(entry: Entry, dataset: Dataset, listener: Listener) -> Record:
         return carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
 
 
-def _score(summary: Record, metric: str) -> float:
+def _score(summary: Mapping[str, Any], metric: str) -> float:
     """Return the score to choose by; training that diverged has none."""
     if has_diverged(summary):
         raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
