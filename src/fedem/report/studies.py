@@ -69,12 +69,8 @@ def look(method: str) -> dict[str, Any]:
 
 def look_at(position: int) -> dict[str, Any]:
     """Return the colour, line and marker at a ``position`` of the list of looks."""
-    return {
-        "color": COLOURS[position % len(COLOURS)],
-        "linestyle": _STROKES[position // len(COLOURS) % len(_STROKES)],
-        "marker": _MARKERS[position % len(_MARKERS)],
-        "linewidth": 1.6,
-    }
+    stroke, marker = _STROKES[position // len(COLOURS) % len(_STROKES)], _MARKERS[position % len(_MARKERS)]
+    return {"color": COLOURS[position % len(COLOURS)], "linestyle": stroke, "marker": marker, "linewidth": 1.6}
 
 
 def saved(figure: Figure, ending: str, **how: Any) -> bytes:
@@ -98,13 +94,11 @@ def _table(
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Container[str]) -> list[str]:
-    """Return the lines of the same table in Markdown."""
     rules = ["---" if heading in left else "---:" for heading in headings]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows)]
 
 
 def _spread(spread: Spread, show: Callable[[float], str], deviation: Callable[[float], str] | None = None) -> str:
-    """Return mean and deviation, each as it is to be shown."""
     if spread.mean is None:
         return _NONE
     more = "" if spread.deviation is None else f" ±{(deviation or show)(spread.deviation)}"
@@ -217,7 +211,6 @@ def _comparison_title(comparison: Comparison) -> str:
 
 
 def _columns(comparison: Comparison) -> dict[str, str]:
-    """Return the names of the figures by their headings."""
     metric, (unit, _) = comparison.metric, _bytes_unit(comparison)
     columns = {
         "test\naverage": f"test_{metric}",
@@ -343,7 +336,6 @@ def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
 
 
 def _headings(experiment: Experiment) -> list[str]:
-    """A heading each; where the paper has no figures, none for them."""
     columns = []
     for name in experiment.figures:
         figure, slash, reference = name.partition(SLASH)
@@ -446,7 +438,6 @@ def study_table(study: Study) -> Table:
 
 
 def _trend(trend: Trend | None) -> tuple[str, str, str, str]:
-    """Return the slope, the theorem's, the tolerance and whether it holds."""
     if trend is None:
         return "zero", "", "", ""
     rate = "" if trend.rate is None else f"{trend.rate:g}"

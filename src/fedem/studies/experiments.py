@@ -23,6 +23,7 @@ from fedem.studies.sweep import Entry, Labels, SharedData, Spread, outcomes
 FILE = "experiment.toml"
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
 ALL = "all"  # in [quick], all runs
+_Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
 _NEEDED = ("title", "figures", "axes")
 _OPTIONAL: Record = {"place": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
 
@@ -38,7 +39,7 @@ class Experiment:
     # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
     figures: tuple[str, ...]
     settings: tuple[Layer, ...]
-    axes: Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
+    axes: _Axes
     without: tuple[Labels, ...]  # combinations that are left out
     paper: Mapping[str, tuple[float | None, ...]]  # by the labels, in the order of the axes, joined with " / "
     quick: Mapping[str, tuple[Layer, ...]]  # settings of a short trial, of the runs with a label or of "all"
@@ -109,10 +110,7 @@ def _check(path: Path, key: str, value: object, fits: bool, allowed: str) -> Non
         raise UserError(f"{path} has {key} = {value!r}; allowed: {allowed}.")
 
 
-def _paper(
-    path: Path, key: str, values: Any, axes: Mapping[str, Mapping[str, object]], figures: Sequence[str]
-) -> tuple[float | None, ...]:
-    """Read the paper's figures of one choice on every axis."""
+def _paper(path: Path, key: str, values: Any, axes: _Axes, figures: Sequence[str]) -> tuple[float | None, ...]:
     if key not in map(SLASH.join, itertools.product(*axes.values())):
         raise UserError(
             f"{path} has paper.{key!r}; allowed: a label of each axis ({', '.join(axes)}) between '{SLASH}'."
@@ -140,7 +138,6 @@ def listed(place: Path) -> list[str]:
 
 
 def _layers(settings: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
-    """Turn ``section.key = value`` into layers of settings."""
     if not isinstance(settings, Mapping):
         raise UserError(f'{where} has {settings!r}; allowed: {{ "section.key" = value }}.')
     for key, value in settings.items():

@@ -223,7 +223,6 @@ def _title(labels: Labels, seed: int) -> str:
 
 
 def _data_key(config: Config) -> tuple[Any, ...]:
-    """Return what makes a run's data."""
     return config.data, config.partition, config.run.seed, config.run.unseen
 
 
