@@ -108,7 +108,7 @@ def compare(
     layer, data = asked
     place = _folder("comparison", f"compare-{data}", out, resume)
     entries = comparison.plan(place, names, numbers, [layer, *shared], own)
-    comparison.check_folder(place, resume)
+    sweep.check_folder("comparison", place, resume, begun=place.is_dir())
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
     failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, titles)
     left_out: dict[str, str] = {}

@@ -18,7 +18,6 @@ from fedem.methods import METHODS, resolve_method, title_of
 from fedem.models.metrics import find_metric
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import Record, metrics_of
-from fedem.runs.folder import RunFolder
 from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Labels, Spread, outcomes, read_setting
 
@@ -100,13 +99,6 @@ def plan(
         return [usual, *shared, {"method": {"name": labels["method"]}}, *own.get(labels["method"], ())]
 
     return sweep.plan(out, {"method": methods}, seeds, layers, name=lambda labels, n: f"{labels['method']}-seed{n}")
-
-
-def check_folder(out: Path, resume: bool) -> None:
-    """Refuse a folder that can't hold the comparison, or another one's; changes nothing."""
-    if RunFolder(out).exists():
-        raise UserError(f"{out} holds a run, not a comparison; choose another folder.")
-    sweep.check_folder("comparison", out, resume, begun=out.is_dir())
 
 
 class Point(NamedTuple):

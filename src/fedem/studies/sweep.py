@@ -126,6 +126,8 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 def check_folder(what: str, out: Path, resume: bool, begun: bool) -> None:
     """Refuse a folder that can't be written, has nothing to resume, or else holds anything; changes nothing."""
+    if RunFolder(out).exists():
+        raise UserError(f"{out} holds a run, not a {what}; choose another folder.")
     if resume and not begun:
         raise UserError(f"There is no {what} to resume in {out}{'' if out.is_dir() else ' (no such folder)'}.")
     if not resume and out.is_dir() and any(out.iterdir()):
