@@ -67,12 +67,11 @@ class RunSettings(Settings):
             what is best; empty: accuracy for classes, mean_squared_error for numbers. For classes there are also
             balanced_accuracy, roc_auc, average_precision, macro_f1, top_5_accuracy (or another number), log_loss and
             calibration_error, for numbers rmse, mae and r2.
-        measure_alpha_every: rounds between measurements of alpha, the share of the way to the optimum that local
-            solvers leave; 0: never.
+        measure_alpha_every: rounds between measurements of alpha, the part of the way to the optimum that local solvers
+            leave; 0: never.
         diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
         checkpoint_every: rounds between checkpoints of a run that has a folder; there is one after the last round.
-        partition_hash: hash of who owns which samples. A run writes it down, and config.toml is refused where the
-            clients would get others; empty accepts any.
+        partition_hash: hash of who owns which samples: a run writes it down, and is refused on others; empty: any.
 
     """
 
@@ -204,8 +203,8 @@ def overlay(*layers: Layer) -> Sections:
 class Config:
     """A complete configuration: the settings of every section, checked once, when they are made.
 
-    The data, the partition and the model may have been passed from Python. A file can't hold them: they are None here,
-    and asking for them is an error.
+    Data, partition and model may have been passed from Python. A file can't hold them, and asking for them is an error.
+    ``graph`` is None where clients don't average over one, ``loss`` where it is the one that fits the targets.
     """
 
     run: RunSettings
@@ -214,9 +213,9 @@ class Config:
     _data: DataSource | None
     _partition: Partition | None
     method: MethodSettings
-    graph: Topology | None  # over which clients average; None where they don't
+    graph: Topology | None
     _model: ModelSpec | None
-    loss: Loss | None  # None: the one that fits the targets
+    loss: Loss | None
     solver: Solver
     schedule: Schedule
 
@@ -250,15 +249,18 @@ class Config:
 
     @property
     def data(self) -> DataSource:
+        """Where the samples come from."""
         return _there(self._data, "The data of this run were", "pass them again, a file can't hold them")
 
     @property
     def partition(self) -> Partition:
+        """How the data's samples become clients'."""
         mend = f"as part of its data; allowed in a file: {', '.join(PARTITIONS)}"
         return _there(self._partition, "The partition of this run was", mend)
 
     @property
     def model(self) -> ModelSpec:
+        """The network that each component, or each client, has."""
         return _there(self._model, "The model of this run was", "pass model=... again to load it")
 
     def make_data(self) -> Dataset:

@@ -255,8 +255,9 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     federation, run = dataset.federation, config.run
     if run.unseen and federation.unseen is None:
         federation = federation.hold_out(run.unseen, run.seed)
-    _check_encoding(config, dataset)
-    config = _settle_partition(config, dataset.partition_hash)
+    _check_data(config, dataset)
+    # Written down, so that a run with this config.toml is refused on any other partition.
+    config = config.replace("run", partition_hash=dataset.partition_hash)
     groups = [federation] + ([federation.unseen] if federation.unseen else [])
     targets = torch.cat([group.part(part).targets for group in groups for part in PARTS])
     if (loss := config.loss) is None:
@@ -288,9 +289,14 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     return recipe
 
 
-def _check_encoding(config: Config, dataset: Dataset) -> None:
-    """Refuse to hold out clients that a table's encoding was fitted on."""
-    run = config.run
+def _check_data(config: Config, dataset: Dataset) -> None:
+    """Refuse clients that got other samples than before, and to hold out those that a table's encoding was fitted on."""
+    run, found = config.run, dataset.partition_hash
+    if run.partition_hash not in ("", found):
+        raise UserError(
+            f"run.partition_hash is {run.partition_hash!r}, but the clients got other samples "
+            f"({found or 'no partition'}); allowed: the same data and partition, or an empty run.partition_hash."
+        )
     if dataset.encoding is not None and run.unseen and (run.unseen, run.seed) != (dataset.unseen, dataset.seed):
         raise UserError(
             f"run.unseen is {run.unseen} and run.seed {run.seed}, but the table was encoded for {dataset.unseen} and "
@@ -299,26 +305,15 @@ def _check_encoding(config: Config, dataset: Dataset) -> None:
         )
 
 
-def _settle_partition(config: Config, found: str) -> Config:
-    """Write down the hash of the partition, so that a run with this config.toml is refused on any other."""
-    known = config.run.partition_hash
-    if known and known != found:
-        raise UserError(
-            f"run.partition_hash is {known!r}, but the clients got other samples ({found or 'no partition'}); "
-            "allowed: the same data and partition, or an empty run.partition_hash."
-        )
-    return config.replace("run", partition_hash=found)
-
-
 def find_device(name: str) -> torch.device:
     """Turn "auto", "cpu", "cuda" or "cuda:1" into a device that is there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device: torch.device | None = torch.device(name)
     except RuntimeError:
-        raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...") from None
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")

@@ -87,6 +87,7 @@ class Result:
 
     @property
     def config(self) -> Config:
+        """The complete configuration."""
         return self.recipe.config
 
     def __repr__(self) -> str:

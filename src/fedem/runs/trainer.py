@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -348,6 +348,7 @@ class Trainer:
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         history, unseen = progress.history, self.federation.unseen
         seconds = [line["seconds"] for line in history]
+        sent = {way: [line[way] for line in history] for way in ("bytes_up", "bytes_down")}
         summary: Record = {
             **self.recipe.describe(progress.state),
             "num_clients": self.federation.num_clients,
@@ -357,7 +358,7 @@ class Trainer:
             # The test part took no part in choosing it.
             "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
-            **{f"{way}_per_round": _mean(line[way] for line in history) for way in ("bytes_up", "bytes_down")},
+            **{f"{way}_per_round": round(statistics.mean(each)) if each else None for way, each in sent.items()},
         }
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
@@ -394,11 +395,6 @@ class Trainer:
             return None
         weights = found.log_weights(self.recipe.algorithm).exp().cpu()
         return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
-
-
-def _mean(values: Iterable[int]) -> int | None:
-    known = list(values)
-    return round(statistics.mean(known)) if known else None
 
 
 def _improves(scores: Scores, best: float | None) -> bool:
