@@ -290,7 +290,7 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
 
 
 def _check_data(config: Config, dataset: Dataset) -> None:
-    """Refuse clients that got other samples than before, and to hold out those that a table's encoding was fitted on."""
+    """Refuse clients with other samples than before, and to hold out those that a table's encoding was fitted on."""
     run, found = config.run, dataset.partition_hash
     if run.partition_hash not in ("", found):
         raise UserError(

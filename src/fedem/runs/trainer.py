@@ -261,21 +261,10 @@ class Trainer:
 
     @cached_property
     def training(self) -> Training:
-        recipe, config = self.recipe, self.config
-        return Training(
-            recipe.algorithm,
-            recipe.mixer,
-            self._own_engine,
-            config.batching,
-            config.schedule,
-            self.federation,
-            config.run.rounds,
-            cohort_size(config.run.clients_per_round, self.federation.num_clients),
-            config.run.seed,
-            recipe.device,
-            self.team,
-            recipe.codec,
-        )
+        recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
+        cohort = cohort_size(run.clients_per_round, federation.num_clients)
+        how = (recipe.algorithm, recipe.mixer, self.engine, config.batching, config.schedule, federation)
+        return Training(*how, run.rounds, cohort, run.seed, recipe.device, self.team, recipe.codec)
 
     @cached_property
     def personalizer(self) -> Personalizer:
