@@ -10,14 +10,14 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn.utils.rnn import pack_sequence
 
 from fedem.core.errors import UserError
-from fedem.models.lstm import StackableLSTM, stackable
+from fedem.models.layers import StackableLSTM, make_stackable
 
 
 def test_what_can_not_be_stacked_is_refused() -> None:
     _, module = make_pair()
-    assert stackable(module)
+    assert isinstance(make_stackable(module), StackableLSTM)
     projecting = nn.LSTM(INPUTS, 3, proj_size=2)
-    assert not stackable(projecting)
+    assert not isinstance(make_stackable(projecting), StackableLSTM)
     projecting.__class__ = StackableLSTM
     with pytest.raises(UserError, match=r"proj_size=2; allowed: 0"):
         projecting(torch.zeros(TIMES, INPUTS))

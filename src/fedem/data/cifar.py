@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fedem.data.store import Block, Public, Remote, opened, pick
+from fedem.data.store import Block, Public, Remote, opened, pick, read_bytes
 
 _SHAPE = (3, 32, 32)
 _TEN = "airplane automobile bird cat deer dog frog horse ship truck"
@@ -77,8 +77,7 @@ class Cifar10(Public):
     def read(self, source: Path) -> Iterator[Block]:
         with opened(source) as files:
             for path in [pick(files, name, source) for name in self.files]:
-                with files[path]() as file:
-                    batch = unpickle(file.read())
+                batch = unpickle(read_bytes(files, path))
                 images = np.asarray(batch[b"data"])
                 if images.dtype != np.uint8:
                     raise ValueError(f"{path} holds {images.dtype}, no bytes")

@@ -101,7 +101,6 @@ class Pooled(DataSource):
         """Return all samples; nothing is read that can be mapped from a file."""
 
     def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
-        """Split every client's samples."""
         return Federation.from_pool(
             collection.pool, *assignment, collection.ids, validation=self.validation, test=self.test, seed=seed
         )

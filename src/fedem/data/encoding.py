@@ -39,9 +39,7 @@ class Feature:
     categories: tuple[str, ...] = ()
 
     @classmethod
-    def fit(
-        cls, table: Table, name: str, rows: NDArray[np.int64], *, standardize: bool = True, max_categories: int = 100
-    ) -> Feature:
+    def fit(cls, table: Table, name: str, rows: NDArray[np.int64], standardize: bool, max_categories: int) -> Feature:
         """Learn from the training ``rows`` of a column."""
         column = table.columns[name]
         if column.kind == BOOLEAN:
@@ -89,11 +87,9 @@ def too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
     column = table.columns[name]
     numbers = np.isfinite(column.parsed) if column.written else np.zeros(len(table), dtype=bool)
     odd = int((~numbers).argmax())
-    hint = (
-        f"{numbers.sum():,} of its values are numbers; the first that is none: {table.place(odd)}"
-        if numbers.any()
-        else f"such as {column.values[0]!r}; dates and identifiers are text as well"
-    )
+    hint = f"such as {column.values[0]!r}; dates and identifiers are text as well"
+    if numbers.any():
+        hint = f"{numbers.sum():,} of its values are numbers; the first that is none: {table.place(odd)}"
     return UserError(
         f"Column {name!r} is text with {count:,} categories ({hint}); allowed: at most {allowed} "
         f"(data.max_categories). Leave it out with data.ignore={name}, or turn it into numbers."
@@ -136,19 +132,15 @@ class Target:
         if len(found) < 2:
             allowed = "" if regression else " classes, or numbers (data.task=regression)"
             value = next(iter(found), None)
-            raise UserError(
-                f"The target column {name!r} has one value only ({value!r}); allowed: at least two{allowed}."
-            )
+            expected = f"at least two{allowed}"
+            raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: {expected}.")
         if regression:
             return cls(name, kind, len(found), None)
         order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
         return cls(name, kind, len(found), tuple(order))
 
     def scaled(self, table: Table, rows: NDArray[np.int64]) -> Target:
-        """Standardise numbers by the training ``rows``.
-
-        A Gaussian likelihood of variance 1, by which samples are dealt to components, wants targets of that size.
-        """
+        """Standardise numbers by the training ``rows``, as the E-step's Gaussian of variance 1 wants them."""
         if self.classes is not None or table.columns[self.name].values.ndim > 1:
             return self
         mean, deviation = scale_of(table.numbers(self.name)[rows])
@@ -179,8 +171,8 @@ class Target:
         why = "whole numbers" if self.kind == WHOLE else "numbers"
         if self.kind == WHOLE or self.distinct <= _FEW:
             why += "; data.task=classification makes them classes"
-        deviation = f"{self.deviation:.4g}"
-        scale = f", standardised by mean {self.mean:.4g} and deviation {deviation}: an error of 1 is {deviation}"
+        size = f"{self.deviation:.4g}"
+        scale = f", standardised by mean {self.mean:.4g} and deviation {size}: an error of 1 is {size}"
         scale = "" if (self.mean, self.deviation) == (0.0, 1.0) else scale
         return f"target {self.name!r}: regression ({self.distinct:,} distinct {why}){scale}"
 
@@ -189,8 +181,7 @@ class Target:
 class Encoding:
     """What was learnt of a table's columns."""
 
-    features: tuple[Feature, ...] | None
-    """in the order of the inputs; None where the inputs are an array, which is taken as it is"""
+    features: tuple[Feature, ...] | None  # in the order of the inputs; None where these are an array, taken as it is
     target: Target
     client: str = "client"  # name of the column of clients
     ignored: tuple[str, ...] = ()  # names of columns that are left out
@@ -213,8 +204,7 @@ class Encoding:
             return cls(None, target, table.client, tuple(ignored))
         names = table.without(ignored).features
         table.complete(names)
-        options: dict[str, Any] = {"standardize": standardize, "max_categories": max_categories}
-        features = tuple(Feature.fit(table, name, train_rows, **options) for name in names)
+        features = tuple(Feature.fit(table, name, train_rows, standardize, max_categories) for name in names)
         return cls(features, target, table.client, tuple(ignored))
 
     @property
@@ -236,9 +226,8 @@ class Encoding:
     @property
     def input_names(self) -> tuple[str, ...] | None:
         """Names of the d inputs; None where they are an array."""
-        if self.features is None:
-            return None
-        return tuple(name for feature in self.features for name in feature.inputs)
+        features = self.features
+        return None if features is None else tuple(name for feature in features for name in feature.inputs)
 
     def inputs(self, table: Table) -> NDArray[np.generic]:
         """Encode a table's features, ``[n, d]`` float32; columns are found by their names."""
@@ -279,9 +268,8 @@ class Encoding:
             array = array.astype(object)
         blank = [value is None or value != value for value in array.reshape(len(array), -1)[:, 0].tolist()]
         column = Column(array, np.array(blank, dtype=bool))
-        return self.target.encode(
-            Table({self.target.name: column}, self.target.name, self.client, (Piece("the targets", len(array)),))
-        )
+        pieces = (Piece("the targets", len(array)),)
+        return self.target.encode(Table({self.target.name: column}, self.target.name, self.client, pieces))
 
     def unseen(self, table: Table) -> dict[str, list[str]]:
         """Return, by column, the categories that no training row had; their inputs are all zeros."""

@@ -134,8 +134,7 @@ class Federation:
     ) -> Federation:
         """Build from a pool of P samples and who owns which, as :func:`split_rows` has them; nothing is read or copied.
 
-        ``ids`` ``[P]`` int64 are hashes of the samples' content: the split and the order of a client's samples go by
-        them, not by the pool's order.
+        The split and the order of a client's samples go by ``ids`` ``[P]`` int64, hashes of the samples' content.
         """
         labels = check_names(names, len(offsets) - 1)
         cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
@@ -226,9 +225,8 @@ class Federation:
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
         if self.unseen is not None:
-            raise UserError(
-                f"{self.unseen.num_clients} clients are held out already; hold out from the whole federation."
-            )
+            count = self.unseen.num_clients
+            raise UserError(f"{count} clients are held out already; hold out from the whole federation.")
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         count = round(share * self.num_clients)

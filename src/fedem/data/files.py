@@ -111,9 +111,8 @@ class FromFile(Pooled):
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
         """Return the table without the columns left out, and what its targets are."""
         if owned and self.target_column == self.client_column:
-            raise UserError(
-                f"data.target_column and data.client_column are both {self.target_column!r}; allowed: two columns."
-            )
+            said = f"data.target_column and data.client_column are both {self.target_column!r}"
+            raise UserError(f"{said}; allowed: two columns.")
         table = self.read()
         self._need(table, table.target, "targets are needed to train")
         if owned:
@@ -138,7 +137,6 @@ class FromFile(Pooled):
         return Encoding.fit(table, rows, target, standardize=standardize, max_categories=limit, ignored=self._ignored)
 
     def _need(self, table: Table, column: str, why: str) -> None:
-        """Refuse a table that lacks a column."""
         if column in table.columns:
             return
         close = get_close_matches(column, table.columns, n=1)
@@ -222,23 +220,18 @@ def _read_dataset(name: str, dataset: Any) -> tuple[Tensor, Tensor]:
     columns: tuple[list[Tensor], list[Tensor]] = ([], [])
     for row, item in enumerate(walk):
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise UserError(
-                f"Client {name!r}, item {row} is a {type(item).__name__}"
-                f"{f' of {len(item)}' if isinstance(item, tuple | list) else ''}; allowed: a pair (input, target)."
-            )
+            kind = type(item).__name__ + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
+            raise UserError(f"Client {name!r}, item {row} is a {kind}; allowed: a pair (input, target).")
         for what, value, column in zip(("input", "target"), item, columns, strict=True):
             try:
                 column.append(value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value)))
             except TypeError:
-                raise UserError(
-                    f"Client {name!r}, item {row} has an {what} of type {type(value).__name__}; "
-                    "allowed: numbers, arrays or tensors (a transform can make them)."
-                ) from None
-            if (column[row].shape, column[row].dtype) != (column[0].shape, column[0].dtype):
-                raise UserError(
-                    f"Client {name!r}, item {row} has an {what} of shape {list(column[row].shape)} and type "
-                    f"{column[row].dtype}; allowed: {list(column[0].shape)} and {column[0].dtype}, as the first has."
-                )
+                said = f"Client {name!r}, item {row} has an {what} of type {type(value).__name__}"
+                raise UserError(f"{said}; allowed: numbers, arrays or tensors (a transform can make them).") from None
+            first, last = ((list(tensor.shape), tensor.dtype) for tensor in (column[0], column[row]))
+            if first != last:
+                said = f"Client {name!r}, item {row} has an {what} of shape {last[0]} and type {last[1]}"
+                raise UserError(f"{said}; allowed: {first[0]} and {first[1]}, as the first has.")
     if not columns[0]:
         raise UserError(f"Client {name!r} has an empty data set; at least 1 item is needed.")
     return torch.stack(columns[0]), torch.stack(columns[1])
@@ -292,15 +285,17 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
     source, pieces = f"client {name!r}", (Piece(f"client {name!r}", len(data)),)
     targets = _column(source, data, target)
     if len(columns) == 1 and not _is_value(data.features[columns[0]]):
-        inputs = data.select_columns(columns).with_format("numpy")[:][columns[0]]
-        return Table(
-            {target: targets, client: owner}, target, client, pieces, _array(name, inputs, data.features[columns[0]])
-        )
+        array = np.asarray(data.select_columns(columns).with_format("numpy")[:][columns[0]])
+        if array.dtype == object:
+            raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
+        # All integers come as int64, also those of an array that is declared smaller.
+        kind = data.features[columns[0]]
+        array = array.astype(kind.dtype) if type(kind).__name__.startswith("Array") else array
+        return Table({target: targets, client: owner}, target, client, pieces, array)
     if column := next((column for column in columns if not _is_value(data.features[column])), None):
-        raise UserError(
-            f"Client {name!r}, column {column!r} holds {data.features[column]}; allowed beside other features: numbers "
-            f"and text. features={column!r} takes it alone."
-        )
+        said = f"Client {name!r}, column {column!r} holds {data.features[column]}"
+        allowed = f"numbers and text. features={column!r} takes it alone"
+        raise UserError(f"{said}; allowed beside other features: {allowed}.")
     found = {column: _column(source, data, column) for column in columns}
     return Table({**found, target: targets, client: owner}, target, client, pieces)
 
@@ -318,14 +313,6 @@ def _column(source: str, data: Any, name: str) -> Column:
 
 def _is_value(feature: Any) -> bool:
     return hasattr(feature, "int2str") or type(feature).__name__ == "Value"
-
-
-def _array(name: str, inputs: Any, feature: Any) -> NDArray[np.generic]:
-    array = np.asarray(inputs)
-    if array.dtype == object:
-        raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
-    # All integers come as int64, also those of an array that is declared smaller.
-    return array.astype(feature.dtype) if type(feature).__name__.startswith("Array") else array
 
 
 def _made(table: Table, seed: int, unseen: float, options: Mapping[str, Any]) -> Dataset:

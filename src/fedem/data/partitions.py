@@ -160,20 +160,20 @@ class Dealing(Partition):
     def _assign(self, collection: Collection, seed: int) -> Assignment:
         count = round(self.share * len(collection.ids))
         if self.num_clients * self._needed > count:
-            raise UserError(
-                f"partition.num_clients is {self.num_clients}; allowed: at most {count // self._needed}, since "
-                f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {self._needed}."
+            most, why = (
+                count // self._needed,
+                f"{count} of {len(collection.ids)} samples are dealt and each client needs",
             )
+            allowed = f"at most {most}, since {why} at least {self._needed}"
+            raise UserError(f"partition.num_clients is {self.num_clients}; allowed: {allowed}.")
         tickets = derive(derive(SAMPLES, seed), collection.ids)
         rows = np.argsort(tickets.numpy(), kind="stable")[:count]
         clients = self._deal(collection, rows, np.random.default_rng((DRAWS, seed)))
         assignment = assignment_of([str(client) for client in range(self.num_clients)], rows, clients)
         smallest = int(assignment.offsets.diff().min())
         if smallest < self.min_samples:
-            raise UserError(
-                f"partition.min_samples is {self.min_samples}; allowed: at most {smallest}, "
-                "what the smallest client gets here."
-            )
+            allowed = f"at most {smallest}, what the smallest client gets here"
+            raise UserError(f"partition.min_samples is {self.min_samples}; allowed: {allowed}.")
         return assignment
 
     @property
@@ -199,9 +199,8 @@ def labels_of(collection: Collection, rows: NDArray[np.int64]) -> NDArray[np.int
     """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
     targets = collection.pool.targets
     if targets.is_floating_point() or targets.ndim != 1:
-        raise UserError(
-            f"The targets are {describe(targets)}; allowed, as this partition goes by labels: integers of shape [n]."
-        )
+        allowed = "allowed, as this partition goes by labels: integers of shape [n]"
+        raise UserError(f"The targets are {describe(targets)}; {allowed}.")
     return np.unique(targets.numpy()[rows], return_inverse=True)[1]
 
 
@@ -261,11 +260,9 @@ class Dirichlet(Dealing):
             counts = rng.multinomial(sizes, normalized(log_gammas(rng, self.alpha, len(sizes), self.num_clients)))
             if counts.sum(0).min() >= self.min_samples:
                 return deal_counts(groups, counts)
-        raise UserError(
-            f"With partition.alpha {self.alpha:g}, each of {_ATTEMPTS} draws left one of {self.num_clients} clients "
-            f"with fewer than {self.min_samples} samples; allowed: a smaller partition.min_samples or "
-            "partition.num_clients, or a larger partition.alpha."
-        )
+        left = f"left one of {self.num_clients} clients with fewer than {self.min_samples} samples"
+        allowed = "a smaller partition.min_samples or partition.num_clients, or a larger partition.alpha"
+        raise UserError(f"With partition.alpha {self.alpha:g}, each of {_ATTEMPTS} draws {left}; allowed: {allowed}.")
 
     def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
         """Return what is dealt in the same shares: the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
@@ -287,9 +284,8 @@ class LabelGroups(Dirichlet):
     def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
         num_labels = int(labels.max()) + 1
         if self.num_groups > num_labels:
-            raise UserError(
-                f"partition.num_groups is {self.num_groups}; allowed: at most {num_labels}, the number of labels."
-            )
+            allowed = f"at most {num_labels}, the number of labels"
+            raise UserError(f"partition.num_groups is {self.num_groups}; allowed: {allowed}.")
         groups: NDArray[np.int64] = (rng.permutation(num_labels) % self.num_groups)[labels]
         return groups
 
@@ -319,10 +315,8 @@ class Pachinko(Dealing):
 
     def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
         if collection.coarse is None:
-            raise UserError(
-                "These labels have no coarse labels above them, which the pachinko partition needs; "
-                "allowed: another partition by labels, such as dirichlet."
-            )
+            said = "These labels have no coarse labels above them, which the pachinko partition needs"
+            raise UserError(f"{said}; allowed: another partition by labels, such as dirichlet.")
         fine = labels_of(collection, rows)
         coarse = np.unique(collection.coarse.numpy()[rows], return_inverse=True)[1]
         pairs, groups = np.unique(np.stack([coarse, fine]), axis=1, return_inverse=True)
@@ -417,20 +411,16 @@ class Natural(Partition):
 
     def _assign(self, collection: Collection, seed: int) -> Assignment:
         if collection.owners is None:
-            raise UserError(
-                "These samples have no clients of their own, which the natural partition needs; "
-                "allowed: a partition that deals samples, such as dirichlet or uniform."
-            )
+            said = "These samples have no clients of their own, which the natural partition needs"
+            raise UserError(f"{said}; allowed: a partition that deals samples, such as dirichlet or uniform.")
         owners = collection.owners.numpy()
         sizes = np.bincount(owners, minlength=len(collection.owner_names)).tolist()
         large = sorted(
             name for name, size in zip(collection.owner_names, sizes, strict=True) if size >= self.min_samples
         )
         if not large:
-            raise UserError(
-                f"partition.min_samples is {self.min_samples}; allowed: at most {max(sizes, default=0)}, "
-                "what the largest client has."
-            )
+            allowed = f"at most {max(sizes, default=0)}, what the largest client has"
+            raise UserError(f"partition.min_samples is {self.min_samples}; allowed: {allowed}.")
         count = max(1, round(self.share * len(large)))
         chosen = choose(client_keys(large), min(count, self.max_clients or count), CLIENTS, seed)
         names = [large[position] for position in chosen.tolist()]

@@ -110,10 +110,8 @@ class Samples:
         if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
             return self
         if len(clients) and not 0 <= int(clients.min()) <= int(clients.max()) < self.num_clients:
-            raise UserError(
-                f"Positions run from {int(clients.min())} to {int(clients.max())}; "
-                f"allowed: 0 to {self.num_clients - 1}."
-            )
+            allowed = f"0 to {self.num_clients - 1}"
+            raise UserError(f"Positions run from {int(clients.min())} to {int(clients.max())}; allowed: {allowed}.")
         sizes = self.sizes[clients]
         offsets = offsets_of(sizes)
         shift = np.repeat((self.offsets[clients] - offsets[:-1]).numpy(), sizes.numpy())
@@ -182,9 +180,8 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
     if targets.ndim > 2:
         raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
     if len(inputs) != len(targets):
-        raise UserError(
-            f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: as many of each."
-        )
+        allowed = "as many of each"
+        raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: {allowed}.")
     if finite:
         check_finite(name, "targets", targets)
     return inputs, targets
@@ -209,9 +206,8 @@ def check_finite(name: str | NDArray[np.str_], what: str, values: Tensor) -> Non
     if values.is_floating_point() and not bool(torch.isfinite(values).all()):
         row = int((~torch.isfinite(values.reshape(len(values), -1))).any(1).nonzero()[0])
         owner = name if isinstance(name, str) else str(name[row])
-        raise UserError(
-            f"Client {owner!r} has NaN or infinite {what}, first in row {row}; only finite numbers are allowed."
-        )
+        where = f"first in row {row}"
+        raise UserError(f"Client {owner!r} has NaN or infinite {what}, {where}; only finite numbers are allowed.")
 
 
 def split_rows(
@@ -226,9 +222,8 @@ def split_rows(
         for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets
     """
     if not (validation >= 0 and test >= 0 and validation + test < 1):
-        raise UserError(
-            f"The shares of validation and test are {validation} and {test}; allowed: not negative, together below 1."
-        )
+        allowed = "not negative, together below 1"
+        raise UserError(f"The shares of validation and test are {validation} and {test}; allowed: {allowed}.")
     sizes = offsets.diff()
     num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
     num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))

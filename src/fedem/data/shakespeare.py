@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.data.partitions import Collection, fingerprint_of
 from fedem.data.samples import Pool
-from fedem.data.store import Block, Public, Remote, opened
+from fedem.data.store import Block, Public, Remote, opened, read_bytes
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(LETTERS) - 1
@@ -86,13 +86,11 @@ def encode(text: str) -> NDArray[np.int8]:
 
 
 def _text(source: Path) -> str:
-    """Read the text from a plain, gzipped or zipped file."""
     with opened(source) as files:
         names = [name for name in files if name.lower().removesuffix(".gz").endswith(".txt")]
         if len(names) != 1:
             raise UserError(f"{source} holds {len(names)} texts; allowed: one file ending in .txt or .txt.gz.")
-        with files[names[0]]() as file:
-            content = file.read()
+        content = read_bytes(files, names[0])
     content = gzip.decompress(content) if names[0].lower().endswith(".gz") else content
     try:
         return content.decode("utf-8-sig")
@@ -152,9 +150,8 @@ class Shakespeare(Public):
         if bool(stays.all()):
             return whole
         if not bool(stays.any()):
-            raise UserError(
-                f"data.min_lines is {self.min_lines}; allowed: at most {int(lines.max())}, the longest role's."
-            )
+            allowed = f"at most {int(lines.max())}, the longest role's"
+            raise UserError(f"data.min_lines is {self.min_lines}; allowed: {allowed}.")
         end = int(stays[whole.owners].sum())
         return replace(
             whole,

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, cast
+from typing import IO, Any, ClassVar, NamedTuple, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import torch
@@ -44,12 +44,10 @@ FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
 ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
-# What readers raise for a file that is damaged, or another than was hoped for.
-_DAMAGED = (
-    *(OSError, EOFError, ValueError, KeyError, TypeError, IndexError),
-    RuntimeError,  # zipfile's, for a password or a compression that it does not know
-    *(pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error),
-)
+# What readers raise for a file that is damaged, or another than was hoped for; and RuntimeError is zipfile's, for a
+# password or a compression that it does not know.
+_DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, RuntimeError, pickle.UnpicklingError)
+_DAMAGED += (struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error)
 
 Files = dict[str, Callable[[], IO[bytes]]]  # paths within a source, with slashes, and how each is opened
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
@@ -81,6 +79,12 @@ def opened(path: Path) -> Iterator[Files]:
             yield {name: partial(archive.open, name) for name in names}
     else:
         yield {path.name: partial(path.open, "rb")}
+
+
+def read_bytes(files: Files, name: str) -> bytes:
+    """Read a whole file of a source."""
+    with files[name]() as file:
+        return file.read()
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -129,10 +133,16 @@ def _channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, i
             return pixels.transpose(0, 3, 1, 2)
         if images.shape[1:] == (height, width) and channels == 1:
             return pixels[:, None]
-    raise UserError(
-        f"{path}: x is {images.dtype} of shape {images.shape}; allowed: uint8 images of {height} x {width} "
-        f"with {channels} channel{'s' if channels > 1 else ''}, first or last."
-    )
+    allowed = f"uint8 images of {height} x {width} with {channels} channel{'s' if channels > 1 else ''}, first or last"
+    raise UserError(f"{path}: x is {images.dtype} of shape {images.shape}; allowed: {allowed}.")
+
+
+class Described(TypedDict):
+    """What ``about.json`` says of one array's file."""
+
+    shape: list[int]
+    dtype: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,7 @@ class About:
     labels: list[str]  # names of the classes
     owners: list[str]  # names of the clients, sorted; empty when the data set has none
     lines: list[int]  # of each owner's text; empty when samples do not come from text
-    files: dict[str, dict[str, Any]]  # shape, dtype and bytes of each array's file
+    files: dict[str, Described]  # shape, dtype and bytes of each array's file
     raw: dict[str, str]  # sha256 of each raw file or folder that the samples were read from
 
     @property
@@ -155,23 +165,15 @@ class About:
         return sum(int(entry["bytes"]) for entry in self.files.values())
 
 
-# What each entry of about.json must be: a type, [the type of all items] or {"": the type of all values}.
-_FILE = {"shape": [int], "dtype": str, "bytes": int}
-_KINDS: dict[str, Any] = dict.fromkeys(("name", "fingerprint"), str) | dict.fromkeys(("format", "samples"), int)
-_KINDS |= {"labels": [str], "owners": [str], "lines": [int], "files": {"": _FILE}, "raw": {"": str}}
-
-
 def _is(kind: Any, value: Any) -> bool:
-    """Whether a value that was read from JSON is of a kind; numbers are counts."""
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_is(kind[0], item) for item in value)
-    if isinstance(kind, dict):
-        kinds = dict.fromkeys(value, kind[""]) if "" in kind and isinstance(value, dict) else kind
-        return (
-            isinstance(value, dict)
-            and value.keys() == kinds.keys()
-            and all(_is(kinds[key], value[key]) for key in value)
-        )
+    """Whether a value that was read from JSON is of an annotated kind; numbers are counts."""
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is(get_args(kind)[0], item) for item in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is(get_args(kind)[1], item) for item in value.values())
+    if is_typeddict(kind):
+        hints = get_type_hints(kind)
+        return isinstance(value, dict) and value.keys() == hints.keys() and all(_is(hints[k], value[k]) for k in hints)
     return isinstance(value, kind) and (kind is str or (not isinstance(value, bool) and value >= 0))
 
 
@@ -180,7 +182,8 @@ def read_about(place: Path) -> About:
     content = json.loads((place / ABOUT).read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{ABOUT} is not of format {FORMAT}")
-    wrong = [*(_KINDS.keys() ^ content.keys()), *(key for key in _KINDS if not _is(_KINDS[key], content.get(key)))]
+    kinds = get_type_hints(About)
+    wrong = [*(kinds.keys() ^ content.keys()), *(key for key in kinds if not _is(kinds[key], content.get(key)))]
     if wrong:
         raise ValueError(f"{ABOUT}: {min(wrong)!r} is missing, unknown or of a wrong kind")
     about = About(**content)
@@ -348,10 +351,9 @@ def check(path: Path, remote: Remote) -> None:
     """Refuse a file that is not what its owner published."""
     algorithm, _, expected = remote.checksum.partition(":")
     if expected and (found := digest_of(path, algorithm)) != expected:
-        raise UserError(
-            f"{path} is damaged or another file: its {algorithm} is {found}; allowed: {expected}, as published for "
-            f"{remote.address}. Remove it to download it again, or name your own file with --from."
-        )
+        allowed = f"{expected}, as published for {remote.address}"
+        remedy = "Remove it to download it again, or name your own file with --from"
+        raise UserError(f"{path} is damaged or another file: its {algorithm} is {found}; allowed: {allowed}. {remedy}.")
 
 
 def download(
@@ -387,12 +389,10 @@ def download(
             except RequestException as error:
                 status = None if error.response is None else error.response.status_code
                 if not left or (status is not None and status < 500):
-                    reason, checksum = f"HTTP {status}" if status else _cause(error), remote.checksum.split(":")
-                    raise UserError(
-                        f"{remote.address} can't be downloaded ({reason}). Fetch {remote.file} by other means and put "
-                        f"it at {path}, or name it with --from."
-                        + (f" Its {checksum[0]} is {checksum[1]}." if remote.checksum else "")
-                    ) from None
+                    reason = f"HTTP {status}" if status else _cause(error)
+                    remedy = f"Fetch {remote.file} by other means and put it at {path}, or name it with --from."
+                    check_by = f" Its {remote.checksum.replace(':', ' is ')}." if remote.checksum else ""
+                    raise UserError(f"{remote.address} can't be downloaded ({reason}). {remedy}{check_by}") from None
                 time.sleep(pause * (attempts - left - 1))
         check(part, remote)
         os.replace(part, path)
@@ -573,7 +573,6 @@ def _raw_files(data: Public, source: Path | None) -> list[Path]:
 
 
 def _downloaded(data: Public, progress: Progress) -> list[Path]:
-    """Download the official files; where that fails, say where to put them."""
     folder = _writable_folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:

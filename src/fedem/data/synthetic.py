@@ -66,9 +66,8 @@ class Synthetic(DataSource):
         if seed < 0:
             raise UserError(f"The seed is {seed}; allowed: at least 0.")
         if self.max_samples < self.min_samples:
-            raise UserError(
-                f"data.max_samples is {self.max_samples}; allowed: at least data.min_samples ({self.min_samples})."
-            )
+            allowed = f"at least data.min_samples ({self.min_samples})"
+            raise UserError(f"data.max_samples is {self.max_samples}; allowed: {allowed}.")
         streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)]
         parameters, sizes = streams[:2]
         names = tuple(map(str, range(self.num_clients)))

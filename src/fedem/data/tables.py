@@ -41,11 +41,8 @@ _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
 _NAMED = 5  # columns with missing values that an error lists
 _INT64 = np.iinfo(np.int64)
 
-# What numpy and zipfile raise for an archive that is damaged.
-_DAMAGED = (
-    *(OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error),
-    RuntimeError,  # zipfile's, for a password or a compression that it does not know
-)
+# What numpy and zipfile raise for an archive that is damaged; the last for a password or an unknown compression.
+_DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +60,7 @@ class Column:
 
     @cached_property
     def missing(self) -> NDArray[np.bool_]:
-        """``[n]``, where no value stands.
-
-        Words for that (NA, None, ?, ...) count where all others are numbers, or true and false; a column of text has
-        them as categories.
-        """
+        """``[n]``, where no value stands, or a word for that (NA, None, ?, ...) among numbers, or true and false."""
         if not self.written:
             return self.blank
         missing = self.blank | np.array([_is_nothing(text) for text in self.values], dtype=bool)
@@ -81,7 +74,6 @@ class Column:
         return self._kind_of(~self.missing) if self.written and not self.missing.all() else TEXT
 
     def _kind_of(self, rows: NDArray[np.bool_]) -> str:
-        """Return what the texts of some rows are."""
         texts = self.values[rows]
         if all(text.strip().lower() in ("true", "false") for text in texts):
             return BOOLEAN
@@ -160,14 +152,12 @@ class Table:
         """Refuse missing values in the columns called ``names``: all such columns are named, with their numbers."""
         missing = {name: self.columns[name].missing for name in names if self.columns[name].missing.any()}
         if missing:
-            found = [
+            found = ", ".join(
                 f"{rows.sum()} in column {name!r} (first: {self.place(int(rows.argmax()))})"
                 for name, rows in islice(missing.items(), _NAMED)
-            ]
-            more = f" and {len(missing) - _NAMED} columns more" if len(missing) > _NAMED else ""
-            raise UserError(
-                f"Missing values: {', '.join(found)}{more}. Fill them in, or leave those rows or columns out."
             )
+            more = f" and {len(missing) - _NAMED} columns more" if len(missing) > _NAMED else ""
+            raise UserError(f"Missing values: {found}{more}. Fill them in, or leave those rows or columns out.")
         return self
 
     def owners(self) -> NDArray[np.str_] | None:
@@ -213,11 +203,9 @@ def joined(tables: Sequence[Table]) -> Table:
     first = tables[0]
     for table in tables[1:]:
         for name in sorted(set(first.columns) ^ set(table.columns)):
-            having, lacking = (first, table) if name in first.columns else (table, first)
-            raise UserError(
-                f"{having.pieces[0].source} has the column {name!r} and {lacking.pieces[0].source} has not; "
-                "all files of a folder must have the same columns."
-            )
+            one, other = (own.pieces[0].source for own in ((first, table) if name in first.columns else (table, first)))
+            same = "all files of a folder must have the same columns"
+            raise UserError(f"{one} has the column {name!r} and {other} has not; {same}.")
     columns = {name: _joined([table.columns[name] for table in tables]) for name in first.columns}
     arrays = [table.array for table in tables if table.array is not None]
     kinds = {(array.shape[1:], array.dtype) for array in arrays}
@@ -244,7 +232,6 @@ def _parse(text: str) -> float:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether this is a word for a value that is missing."""
     return isinstance(value, str) and value.strip().lower() in _NOTHING
 
 
@@ -273,10 +260,8 @@ def _read_folder(folder: Path, target: str, client: str) -> Table:
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
     endings = sorted({path.suffix.lower() for path in paths})
     if len(endings) != 1 or endings[0] not in READERS:
-        raise UserError(
-            f"The folder {folder} holds {', '.join(map(repr, endings)) or 'no'} files; "
-            f"allowed: files of one kind, {', '.join(READERS)}."
-        )
+        allowed = f"files of one kind, {', '.join(READERS)}"
+        raise UserError(f"The folder {folder} holds {', '.join(map(repr, endings)) or 'no'} files; allowed: {allowed}.")
     tables = [read_table(path, target, client) for path in paths]
     whole = joined(tables)
     if client in whole.columns:
@@ -290,9 +275,8 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
             found = {name: np.asarray(archive[name]) for name in ("x", target, client) if name in archive}
             present = ", ".join(archive.files)
     except _DAMAGED as error:
-        raise UserError(
-            f"{path} is not an npz archive of plain arrays, or it is damaged ({type(error).__name__})."
-        ) from None
+        why = f"({type(error).__name__})"
+        raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged {why}.") from None
     if "x" not in found:
         raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")
     for name, array in found.items():
@@ -426,9 +410,8 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
     values = [None if gone else value for value, gone in zip(series.tolist(), missing, strict=True)]
     strange = next((value for value in values if isinstance(value, list | dict | set | bytes | np.ndarray)), None)
     if strange is not None:
-        raise UserError(
-            f"{source}, column {name!r} holds a {type(strange).__name__}; allowed: numbers, true or false, text."
-        )
+        kind = type(strange).__name__
+        raise UserError(f"{source}, column {name!r} holds a {kind}; allowed: numbers, true or false, text.")
     # In a column of Python objects the values say what they are.
     gone = np.array([value is None or _is_nothing(value) for value in values], dtype=bool)
     kinds = {type(value) for value, nothing in zip(values, gone, strict=True) if not nothing}
@@ -439,29 +422,22 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
         if all(issubclass(kind, int) for kind in kinds):
             return Column(_whole(source, name, numbers), gone)
         if all(issubclass(kind, int | float | Decimal) for kind in kinds):
-            return Column(_floats(source, name, numbers), gone)
+            floats = np.zeros(len(values))
+            for row, value in enumerate(numbers):
+                try:
+                    floats[row] = value
+                except OverflowError:
+                    raise UserError(f"{source}, row {row}, column {name!r}: {value} does not fit in a float.") from None
+            return Column(floats, gone)
     return Column(np.array(["" if value is None else _written(value) for value in values], dtype=object), missing)
-
-
-def _floats(source: str, name: str, values: list[Any]) -> NDArray[np.float64]:
-    """Return Python's numbers, of any size, as floats, ``[n]``; refuse those that are too large."""
-    numbers = np.zeros(len(values))
-    for row, value in enumerate(values):
-        try:
-            numbers[row] = value
-        except OverflowError:
-            raise UserError(f"{source}, row {row}, column {name!r}: {value} does not fit in a float.") from None
-    return numbers
 
 
 def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
     """Return whole numbers as int64, ``[n]``; refuse those that it does not hold."""
     for row, value in enumerate(values):
         if not _INT64.min <= value <= _INT64.max:
-            raise UserError(
-                f"{source}, row {row}, column {name!r}: {value} does not fit in 64 bits with a sign; "
-                "allowed: smaller whole numbers, floats, or text."
-            )
+            said = f"{source}, row {row}, column {name!r}: {value} does not fit in 64 bits with a sign"
+            raise UserError(f"{said}; allowed: smaller whole numbers, floats, or text.")
     return np.array(values, dtype=np.int64)
 
 

@@ -38,8 +38,7 @@ from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
 _FACTS, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
-_START = {"weights": "", "jitter": 0.0}
-"""settings of models that say where training starts from, which may not be there where an exported model is used"""
+_START = {"weights": "", "jitter": 0.0}  # where training starts from: a file that an exported model does not need
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Exported:
     """The result of an export."""
 
     path: Path
-    differences: Mapping[str, float]
-    """by format that was written: how far its predictions are from the model's, relative to the largest"""
+    differences: Mapping[str, float]  # by format written: how far its predictions are from the model's, of the largest
     refused: Mapping[str, str]  # by format that was not: why
 
 
@@ -85,8 +83,13 @@ def export_personal(
     Every file is loaded again and its predictions are compared with the model's. A format that does not allow the model
     is left out; none at all is an error.
     """
-    asked, place = check_formats(formats), _free(Path(out))
-    own = _on_cpu(personal)
+    from safetensors.torch import save
+
+    asked, place = check_formats(formats), Path(out)
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        raise UserError(f"{place} is there already; choose a folder that is not.")
+    cpu, (components, log_weights) = torch.device("cpu"), personal.mixture
+    own = replace(personal, mixture=Mixture(tree_to(components, cpu), log_weights.to(cpu)))
     inputs = sample_inputs(own)
     # Files compute with all bits, whatever the run did.
     exact = copy(own.model)
@@ -99,7 +102,9 @@ def export_personal(
     with _appearing(place) as folder:
         _write_facts(folder, own, config, about or {})
         if TENSORS in asked:
-            _write_tensors(folder / _TENSORS, own.mixture)
+            tensors = {**add_prefix("components", own.mixture.components), "log_weights": own.mixture.log_weights}
+            content = {name: leaf.detach().contiguous() for name, leaf in tensors.items()}
+            write_atomically(folder / _TENSORS, save(content))
             again = load_exported(folder, own.model.build if config.name("model") == GIVEN else None, "cpu")
             if not torch.equal(again.predict(inputs), own.predict(inputs)):
                 raise UserError(f"{_TENSORS} did not come back as it was written; {place} is left out.")
@@ -122,12 +127,9 @@ def export_personal(
 
 
 def load_exported(path: str | Path, model: ModelSource | None = None, device: str = "auto") -> PersonalModel:
-    """Read a personal model back; it predicts what the original did, to the bit.
+    """Read a personal model back from its folder; it predicts what the original did, to the bit.
 
-    Args:
-        path: the folder.
-        model: the user's own model, if the run was trained with one.
-        device: where to put it.
+    ``model`` is the user's own model, if the run was trained with one; ``device`` is where to put it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -146,9 +148,8 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder / _FACTS} is not a description of a model ({type(error).__name__}: {error})."
-        ) from None
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder / _FACTS} is not a description of a model ({why}).") from None
     count = len(mixture.log_weights)
     wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
     if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
@@ -158,7 +159,6 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
 
 
 def _recipe(facts: Mapping[str, Any], model: ModelSource | None, device: str) -> Recipe:
-    """Return the recipe of the model that model.json describes."""
     if model is None and facts["model"]["name"] == GIVEN:
         raise UserError("This model was passed from Python when it was trained; pass model=... again to load it.")
     run = {key: facts[key] for key in ("dtype", "precision")} | {"label_shares": facts.get("label_shares", False)}
@@ -189,15 +189,7 @@ def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: M
     write_json(folder / _FACTS, facts)
 
 
-def _write_tensors(path: Path, mixture: Mixture) -> None:
-    from safetensors.torch import save
-
-    tensors = {**add_prefix("components", mixture.components), "log_weights": mixture.log_weights}
-    write_atomically(path, save({name: leaf.detach().contiguous() for name, leaf in tensors.items()}))
-
-
 def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]) -> str:
-    """Say what the files are and what goes in and comes out."""
     kind = str(shapes.input_dtype).removeprefix("torch.")
     size = ", ".join(map(str, ("n", *shapes.inputs)))
     classes = model.loss.task == CLASSES
@@ -210,26 +202,14 @@ def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]
     ]
     if shapes.features is not None:
         lines.append("Inputs are made of a table's columns: encoding, in model.json, says how.")
-    if TENSORS in differences:
-        lines += ["", f"{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs)."]
-    if "torchscript" in differences:
-        lines += ["", f"{FORMATS['torchscript'].file}: TorchScript, needs torch alone: torch.jit.load(path)(inputs)."]
-    if "onnx" in differences:
-        lines += ["", f"{FORMATS['onnx'].file}: ONNX, from 'inputs' to 'predictions', for onnxruntime and others."]
+    files = {
+        TENSORS: f"{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs).",
+        "torchscript": f"{FORMATS['torchscript'].file}: TorchScript, needs torch alone: torch.jit.load(path)(inputs).",
+        "onnx": f"{FORMATS['onnx'].file}: ONNX, from 'inputs' to 'predictions', for onnxruntime and others.",
+    }
+    for name, said in files.items():
+        lines += ["", said] if name in differences else []
     return "\n".join(lines) + "\n"
-
-
-def _on_cpu(personal: PersonalModel) -> PersonalModel:
-    cpu = torch.device("cpu")
-    components, log_weights = personal.mixture
-    return replace(personal, mixture=Mixture(tree_to(components, cpu), log_weights.to(cpu)))
-
-
-def _free(path: Path) -> Path:
-    """Refuse a folder that is there already, or can't be made."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise UserError(f"{path} is there already; choose a folder that is not.")
-    return path
 
 
 @contextmanager

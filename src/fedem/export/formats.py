@@ -30,8 +30,8 @@ from fedem.models.small import PooledConv2d
 from fedem.runs.result import PersonalModel
 
 TENSORS = "safetensors"
+# How far a file's predictions may be from the model's, relative to the largest of them; by the parameters' type.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
-"""how far a file's predictions may be from the model's, relative to the largest of them; by the parameters' type"""
 _SAMPLES = 5
 _INPUT, _OUTPUT = "inputs", "predictions"
 
@@ -63,9 +63,8 @@ def check_formats(names: Iterable[str]) -> tuple[str, ...]:
             raise unknown("format", name, (TENSORS, *FORMATS))
         packages = FORMATS[name].packages if name in FORMATS else ()
         if missing := [package for package in packages if find_spec(package) is None]:
-            raise UserError(
-                f"Format {name!r} needs {', '.join(missing)}, which is not installed: pip install 'fedem[{name}]'."
-            )
+            install = f"pip install 'fedem[{name}]'"
+            raise UserError(f"Format {name!r} needs {', '.join(missing)}, which is not installed: {install}.")
     return asked
 
 
@@ -90,17 +89,13 @@ def capture(personal: PersonalModel, inputs: Tensor) -> Captured:
     return Captured(module, program, inputs)
 
 
-def largest_difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the largest difference, relative to the largest number that is wanted."""
-    scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
-    return float((found - wanted).abs().max() / scale)
-
-
 def try_file(name: str, path: Path, inputs: Tensor, predictions: Tensor) -> float:
-    """Load a file again and run it, on all samples and on one alone; returns the largest difference."""
+    """Load a file again and run it, on all samples and on one alone; returns the largest relative difference."""
     with _quietly():
-        function = FORMATS[name].load(path)
-        differences = [largest_difference(function(inputs[:n]), predictions[:n]) for n in (len(inputs), 1)]
+        function, differences = FORMATS[name].load(path), []
+        for wanted in (predictions, predictions[:1]):
+            scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
+            differences.append(float((function(inputs[: len(wanted)]) - wanted).abs().max() / scale))
     worst, allowed = max(differences), TOLERANCES[predictions.dtype]
     # Written so that NaN is refused as well.
     if not all(difference <= allowed for difference in differences):
@@ -133,22 +128,12 @@ def _write_torchscript(captured: Captured, path: Path) -> None:
         traced = torch.jit.trace(captured.module, (captured.inputs,), check_trace=False)
         buffer = io.BytesIO()
         torch.jit.save(traced, buffer)
-    write_atomically(path, _without_origin(buffer))
-
-
-def _without_origin(archive: io.BytesIO) -> bytes:
-    """Leave out of TorchScript which lines of which files on this machine each operation came from."""
     slim = io.BytesIO()
-    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(slim, "w") as new:
+    with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(slim, "w") as new:
         for name in old.namelist():
-            if not name.endswith(".debug_pkl"):
+            if not name.endswith(".debug_pkl"):  # which lines of which files on this machine each operation came from
                 new.writestr(name, old.read(name))
-    return slim.getvalue()
-
-
-def _load_torchscript(path: Path) -> Callable[[Tensor], Tensor]:
-    function: Callable[[Tensor], Tensor] = torch.jit.load(path)
-    return function
+    write_atomically(path, slim.getvalue())
 
 
 def _write_onnx(captured: Captured, path: Path) -> None:
@@ -169,7 +154,7 @@ def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
 
 
 FORMATS: dict[str, Format] = {
-    "torchscript": Format("model.pt", (), _write_torchscript, _load_torchscript),
+    "torchscript": Format("model.pt", (), _write_torchscript, torch.jit.load),
     "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
 }
 
@@ -214,7 +199,6 @@ class _PlainPooledConv2d(PooledConv2d):
 
 
 def _component(model: Model, parameters: Tree) -> nn.Module:
-    """Build one component's module and give it its parameters and buffers."""
     with torch.random.fork_rng(devices=[]):
         # A copy: the function may hand out a module that somebody else uses.
         module = deepcopy(model.build()).to(model.dtype)

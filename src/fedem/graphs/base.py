@@ -77,10 +77,9 @@ class Topology(Settings, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.activity != "all" and self.weights != "fmmc":
-            raise UserError(
-                f"{type(self).__name__}.weights is {self.weights!r} and activity is {self.activity!r}, where pairs "
-                'average evenly; allowed: weights as it is by default, or activity = "all".'
-            )
+            said = f"{type(self).__name__}.weights is {self.weights!r} and activity is {self.activity!r}"
+            allowed = 'weights as it is by default, or activity = "all"'
+            raise UserError(f"{said}, where pairs average evenly; allowed: {allowed}.")
 
     @abstractmethod
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
@@ -189,10 +188,8 @@ class Topology(Settings, ABC):
         together = canonical(np.concatenate(phases))
         if (components := num_components(num_clients, together)) > 1:
             least, remedy = int(degrees(num_clients, together).min()), self.remedy.format(**vars(self))
-            raise UserError(
-                f"The graph has {components} components, and the client with the fewest neighbours has {least}; "
-                f"allowed: a connected graph, or clients could never agree. What helps: {remedy}."
-            )
+            said = f"The graph has {components} components, and the client with the fewest neighbours has {least}"
+            raise UserError(f"{said}; allowed: a connected graph, or clients could never agree. What helps: {remedy}.")
 
     def _check_size(self, num_clients: int, num_phases: int) -> None:
         if (count := num_phases * num_clients**2) > MOST_WEIGHTS:

@@ -102,10 +102,8 @@ class Grid(Laid):
         count = len(keys)
         num_rows = next(rows for rows in range(math.isqrt(count), 0, -1) if count % rows == 0)
         if num_rows == 1 and count > 3:
-            raise UserError(
-                f"There are {count} clients; allowed for a grid: numbers that are rows times columns, {count - 1} and "
-                f"{count + 1} for example. A ring takes any number."
-            )
+            allowed = f"numbers that are rows times columns, {count - 1} and {count + 1} for example"
+            raise UserError(f"There are {count} clients; allowed for a grid: {allowed}. A ring takes any number.")
         places = np.arange(count).reshape(num_rows, -1)
         return np.concatenate([_circle(places.T, self.torus), _circle(places, self.torus)])
 
@@ -215,10 +213,8 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
         try:
             matrix = np.array([[float(word) for word in words] for _, words in lines])
         except ValueError:
-            raise UserError(
-                f"{path} has {len(lines[0][1])} columns that are not all numbers; allowed: two names of clients a "
-                "line, or a square of zeros and ones."
-            ) from None
+            said = f"{path} has {len(lines[0][1])} columns that are not all numbers"
+            raise UserError(f"{said}; allowed: two names of clients a line, or a square of zeros and ones.") from None
         return _from_matrix(path, matrix, len(positions))
     _refuse_header(path, lines, positions)
     pairs = [_pair(f"{path}, line {number}", words, positions) for number, words in lines]
@@ -226,7 +222,6 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
 
 
 def _lines(path: Path) -> Iterator[_Line]:
-    """Yield the lines that hold anything."""
     try:
         content = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -254,14 +249,12 @@ def _refuse_header(path: Path, lines: list[_Line], positions: dict[int, int]) ->
     (number, words), (_, after) = lines[:2]
     unknown = not any(key in positions for key in client_keys(words).tolist())
     if unknown and all(key in positions for key in client_keys(after).tolist()):
-        raise UserError(
-            f"{path}, line {number} names {words[0]!r} and {words[1]!r}, who are not clients, before lines that do "
-            "name clients. It looks like a header; allowed: names of clients, and comments that begin with #."
-        )
+        named = f"{words[0]!r} and {words[1]!r}, who are not clients, before lines that do name clients"
+        allowed = "names of clients, and comments that begin with #"
+        raise UserError(f"{path}, line {number} names {named}. It looks like a header; allowed: {allowed}.")
 
 
 def _pair(where: str, words: list[str], positions: dict[int, int]) -> tuple[int, int]:
-    """Look up the two clients of a line."""
     if len(words) != 2:
         hint = " Weights can't be given: the rule graph.weights sets them." if len(words) == 3 else ""
         raise UserError(f"{where} has {len(words)} columns; allowed: the names of two clients.{hint}")
@@ -275,7 +268,6 @@ def _pair(where: str, words: list[str], positions: dict[int, int]) -> tuple[int,
 
 
 def _load(path: Path) -> NDArray[np.generic]:
-    """Read the one array of a file."""
     try:
         with path.open("rb") as file:
             content = np.load(file, allow_pickle=False)
@@ -289,11 +281,9 @@ def _load(path: Path) -> NDArray[np.generic]:
 
 
 def _from_matrix(path: Path, matrix: NDArray[np.generic], count: int) -> Edges:
-    """Check an adjacency matrix and list its edges."""
     if matrix.shape != (count, count):
-        raise UserError(
-            f"{path} holds a matrix of shape {list(matrix.shape)}; allowed: {[count, count]}, a row for each client."
-        )
+        allowed = f"{[count, count]}, a row for each client"
+        raise UserError(f"{path} holds a matrix of shape {list(matrix.shape)}; allowed: {allowed}.")
     linked = matrix == 1
     if not bool((linked | (matrix == 0)).all()):
         i, j = np.argwhere(~linked & (matrix != 0))[0]

@@ -112,10 +112,8 @@ def _refuse(wrong: Tensor, matrix: Tensor, what: str, allowed: str) -> None:
     places = wrong.nonzero().tolist()
     if places:
         i, j = places[0]
-        raise UserError(
-            f"The mixing matrix {what}: it is {float(matrix[i, j])} at ({i}, {j}) and {float(matrix[j, i])} at "
-            f"({j}, {i}); allowed: {allowed}."
-        )
+        both = f"it is {float(matrix[i, j])} at ({i}, {j}) and {float(matrix[j, i])} at ({j}, {i})"
+        raise UserError(f"The mixing matrix {what}: {both}; allowed: {allowed}.")
 
 
 class Fastest(NamedTuple):
@@ -137,72 +135,52 @@ def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fas
     after ``MOST_ITERATIONS``: the result has both the value and the bound. Results are cached.
     """
     if num_nodes > MOST_NODES:
-        raise UserError(
-            f'There are {num_nodes:,} clients; allowed for weights = "fmmc": at most {MOST_NODES:,}. '
-            'Use weights = "metropolis", which costs nothing.'
-        )
+        said = f'There are {num_nodes:,} clients; allowed for weights = "fmmc": at most {MOST_NODES:,}'
+        raise UserError(f'{said}. Use weights = "metropolis", which costs nothing.')
     if (components := num_components(num_nodes, edges)) > 1:
         raise UserError(f"The graph has {components} components; allowed for the fastest mixing matrix: one.")
     if 2 * len(edges) == num_nodes * (num_nodes - 1):
         return Fastest(np.full((num_nodes, num_nodes), 1 / num_nodes), 0.0, 0.0, 0)
-    found = _found(num_nodes, np.ascontiguousarray(edges, dtype=np.int64).tobytes(), tolerance)
+    found = _search(num_nodes, np.ascontiguousarray(edges, dtype=np.int64).tobytes(), tolerance)
     return found._replace(matrix=found.matrix.copy())
 
 
 @lru_cache(maxsize=8)
-def _found(num_nodes: int, edges: bytes, tolerance: float) -> Fastest:
-    return _Search(num_nodes, np.frombuffer(edges, dtype=np.int64).reshape(-1, 2)).run(tolerance)
-
-
-class _Search:
-    """The iterations. Between them: W, the scaled multipliers U of X = W - J, and the best that was found."""
-
-    def __init__(self, num_nodes: int, edges: Edges) -> None:
-        self.edges = edges
-        self.support = np.eye(num_nodes, dtype=bool)
-        self.support[edges[:, 0], edges[:, 1]] = self.support[edges[:, 1], edges[:, 0]] = True
-        self.matrix = metropolis(num_nodes, edges)
-        even, dual = _evenly(num_nodes, edges)
-        self.best = min(self.matrix, even, key=second_modulus)
-        self.value, self.bound = second_modulus(self.best), max(0.0, _lower_bound(dual, self.support))
-        self.multipliers = np.zeros_like(self.matrix)
-        self.row_multipliers = np.zeros(num_nodes)
-        self.penalty = _PENALTY
-
-    def run(self, tolerance: float) -> Fastest:
-        """Iterate until the value is close enough to the bound."""
-        iteration, most = 0, MOST_ITERATIONS * min(1, (300 / len(self.matrix)) ** 3)
-        while self.value - self.bound > min(tolerance, LARGEST_SHARE * (1 - self.value)) and iteration < most:
-            iteration += 1
-            self._iterate(iteration)
-        return Fastest(self.best, self.value, min(self.bound, self.value), iteration)
-
-    def _iterate(self, iteration: int) -> None:
-        mean, before = 1 / len(self.matrix), self.matrix
-        centred, cut = _shrink(self.matrix - mean - self.multipliers, 1 / self.penalty)
-        relaxed = _RELAXATION * centred + (1 - _RELAXATION) * (self.matrix - mean)
-        target = relaxed + mean + self.multipliers
-        self.matrix, self.row_multipliers = project(target, self.support, self.row_multipliers)
-        self.multipliers = target - self.matrix
+def _search(num_nodes: int, edge_bytes: bytes, tolerance: float) -> Fastest:
+    """Iterate until the value is close enough to the bound."""
+    edges = np.frombuffer(edge_bytes, dtype=np.int64).reshape(-1, 2)
+    support = np.eye(num_nodes, dtype=bool)
+    support[edges[:, 0], edges[:, 1]] = support[edges[:, 1], edges[:, 0]] = True
+    mean, matrix = 1 / num_nodes, metropolis(num_nodes, edges)
+    even, even_dual = _evenly(num_nodes, edges)
+    best = min(matrix, even, key=second_modulus)
+    value, bound = second_modulus(best), max(0.0, _lower_bound(even_dual, support))
+    # Scaled: U of the constraint X = W - J, and those of the row sums.
+    multipliers, row_multipliers = np.zeros_like(matrix), np.zeros(num_nodes)
+    penalty, iteration, most = _PENALTY, 0, MOST_ITERATIONS * min(1, (300 / num_nodes) ** 3)
+    norm = np.linalg.norm
+    while value - bound > min(tolerance, LARGEST_SHARE * (1 - value)) and iteration < most:
+        iteration, before = iteration + 1, matrix
+        centred, cut = _shrink(matrix - mean - multipliers, 1 / penalty)
+        relaxed = _RELAXATION * centred + (1 - _RELAXATION) * (matrix - mean)
+        target = relaxed + mean + multipliers
+        matrix, row_multipliers = project(target, support, row_multipliers)
+        multipliers = target - matrix
         if iteration % _CHECK_EVERY == 0:
-            self._keep_best(self.penalty * cut)
+            # What is found, made feasible to the last bit, may be the best; likewise the bound.
+            feasible = from_edges(num_nodes, edges, matrix[edges[:, 0], edges[:, 1]])
+            if (found := second_modulus(feasible)) < value:
+                best, value = feasible, found
+            bound = max(bound, _lower_bound(penalty * cut, support))
         # Changing the penalty for ever might keep the iterations from converging.
         if iteration % _ADAPT_EVERY == 0 and iteration <= _ADAPT_UNTIL:
             # Both residuals relative to their own scale, times the product of the two scales.
-            norm = np.linalg.norm
-            primal = norm(centred + mean - self.matrix) * norm(self.multipliers)
-            dual = norm(self.matrix - before) * norm(self.matrix - mean)
+            primal = norm(centred + mean - matrix) * norm(multipliers)
+            dual = norm(matrix - before) * norm(matrix - mean)
             factor = 2.0 if primal > 2 * dual else 0.5 if dual > 2 * primal else 1.0
-            self.penalty *= factor
-            self.multipliers /= factor
-
-    def _keep_best(self, dual: Matrix) -> None:
-        """Compare what is found, made feasible to the last bit, with the best; likewise the bound."""
-        feasible = from_edges(len(self.matrix), self.edges, self.matrix[self.edges[:, 0], self.edges[:, 1]])
-        value = second_modulus(feasible)
-        if value < self.value:
-            self.best, self.value = feasible, value
-        self.bound = max(self.bound, _lower_bound(dual, self.support))
+            penalty *= factor
+            multipliers = multipliers / factor
+    return Fastest(best, value, min(bound, value), iteration)
 
 
 def _evenly(num_nodes: int, edges: Edges) -> tuple[Matrix, Matrix]:

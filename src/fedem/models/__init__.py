@@ -1,10 +1,8 @@
 """Models by name."""
 
 from fedem.models.base import Model, ModelSpec
-from fedem.models.efficientnet import EfficientNetLite0
 from fedem.models.losses import CrossEntropy, Logistic, SquaredError
-from fedem.models.mobilenet import MobileNetV2
-from fedem.models.resnet import ResNet18, ResNet34
+from fedem.models.networks import EfficientNetLite0, MobileNetV2, ResNet18, ResNet34
 from fedem.models.small import CNN, LSTM, MLP, LeafCNN, Linear
 
 MODELS: dict[str, type[ModelSpec]] = {

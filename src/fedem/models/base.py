@@ -219,9 +219,8 @@ class Model:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise UserError(f"The model can't take inputs of shape {list(inputs.shape[1:])}: {error}") from error
         if outputs.ndim != 2 or len(outputs) != len(inputs[:2]):
-            raise UserError(
-                f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples; allowed: [n, outputs]."
-            )
+            said = f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples"
+            raise UserError(f"{said}; allowed: [n, outputs].")
         self.loss.check(outputs.shape[1], targets)
 
 
@@ -330,10 +329,8 @@ def _check_evaluation(model: Model, inputs: Tensor) -> None:
     with torch.no_grad():
         apart = torch.cat([model.outputs(parameters, row) for row in inputs.split(1)])
         if not _agree(model.outputs(parameters, inputs), apart):
-            raise UserError(
-                "What the model predicts for a sample depends on the samples beside it, or on chance; allowed: modules "
-                "that treat samples one by one in evaluation mode."
-            )
+            said = "What the model predicts for a sample depends on the samples beside it, or on chance"
+            raise UserError(f"{said}; allowed: modules that treat samples one by one in evaluation mode.")
 
 
 def _evaluates_stacked(model: Model, inputs: Tensor) -> bool:

@@ -20,6 +20,8 @@ from fedem.core.errors import UserError
 from fedem.models.base import ModelSpec
 
 INSTALLED = "imagenet"  # weights of an installed package, in place of a path
+# Means and deviations of ImageNet's colours, which torchvision's weights expect.
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def image_shape(
@@ -33,56 +35,30 @@ def image_shape(
     fits = len(shape) == 3 and min(shape[1:]) >= smallest and (shape[0] in channels if channels else shape[0] > 0)
     if not fits:
         some = f"{' or '.join(map(str, channels))} channels" if channels else "any number of channels"
-        raise UserError(
-            f"The inputs of {model} have shape {list(input_shape)}; allowed: [height, width] or "
-            f"[channels, height, width], at least {smallest} x {smallest} pixels, {some}."
-        )
+        allowed = f"[height, width] or [channels, height, width], at least {smallest} x {smallest} pixels, {some}"
+        raise UserError(f"The inputs of {model} have shape {list(input_shape)}; allowed: {allowed}.")
     return shape[0], shape[1], shape[2]
 
 
 class Images(nn.Module):
-    """Gives grey images their channel; standardises colours where means and deviations are given.
+    """Gives grey images their channel, and brings pixels to (pixel - mean) / deviation, each colour by its own two.
 
-    A grey image is then shown as one whose three colours are equal, so that a stem for colours sees what it was trained
-    on. The numbers are Python's: as buffers they would be part of the state that clients exchange and average.
+    Where these are several, a grey image is shown as one whose colours are equal, so that a stem for colours sees what
+    it was trained on. They are Python's numbers: as buffers they would be part of the state that clients exchange.
     """
 
-    def __init__(self, means: tuple[float, ...] = (), deviations: tuple[float, ...] = ()):
+    def __init__(self, means: tuple[float, ...], deviations: tuple[float, ...]):
         super().__init__()
         self.means, self.deviations = means, deviations
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``[n, H, W]`` or ``[n, C, H, W]`` -> ``[n, C, H, W]``, with C = 3 when standardised."""
+        """``[n, H, W]`` or ``[n, C, H, W]`` -> ``[n, C, H, W]``, with C the number of means where they are several."""
         images = inputs.unsqueeze(1) if inputs.ndim == 3 else inputs
-        if not self.means:
-            return images
-        planes = images.unbind(1)
-        if len(planes) == 1:
-            planes *= len(self.means)
-        standardised = [
-            (plane - mean) / deviation
-            for plane, mean, deviation in zip(planes, self.means, self.deviations, strict=True)
-        ]
-        return stack(standardised, 1)
-
-
-class ScaledImages(Images):
-    """Gives grey images their channel, and brings all pixels to ``(pixel - mean) / deviation``."""
-
-    def __init__(self, mean: float, deviation: float):
-        super().__init__()
-        self.mean, self.deviation = mean, deviation
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[n, H, W]`` or ``[n, C, H, W]`` -> ``[n, C, H, W]``."""
-        return (super().forward(inputs) - self.mean) / self.deviation
-
-
-class ImageNetImages(Images):
-    """Standardises by the means and deviations of ImageNet's colours, as torchvision's weights expect."""
-
-    def __init__(self) -> None:
-        super().__init__((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        if len(self.means) == 1:
+            return (images - self.means[0]) / self.deviations[0]
+        planes = images.unbind(1) if images.shape[1] > 1 else images.unbind(1) * len(self.means)
+        pairs = zip(self.means, self.deviations, strict=True)
+        return stack([(plane - mean) / deviation for plane, (mean, deviation) in zip(planes, pairs, strict=True)], 1)
 
 
 def draw_convolutions(module: nn.Module) -> None:
@@ -184,10 +160,8 @@ def load_body(module: nn.Module, weights: Mapping[str, Tensor], head: str, sourc
         if name not in weights and not name.endswith("num_batches_tracked"):
             raise UserError(f"{source} have no {name!r}, which {title} needs.")
         if name in weights and weights[name].shape != leaf.shape:
-            raise UserError(
-                f"{source} have shape {list(weights[name].shape)} for {name!r}; allowed for {title}: "
-                f"{list(leaf.shape)}."
-            )
+            shape, allowed = list(weights[name].shape), list(leaf.shape)
+            raise UserError(f"{source} have shape {shape} for {name!r}; allowed for {title}: {allowed}.")
     surplus = [name for name in weights if name not in body and not name.startswith(head)]
     if surplus:
         raise UserError(f"{source} have {surplus[0]!r}, which {title} does not know.")

@@ -56,13 +56,11 @@ class _Classification(Loss):
     def check(self, num_outputs: int, targets: Tensor) -> None:
         num_classes = self.num_classes(num_outputs)
         if targets.is_floating_point() or targets.ndim != 1:
-            raise UserError(
-                f"Targets are {targets.dtype} of shape {list(targets.shape)}; allowed for classes: integers, [n]."
-            )
+            said = f"Targets are {targets.dtype} of shape {list(targets.shape)}"
+            raise UserError(f"{said}; allowed for classes: integers, [n].")
         if len(targets) and (int(targets.min()) < 0 or int(targets.max()) >= num_classes):
-            raise UserError(
-                f"Targets run from {int(targets.min())} to {int(targets.max())}; allowed: 0 to {num_classes - 1}."
-            )
+            allowed = f"0 to {num_classes - 1}"
+            raise UserError(f"Targets run from {int(targets.min())} to {int(targets.max())}; allowed: {allowed}.")
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,8 @@ class CrossEntropy(_Classification):
 
     def num_classes(self, num_outputs: int) -> int:
         if num_outputs < 2:
-            raise UserError(
-                "The model puts out 1 number per sample; allowed for cross-entropy: one per class, at least 2."
-            )
+            allowed = "allowed for cross-entropy: one per class, at least 2"
+            raise UserError(f"The model puts out 1 number per sample; {allowed}.")
         return num_outputs
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -96,10 +93,8 @@ class Logistic(_Classification):
 
     def num_classes(self, num_outputs: int) -> int:
         if num_outputs != 1:
-            raise UserError(
-                f"The model puts out {num_outputs} numbers per sample; allowed for two classes (logistic): 1, "
-                'or loss = "cross_entropy".'
-            )
+            allowed = 'allowed for two classes (logistic): 1, or loss = "cross_entropy"'
+            raise UserError(f"The model puts out {num_outputs} numbers per sample; {allowed}.")
         return 2
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -130,10 +125,8 @@ class SquaredError(Loss):
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
         if (1 if targets.ndim == 1 else targets.shape[1]) != num_outputs:
-            raise UserError(
-                f"Targets have shape {list(targets.shape)}; allowed for a model with {num_outputs} outputs: "
-                f"[n, {num_outputs}]."
-            )
+            allowed = f"allowed for a model with {num_outputs} outputs: [n, {num_outputs}]"
+            raise UserError(f"Targets have shape {list(targets.shape)}; {allowed}.")
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2

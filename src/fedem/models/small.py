@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError
 from fedem.models.base import ModelSpec
-from fedem.models.images import ScaledImages, image_shape
+from fedem.models.images import Images, image_shape
 from fedem.models.layers import max_pool
 
 
@@ -94,7 +94,7 @@ class CNN(CharacterModel):
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         channels, height, width = image_shape("CNN", input_shape, smallest=6)
         return nn.Sequential(
-            ScaledImages(self.pixel_mean, self.pixel_deviation),
+            Images((self.pixel_mean,), (self.pixel_deviation,)),
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
             PooledConv2d(32, 64, 3),
@@ -125,7 +125,7 @@ class LeafCNN(CharacterModel):
         for _ in range(2):
             height, width = (height - lost) // 2, (width - lost) // 2
         return nn.Sequential(
-            ScaledImages(self.pixel_mean, self.pixel_deviation),
+            Images((self.pixel_mean,), (self.pixel_deviation,)),
             PooledConv2d(channels, 32, 5, padding=padding),
             nn.ReLU(),
             PooledConv2d(32, 64, 5, padding=padding),
@@ -171,14 +171,11 @@ class LSTM(ModelSpec):
 
     def check(self, lowest: int, highest: int) -> None:
         if lowest < 0 or highest >= self.vocabulary:
-            raise UserError(
-                f"The inputs hold the numbers {lowest} to {highest}, but model.vocabulary is {self.vocabulary}; "
-                f"allowed: 0 to {self.vocabulary - 1}, or a larger vocabulary."
-            )
+            said = f"The inputs hold the numbers {lowest} to {highest}, but model.vocabulary is {self.vocabulary}"
+            raise UserError(f"{said}; allowed: 0 to {self.vocabulary - 1}, or a larger vocabulary.")
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         if len(input_shape) != 1 or input_shape[0] < 1:
-            raise UserError(
-                f"The inputs of LSTM have shape {list(input_shape)}; allowed: [window], at least 1 character each."
-            )
+            allowed = "[window], at least 1 character each"
+            raise UserError(f"The inputs of LSTM have shape {list(input_shape)}; allowed: {allowed}.")
         return CharacterLSTM(self.vocabulary, self.embedding, self.hidden, self.layers, num_outputs)

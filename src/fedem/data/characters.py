@@ -1,6 +1,11 @@
-"""FEMNIST: the characters of NIST's Special Database 19 by writer, 28 x 28, 62 classes (Caldas and others 2018, LEAF).
+"""Handwritten characters, 28 x 28, 62 classes: EMNIST by class, and FEMNIST by writer.
 
-Three sources are read. Strokes are black on white in all of them.
+EMNIST (Cohen and others 2017), 814,255 digits and letters, is read from the official files in MNIST's idx format,
+training images first, then test images. Those store an image column by column; here it stands upright. Strokes are
+white on black.
+
+FEMNIST (Caldas and others 2018, LEAF) are the characters of NIST's Special Database 19 by writer. Three sources are
+read. Strokes are black on white in all of them.
 
 - LEAF's json files, as its scripts write them (they are published nowhere): a folder of ``all_data_*.json``, or one
   with ``train`` and ``test`` folders, whose samples are put together again. Pixels become bytes by rounding 255 x.
@@ -12,28 +17,86 @@ Three sources are read. Strokes are black on white in all of them.
 Images are turned to grey and, where they are larger (NIST's are 128 x 128), resized by Pillow's Lanczos filter, as LEAF
 does; newer versions of Pillow shrink in two steps where LEAF calls them, here it is always one. LEAF's scripts also
 repeat the first image of nearly every writer; this is not reproduced.
+
+Shapes: n images of a block.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
+import math
+import string
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
-from fedem.data.emnist import CHARACTERS, SHAPE
-from fedem.data.store import Block, Files, Public, Remote, opened
+from fedem.data.store import ROWS, Block, Files, Public, Remote, opened, pick, read_bytes
 
+SHAPE = (1, 28, 28)
+CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
+
+_BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
+
+
+def idx_blocks(file: IO[bytes] | gzip.GzipFile, rows: int = ROWS) -> Iterator[NDArray[np.uint8]]:
+    """Read an idx file of bytes, ``rows`` entries of its first axis at a time."""
+    zeros, kind, axes = struct.unpack(">HBB", _exactly(file, 4))
+    if zeros or kind != _BYTES or not axes:
+        raise ValueError("it is not an idx file of bytes")
+    count, *shape = struct.unpack(f">{axes}I", _exactly(file, 4 * axes))
+    for start in range(0, count, rows):
+        size = min(rows, count - start)
+        yield np.frombuffer(_exactly(file, size * math.prod(shape)), np.uint8).reshape(size, *shape)
+    if file.read(1):  # reading the end also checks a compressed file's checksum
+        raise ValueError("it goes on behind its last entry")
+
+
+def _exactly(file: IO[bytes] | gzip.GzipFile, count: int) -> bytes:
+    content = file.read(count)
+    if len(content) != count:
+        raise EOFError("it ends too early")
+    return content
+
+
+@dataclass(frozen=True)
+class Emnist(Public):
+    """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""
+
+    name: ClassVar[str] = "emnist"
+    title: ClassVar[str] = "EMNIST by class, 28 x 28 images of characters, 62 classes"
+    usual: ClassVar[str] = "dirichlet"
+    remotes: ClassVar[tuple[Remote, ...]] = (
+        Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),
+    )
+    patterns: ClassVar[tuple[str, ...]] = ("emnist",)
+    labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
+    images: ClassVar[tuple[int, int, int]] = SHAPE
+
+    def read(self, source: Path) -> Iterator[Block]:
+        with opened(source) as files, ExitStack() as stack:
+            for part in ("train", "test"):
+                streams = []
+                for what in ("images-idx3", "labels-idx1"):
+                    name = pick(files, f"emnist-byclass-{part}-{what}-ubyte", source)
+                    file = stack.enter_context(files[name]())
+                    plain = stack.enter_context(gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
+                    streams.append(idx_blocks(plain))
+                for images, labels in zip(*streams, strict=True):
+                    if images.shape[1:] != SHAPE[1:] or len(images) != len(labels):
+                        raise ValueError(f"{part} holds images {images.shape} and labels {labels.shape}")
+                    yield Block(images.transpose(0, 2, 1)[:, None], labels)
 
 
 def _leaf_files(names: list[str]) -> list[str]:
@@ -46,7 +109,6 @@ def _leaf_files(names: list[str]) -> list[str]:
 
 
 def _leaf_blocks(content: dict[str, Any]) -> Iterator[Block]:
-    """Yield the samples of each user of a LEAF file."""
     for user, count in zip(content["users"], content["num_samples"], strict=True):
         data = content["user_data"][user]
         pixels = np.asarray(data["x"], dtype=np.float64)
@@ -82,11 +144,6 @@ def _images(files: Files) -> dict[str, PurePosixPath]:
     return {name: path for name in files if len((path := PurePosixPath(name)).parts) >= 3 and path.suffix == ".png"}
 
 
-def _read_bytes(files: Files, name: str) -> bytes:
-    with files[name]() as file:
-        return file.read()
-
-
 def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -96,7 +153,7 @@ def _known_classes(files: Files) -> dict[bytes, int]:
     labels: dict[bytes, int] = {}
     for name, path in _images(files).items():
         if path.parent.name.startswith("hsf_"):
-            labels.setdefault(_hash(_read_bytes(files, name)), _label(path.parts[-3], name))
+            labels.setdefault(_hash(read_bytes(files, name)), _label(path.parts[-3], name))
     return labels
 
 
@@ -106,7 +163,7 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
     for writer, group in groupby(found, key=lambda entry: entry[0]):
         images, labels = [], []
         for _, name, path in group:
-            content = _read_bytes(files, name)
+            content = read_bytes(files, name)
             if classes is None:
                 labels.append(_label(path.parts[-2], name))
             elif (known := classes.get(_hash(content))) is None:
@@ -146,11 +203,9 @@ class Femnist(Public):
         with opened(source) as files:
             if chosen := _leaf_files(list(files)):
                 for name in chosen:
-                    with files[name]() as file:
-                        yield from _leaf_blocks(json.load(file))
+                    yield from _leaf_blocks(json.loads(read_bytes(files, name)))
             elif _images(files):
                 yield from _tree_blocks(files, None)
             else:
-                raise UserError(
-                    f"{source} holds none of LEAF's json files, NIST's by_class and by_write, and images by writer."
-                )
+                known = "LEAF's json files, NIST's by_class and by_write, and images by writer"
+                raise UserError(f"{source} holds none of {known}.")
