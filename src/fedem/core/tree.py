@@ -20,9 +20,9 @@ def tree_stack(trees: Sequence[Tree]) -> Tree:
     return {name: torch.stack([tree[name] for tree in trees]) for name in trees[0]}
 
 
-def tree_cat(trees: Sequence[Tree]) -> Tree:
-    """Concatenate trees along their first dimension."""
-    return {name: torch.cat([tree[name] for tree in trees]) for name in trees[0]}
+def tree_cat(trees: Sequence[Tree], dim: int = 0) -> Tree:
+    """Concatenate trees along a dimension, their first one unless said otherwise."""
+    return {name: torch.cat([tree[name] for tree in trees], dim) for name in trees[0]}
 
 
 def tree_index(tree: Tree, index: int | slice | Tensor) -> Tree:

@@ -22,7 +22,6 @@ from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_index
 from fedem.data.samples import Samples
 from fedem.methods.base import Algorithm
-from fedem.solvers import Solver
 
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 """(shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each."""
@@ -31,14 +30,10 @@ Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 class Cohort(NamedTuple):
     """Some clients as an engine sees them: everything on its device, but for samples that do not fit there at once."""
 
-    shared: Tree
-    """``[G, ...]``"""
-    reads: Tensor
-    """``[C]`` int64: each client's group"""
-    personal: Tree
-    """``[C, ...]``"""
-    samples: Samples
-    """of the C clients, in the same order"""
+    shared: Tree  # [G, ...]
+    reads: Tensor  # [C] int64: each client's group
+    personal: Tree  # [C, ...]
+    samples: Samples  # of the C clients, in the same order
 
     @property
     def device(self) -> torch.device:
@@ -56,12 +51,9 @@ class Cohort(NamedTuple):
 class Finished(NamedTuple):
     """Some clients after their round."""
 
-    positions: Tensor
-    """``[c]`` int64, in the cohort"""
-    uploads: Tree
-    """``[c, ...]``"""
-    personal: Tree
-    """``[c, ...]``"""
+    positions: Tensor  # [c] int64, in the cohort
+    uploads: Tree  # [c, ...]
+    personal: Tree  # [c, ...]
 
 
 @dataclass(frozen=True)
@@ -93,13 +85,10 @@ class Batching(Settings):
 class Work(NamedTuple):
     """What the C clients of a cohort do in a round."""
 
-    batching: Batching
-    """how they walk through their samples"""
-    keys: Tensor
-    """``[C]`` the clients' keys for this round"""
+    batching: Batching  # how they walk through their samples
+    keys: Tensor  # [C] the clients' keys for this round
     learning_rate: float
-    scales: Tensor | None = None
-    """``[C]`` what it is multiplied by for each client; None for one"""
+    scales: Tensor | None = None  # [C] what it is multiplied by for each client; None for one
 
     def take(self, members: Tensor) -> Work:
         """Return the work of some of the clients, positions ``[c]``."""
@@ -132,21 +121,14 @@ class SolverDeal:
     """
 
     def __init__(self, algorithm: Algorithm):
-        self._algorithm = algorithm
-        self._variants: dict[Solver, Algorithm] = {algorithm.solver: algorithm}
+        self._algorithm, self._variants = algorithm, {algorithm.solver: algorithm}
 
     def train(
         self, engine: Engine, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
     ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round.
+        """Train every client of the cohort for one round; the keys of their ``names`` ``[C]`` decide on their solvers.
 
-        Args:
-            engine: runs those with the same solver.
-            cohort: C clients.
-            work: of the round; their solver or ``num_steps`` may say otherwise how they walk through their samples.
-            names: ``[C]`` keys of the clients' names, which decide on their solvers.
-            num_steps: how many steps exactly, when given.
-
+        A solver may walk through the samples otherwise than ``work`` says; it takes exactly ``num_steps`` where given.
         """
         for solver, members in self._algorithm.solver.among(names):
             algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
@@ -160,27 +142,23 @@ class SolverDeal:
 class Positions(NamedTuple):
     """One batch of each active client: positions among the client's own samples."""
 
-    positions: Tensor
-    """``[A, B]`` int64; padding repeats the last sample"""
-    mask: Tensor
-    """``[A, B]`` bool"""
-    padded: bool
-    """whether the mask is false anywhere"""
+    positions: Tensor  # [A, B] int64; padding repeats the last sample
+    mask: Tensor  # [A, B] bool
+    padded: bool  # whether the mask is false anywhere
+
+    @classmethod
+    def first(cls, counts: Tensor, device: torch.device) -> Positions:
+        """Return the first ``counts`` ``[A]`` positions of each client, on ``device``; ``counts`` are on the CPU."""
+        width, least = int(counts.max()), int(counts.min())
+        counts, columns = counts.to(device)[:, None], torch.arange(width, device=device)
+        return cls(torch.minimum(columns, counts - 1), columns < counts, padded=least < width)
 
 
 class BatchPlan:
     """All batches of C clients in one round."""
 
     def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor, device: torch.device):
-        """Shuffle all clients with one sort.
-
-        Args:
-            batching: how the clients walk.
-            sizes: ``[C]`` int64 on the CPU
-            keys: ``[C]`` int64, each client's key for this round
-            device: where the samples are.
-
-        """
+        """Shuffle all clients with one sort, by their ``keys`` ``[C]`` for this round; ``sizes`` ``[C]`` on the CPU."""
         # What decides on shapes stays on the CPU: asking a GPU would wait for all that it has still to do.
         self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
         self._steps_per_epoch = _ceil_divide(sizes, self._widths)
@@ -188,16 +166,15 @@ class BatchPlan:
         self.keys = keys.to(device)
         epochs = _ceil_divide(self.steps, self._steps_per_epoch)
         # A segment is one client's pass; rows are sorted by (segment, hash).
-        segment_client = torch.repeat_interleave(torch.arange(len(sizes)), epochs)
+        segment_client = torch.arange(len(sizes)).repeat_interleave(epochs)
         first_segment = epochs.cumsum(0) - epochs
         segment_epoch = torch.arange(len(segment_client)) - first_segment[segment_client]
         segment_sizes = sizes[segment_client]
         starts = segment_sizes.cumsum(0) - segment_sizes
         self._starts = starts[first_segment]
         total = int(segment_sizes.sum())
-        segment = torch.repeat_interleave(
-            torch.arange(len(segment_client), device=device), segment_sizes.to(device), output_size=total
-        )
+        numbers = torch.arange(len(segment_client), device=device)
+        segment = numbers.repeat_interleave(segment_sizes.to(device), output_size=total)
         position = torch.arange(total, device=device) - starts.to(device)[segment]
         words = derive(derive(self.keys[segment_client.to(device)], segment_epoch.to(device))[segment], position)
         self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
@@ -209,12 +186,8 @@ class BatchPlan:
         epoch, index = step // self._steps_per_epoch[some], step % self._steps_per_epoch[some]
         counts = torch.minimum(widths, sizes - index * widths)
         begins = (self._starts[some] + epoch * sizes + index * widths).to(self._device)
-        width, least = int(counts.max()), int(counts.min())
-        counts = counts.to(self._device)
-        columns = torch.arange(width, device=self._device)
-        mask = columns < counts[:, None]
-        places = begins[:, None] + torch.minimum(columns, counts[:, None] - 1)
-        return Positions(self._order[places], mask, padded=least < width)
+        where = Positions.first(counts, self._device)
+        return where._replace(positions=self._order[begins[:, None] + where.positions])
 
 
 def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[int, Positions]]:
@@ -225,12 +198,8 @@ def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[in
     """
     for start in range(0, int(sizes.max()) if len(sizes) else 0, width):
         num_active = int((sizes > start).sum())
-        counts = (sizes[:num_active] - start).clamp(max=width)
-        padded = bool(counts.min() < counts.max())
-        columns = torch.arange(int(counts.max()), device=device)
-        counts = counts.to(device)
-        mask = columns < counts[:, None]
-        yield num_active, Positions(start + torch.minimum(columns, counts[:, None] - 1), mask, padded)
+        where = Positions.first((sizes[:num_active] - start).clamp(max=width), device)
+        yield num_active, where._replace(positions=start + where.positions)
 
 
 def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: int, largest: int) -> Tensor:

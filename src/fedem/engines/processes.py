@@ -30,11 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_PATIENCE = timedelta(hours=1)
-"""for each other: the leader may prepare a data set while the others wait"""
-_GRACE = 1.0
-"""seconds for the first that fails to say why, before another ends and torchrun ends all"""
-_FAILURES = "failures"
+_PATIENCE = timedelta(hours=1)  # for each other: the leader may prepare a data set while the others wait
+_GRACE = 1.0  # seconds for the first that fails to say why, before another ends and torchrun ends all
 
 _meetings = count()
 _Value = TypeVar("_Value")
@@ -56,23 +53,17 @@ class Team:
     def check(self, cohort_size: int, device: torch.device) -> None:
         """Refuse processes without a client to train, or without a GPU of their own."""
         if cohort_size < self.size:
-            raise UserError(
-                f"A round has {cohort_size} clients (run.clients_per_round) for {self.size} processes; allowed: "
-                "at most as many processes as clients."
-            )
+            clients = f"A round has {cohort_size} clients (run.clients_per_round) for {self.size} processes"
+            raise UserError(f"{clients}; allowed: at most as many processes as clients.")
         if self.size == 1 or device.type != "cuda":
             return
         if device.index is not None:
-            raise UserError(
-                f"run.device is '{device}' for {self.size} processes; allowed: auto or cuda, a GPU for each process, "
-                "or cpu."
-            )
+            place = f"run.device is '{device}' for {self.size} processes"
+            raise UserError(f"{place}; allowed: auto or cuda, a GPU for each process, or cpu.")
         here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
         if here > gpus:
-            raise UserError(
-                f"{here} processes were started on a machine with {gpus} GPUs; allowed: at most one for each GPU, or "
-                "run.device cpu."
-            )
+            started = f"{here} processes were started on a machine with {gpus} GPUs"
+            raise UserError(f"{started}; allowed: at most one for each GPU, or run.device cpu.")
 
     def share(self, sizes: Tensor) -> Tensor:
         """Return which of the clients, given their numbers of samples ``[C]``, are this process's, ``[c]`` ascending.
@@ -94,7 +85,7 @@ class Team:
         """
         if self.size == 1:
             return trees
-        from torch.distributed import ReduceOp
+        from torch.distributed import ReduceOp, all_reduce
 
         totals: tuple[Tree, ...] = tuple({} for _ in trees)
         kinds: dict[torch.dtype, list[tuple[int, str]]] = {}
@@ -105,7 +96,8 @@ class Team:
         for kind in sorted(kinds, key=str):
             leaves = [trees[index][name] for index, name in kinds[kind]]
             numbers = torch.cat([leaf.to(kind).flatten() for leaf in leaves])
-            self._reduce(numbers, ReduceOp.SUM if kind.is_floating_point else ReduceOp.MAX)
+            with _in_touch():
+                all_reduce(numbers, op=ReduceOp.SUM if kind.is_floating_point else ReduceOp.MAX, group=self.group)
             parts = numbers.split([leaf.numel() for leaf in leaves])
             for (index, name), leaf, part in zip(kinds[kind], leaves, parts, strict=True):
                 totals[index][name] = part.reshape(leaf.shape).to(leaf.dtype)
@@ -137,12 +129,6 @@ class Team:
         if self.leads:
             self.tell(None)
 
-    def _reduce(self, numbers: Tensor, operation: object) -> None:
-        from torch.distributed import all_reduce
-
-        with _in_touch():
-            all_reduce(numbers, op=operation, group=self.group)
-
 
 ALONE = Team()
 
@@ -157,13 +143,11 @@ def placed(pieces: Iterable[tuple[Tensor, Tree]], size: int) -> Tree:
     for positions, tree in pieces:
         for name, leaf in tree.items():
             if name not in found:
-                found[name] = leaf.new_full((size, *leaf.shape[1:]), _nothing(leaf.dtype))
+                is_added = leaf.is_floating_point() or leaf.dtype == torch.bool
+                nothing = 0 if is_added else torch.iinfo(leaf.dtype).min
+                found[name] = leaf.new_full((size, *leaf.shape[1:]), nothing)
             found[name].index_copy_(0, positions.to(leaf.device), leaf)
     return found
-
-
-def _nothing(kind: torch.dtype) -> int:
-    return 0 if kind.is_floating_point or kind == torch.bool else torch.iinfo(kind).min
 
 
 def number_started() -> int:
@@ -180,20 +164,21 @@ def joined() -> Iterator[Team]:
     """
     import torch.distributed as dist
 
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # A group of our own carries all kinds of tensors, and closing it is heard by the others at once.
-        group = dist.new_group(backend=_backend(), timeout=_PATIENCE)
+        group = dist.new_group(backend=backend, timeout=_PATIENCE)
         try:
             yield Team(dist.get_rank(), dist.get_world_size(), group)
         finally:
             dist.destroy_process_group(group)
     elif (size := number_started()) > 1:
         rank = int(os.environ["RANK"])
-        store = _meet(next(_meetings))
+        store = dist.PrefixStore(f"fedem/{next(_meetings)}", _meeting_place())  # type: ignore[attr-defined]
         if torch.cuda.is_available():
             # Then "cuda" means another GPU in each process; more of them than GPUs are refused once a GPU is asked for.
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        dist.init_process_group(_backend(), store=store, rank=rank, world_size=size, timeout=_PATIENCE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE)
         try:
             yield Team(rank, size, dist.group.WORLD)
         except BaseException as error:
@@ -207,17 +192,6 @@ def joined() -> Iterator[Team]:
         yield ALONE
 
 
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _meet(number: int) -> Store:
-    """Find the place where processes leave word for each other in their run with this ``number``."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not in its list
-
-    return PrefixStore(f"fedem/{number}", _meeting_place())
-
-
 @cache
 def _meeting_place() -> Store:
     """Find the place where processes leave word for each other; it stays for all their runs."""
@@ -227,17 +201,15 @@ def _meeting_place() -> Store:
     try:
         store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
     except ValueError as error:
-        raise UserError(
-            f"RANK and WORLD_SIZE are set, but the processes can't meet ({error}); allowed: processes started by "
-            "torchrun, or neither of the two set."
-        ) from None
+        problem = f"RANK and WORLD_SIZE are set, but the processes can't meet ({error})"
+        raise UserError(f"{problem}; allowed: processes started by torchrun, or neither of the two set.") from None
     return store
 
 
 def _is_first(store: Store) -> bool:
     """Whether this is the first process to fail."""
     try:
-        return bool(store.add(_FAILURES, 1) == 1)
+        return bool(store.add("failures", 1) == 1)
     except RuntimeError:  # whoever kept the store has ended
         return False
 
@@ -269,11 +241,9 @@ class Shared(Engine):
 
     @property
     def most_together(self) -> int:
-        """As this process has it."""
         return self.base.most_together
 
     def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
-        """Train every client; all finish together."""
         sizes = cohort.samples.sizes
         if len(sizes) < self.team.size:
             yield from self.base.train(algorithm, cohort, work)

@@ -62,57 +62,37 @@ class Stacked(Engine):
     def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
         """Yield the clients chunk by chunk."""
         scale = torch.ones(()) if work.scales is None else work.scales
-        rate = (work.learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
-        rows = self._rows(algorithm, cohort, _SCORE_ROWS)
-        scores, rows = self._shrinking(cohort.device, rows, lambda count: flat_scores(algorithm, cohort, count))
-        for members in self._chunks(algorithm, cohort, work.batching):
-            waiting = [members]
-            while waiting:
-                these = waiting.pop()
-                limit = self._found.get("limit", len(these))
-                if len(these) > limit:
-                    waiting += reversed(these.split(limit))
-                    continue
-                finished = self._try(algorithm, cohort, work, these, scores, rows, rate)
-                if finished is None:
-                    waiting.append(these)
-                    continue
-                self._found["most_together"] = max(self.most_together, len(these))
+        rates = (work.learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
+        wanted = self._rows(algorithm, cohort, _SCORE_ROWS)
+        scores, rows = self._shrinking(cohort, "rows", wanted, lambda count: flat_scores(algorithm, cohort, count))
+
+        def train_first(count: int) -> Finished:
+            chunk = Chunk.of(cohort, left[:count])
+            plan = BatchPlan(work.batching, chunk.sizes, work.keys[chunk.members], cohort.device)
+            rate = rates[chunk.members.to(rates.device)] if rates.ndim else rates
+            return self._train_chunk(algorithm, chunk, plan, scores, rows, rate)
+
+        for left in self._chunks(algorithm, cohort, work.batching):
+            while len(left):
+                finished, count = self._shrinking(cohort, "clients", len(left), train_first)
+                self._found["most_together"] = max(self.most_together, count)
                 yield finished
+                left = left[count:]
 
-    def _try(
-        self,
-        algorithm: Algorithm,
-        cohort: Cohort,
-        work: Work,
-        members: Tensor,
-        scores: Tree | None,
-        rows: int,
-        rate: Tensor,
-    ) -> Finished | None:
-        """Train ``members`` together; where memory runs out, halve how many may be from now on and return None."""
-        try:
-            plan = BatchPlan(work.batching, cohort.samples.sizes[members], work.keys[members], cohort.device)
-            theirs = rate[members.to(rate.device)] if rate.ndim else rate
-            return self._train_chunk(algorithm, Chunk.of(cohort, members), plan, scores, rows, theirs)
-        except RuntimeError as error:
-            if len(members) == 1 or not is_out_of_memory(error):
-                raise
-            self._found["limit"] = len(members) // 2
-        release(cohort.device)
-        return None
+    def _shrinking(self, cohort: Cohort, what: str, count: int, work: Callable[[int], _T]) -> tuple[_T, int]:
+        """Do ``work`` with ``count`` at once, or with half as many where memory runs out, and so on.
 
-    def _shrinking(self, device: torch.device, rows: int, work: Callable[[int], _T]) -> tuple[_T, int]:
-        """Do ``work`` over ``rows`` samples at once, or over half as many where memory runs out, and so on."""
-        rows = min(rows, self._found.get("rows", rows))
+        Returns the result and the count; ``what`` is the name under which a smaller count is remembered.
+        """
+        count = min(count, self._found.get(what, count))
         while True:
             try:
-                return work(rows), rows
+                return work(count), count
             except RuntimeError as error:
-                if rows == 1 or not is_out_of_memory(error):
+                if count == 1 or not is_out_of_memory(error):
                     raise
-                rows = self._found["rows"] = rows // 2
-            release(device)
+                count = self._found[what] = count // 2
+            release(cohort.device)
 
     def _stacked(self, function: Callable[..., Any], deep: bool, *dims: int | None) -> Callable[..., Any]:
         """Return a method's function for many clients; unless ``deep``, recorded where the same shapes come back."""
@@ -157,8 +137,7 @@ class Stacked(Engine):
             if num_staying < num_active:
                 done.append(_slice(local, slice(num_staying, None)))
                 local = _slice(local, slice(num_staying))
-        last = Local(*(tree_cat(trees) for trees in zip(*reversed(done), strict=True)))
-        trained = vmap(algorithm.finish)(last)
+        trained = vmap(algorithm.finish)(Local(*map(tree_cat, zip(*reversed(done), strict=True))))
         return Finished(chunk.members, trained.upload, trained.personal)
 
     def _max_bytes(self, cohort: Cohort) -> int:
@@ -176,31 +155,24 @@ class Stacked(Engine):
         if self.chunk_size:
             yield from order.split(self.chunk_size)
             return
-        if batching.batch_size == 0:
-            # A batch is as wide as a client is large, so clients of very different sizes would be mostly padding.
-            for run in similar(sizes[order].tolist()):
-                yield from self._fitting(algorithm, cohort, batching, order[run])
-            return
-        yield from self._fitting(algorithm, cohort, batching, order)
-
-    def _fitting(self, algorithm: Algorithm, cohort: Cohort, batching: Batching, order: Tensor) -> Iterator[Tensor]:
-        """Cut clients, in this order, into as many together as memory holds."""
         # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients; samples.
         model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
         row_bytes = 2 * bytes_per_sample(algorithm, cohort)
-        sizes = cohort.samples.sizes[order]
-        widths = batching.widths(sizes)
         own_bytes = cohort.samples.num_bytes // max(1, len(cohort.samples))
-        while len(order):
-            per_client = model_bytes + row_bytes * int(widths[0]) + own_bytes * int(sizes[0])
-            count = max(1, self._max_bytes(cohort) // max(per_client, 1))
-            yield order[:count]
-            order, widths, sizes = order[count:], widths[count:], sizes[count:]
+        # Where a batch is as wide as a client is large, clients of very different sizes would be mostly padding.
+        for run in [slice(None)] if batching.batch_size else similar(sizes[order].tolist()):
+            some = order[run]
+            while len(some):
+                largest = sizes[some[0]]
+                per_client = model_bytes + row_bytes * int(batching.widths(largest)) + own_bytes * int(largest)
+                count = max(1, self._max_bytes(cohort) // max(per_client, 1))
+                yield some[:count]
+                some = some[count:]
 
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Walk through all clients' samples in blocks."""
-        rows = self._rows(algorithm, cohort, _TALLY_ROWS)
-        return self._shrinking(cohort.device, rows, lambda count: self._tally(function, cohort, count))[0]
+        wanted = self._rows(algorithm, cohort, _TALLY_ROWS)
+        return self._shrinking(cohort, "rows", wanted, lambda count: self._tally(function, cohort, count))[0]
 
     def _tally(self, function: Tally, cohort: Cohort, rows: int) -> Tree:
         sizes = cohort.samples.sizes
@@ -210,34 +182,29 @@ class Stacked(Engine):
         if cohort.samples.pool.device != cohort.device:
             largest = cohort.samples.num_bytes * int(sizes.max()) // len(cohort.samples)
             most = max(1, min(most, self._max_bytes(cohort) // max(1, largest)))
-        pieces = []
+        found: Tree = {}
         for members in order.split(most):
-            width = max(1, rows // len(members))
-            pieces.append(_tally_chunk(function, Chunk.of(cohort, members), width))
-        return tree_map(lambda sums: sums.new_zeros(len(sizes)).index_copy(0, order, sums), tree_cat(pieces))
+            chunk = Chunk.of(cohort, members)
+            stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
+            totals: Tree = {}
+            for num_active, where in blocks(chunk.sizes, max(1, rows // len(members)), cohort.device):
+                some = chunk.some(slice(num_active))
+                for name, sums in stacked(some.shared, some.personal, *some.read(where), where.mask).items():
+                    total = totals.setdefault(name, torch.zeros(len(members), dtype=torch.float64, device=sums.device))
+                    total[:num_active] += sums
+            for name, total in totals.items():
+                found.setdefault(name, torch.zeros(len(sizes), dtype=torch.float64))[members] = total.cpu()
+        return found
 
 
 def _slice(local: Local, which: slice) -> Local:
     return Local(*(tree_index(tree, which) for tree in local))
 
 
-def _columns(samples: Tree, starts: Tensor, where: Positions) -> Tree:
-    """Pick the columns of each client's batch: ``[..., columns] -> [A, ..., B]``."""
+def _columns(flat: Tree, starts: Tensor, where: Positions) -> Tree:
+    """Pick the columns at ``where``, counted from each client's first one: ``[..., columns] -> [A, ..., B]``."""
     index = starts[:, None] + where.positions
-    return tree_map(
-        lambda leaf: leaf.index_select(-1, index.flatten()).unflatten(-1, index.shape).movedim(-2, 0), samples
-    )
-
-
-def _tally_chunk(function: Tally, chunk: Chunk, width: int) -> Tree:
-    stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
-    totals: Tree = {}
-    for num_active, where in blocks(chunk.sizes, width, chunk.starts.device):
-        shared, personal = chunk.active(num_active)
-        for name, sums in stacked(shared, personal, *chunk.read(where), where.mask).items():
-            total = totals.setdefault(name, torch.zeros(len(chunk.members), dtype=torch.float64, device=sums.device))
-            total[:num_active] += sums
-    return {name: total.cpu() for name, total in totals.items()}
+    return tree_map(lambda leaf: leaf.index_select(-1, index.flatten()).unflatten(-1, index.shape).movedim(-2, 0), flat)
 
 
 @dataclass(frozen=True)
@@ -260,21 +227,12 @@ class Chunk:
         groups = cohort.reads[members]
         common = bool((groups == groups[0]).all())
         shared = tree_index(cohort.shared, int(groups[0]) if common else groups.to(device))
-        samples, starts = cohort.samples, cohort.samples.offsets[members]
-        places = starts
+        personal, places = tree_index(cohort.personal, members.to(device)), cohort.samples.offsets[members].to(device)
+        samples, starts, sizes = cohort.samples, places, cohort.samples.sizes[members]
         if samples.pool.device != device:
             samples = samples.take(members).to(device)
-            starts = samples.offsets[:-1]
-        return cls(
-            members,
-            shared,
-            None if common else 0,
-            tree_index(cohort.personal, members.to(device)),
-            samples,
-            starts.to(device),
-            places.to(device),
-            cohort.samples.sizes[members],
-        )
+            starts = samples.offsets[:-1].to(device)
+        return cls(members, shared, None if common else 0, personal, samples, starts, places, sizes)
 
     def some(self, which: slice) -> Chunk:
         """Some of the clients, a run of them."""
@@ -289,13 +247,8 @@ class Chunk:
         )
 
     def read(self, where: Positions) -> Pool:
-        """Read the inputs ``[A, B, ...]`` and targets ``[A, B]`` at ``where``, of the first A clients."""
-        return self.samples.read(self.starts[: len(where.positions), None] + where.positions)
-
-    def active(self, num_active: int) -> tuple[Tree, Tree]:
-        """Return shared and personal of the first clients."""
-        first = self.some(slice(num_active))
-        return first.shared, first.personal
+        """Read the clients' inputs ``[c, B, ...]`` and targets ``[c, B]`` at ``where``."""
+        return self.samples.read(self.starts[:, None] + where.positions)
 
 
 def bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
@@ -318,15 +271,11 @@ def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
     """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
     if len(next(iter(cohort.shared.values()))) > 1:
         return None
-    shared = tree_index(cohort.shared, 0)
     if not algorithm.has_scores:
         return {}
-    samples, total = cohort.samples, len(cohort.samples)
-    pieces = [
-        algorithm.score(shared, *samples.span(start, min(start + rows, total)).to(cohort.device))
-        for start in range(0, total, rows)
-    ]
-    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+    shared, samples, total = tree_index(cohort.shared, 0), cohort.samples, len(cohort.samples)
+    spans = (samples.span(start, min(start + rows, total)) for start in range(0, total, rows))
+    return tree_cat([algorithm.score(shared, *span.to(cohort.device)) for span in spans], -1)
 
 
 def begin_clients(
@@ -341,46 +290,32 @@ def begin_clients(
     locals_, columns, starts, total = [], [], [], 0
     for run in similar(chunk.sizes.tolist()):
         some = chunk.some(run)
-        scores, mask = _padded_scores(algorithm, some, flat, rows)
-        if algorithm.has_survey:
-            scores = scores | _survey(algorithm, some)
-        local, samples = begin(some.shared, some.personal, scores, mask)
+        where = Positions.first(some.sizes, some.starts.device)
+        scores = _padded_scores(algorithm, some, where, flat, rows)
+        if algorithm.has_survey:  # each client looks at all of its samples at once
+            survey = vmap(algorithm.survey, in_dims=(some.shared_dim, 0, 0, 0, 0))
+            scores = scores | survey(some.shared, some.personal, *some.read(where), where.mask)
+        local, samples = begin(some.shared, some.personal, scores, where.mask)
         locals_.append(local)
         columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
-        starts.append(total + mask.shape[1] * torch.arange(len(mask), device=mask.device))
-        total += mask.numel()
-    local = Local(*(tree_cat(trees) for trees in zip(*locals_, strict=True)))
-    joined = {name: torch.cat([piece[name] for piece in columns], dim=-1) for name in columns[0]}
-    return local, joined, torch.cat(starts)
+        starts.append(total + where.mask.shape[1] * torch.arange(len(where.mask), device=where.mask.device))
+        total += where.mask.numel()
+    return Local(*map(tree_cat, zip(*locals_, strict=True))), tree_cat(columns, -1), torch.cat(starts)
 
 
-def _survey(algorithm: Algorithm, chunk: Chunk) -> Tree:
-    """Let each client look at all of its samples at once."""
-    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
-    stacked = vmap(algorithm.survey, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
-    found: Tree = stacked(chunk.shared, chunk.personal, *chunk.read(where), where.mask)
-    return found
-
-
-def _padded_scores(algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int) -> tuple[Tree, Tensor]:
-    """Return the chunk's scores padded to its largest client, ``[c, ..., n]``, and their mask ``[c, n]``."""
-    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
+def _padded_scores(algorithm: Algorithm, chunk: Chunk, where: Positions, flat: Tree | None, rows: int) -> Tree:
+    """Return the scores of all samples, padded to the largest client, ``[c, ..., n]``."""
     if flat is not None:
-        index = (chunk.places[:, None] + where.positions).flatten()
-        # [..., N] -> [..., c, n] -> [c, ..., n]
-        return tree_map(
-            lambda leaf: leaf.index_select(-1, index).unflatten(-1, where.positions.shape).movedim(-2, 0), flat
-        ), where.mask
+        return _columns(flat, chunk.places, where)
     if not algorithm.has_scores:
-        return {}, where.mask
+        return {}
     stacked = vmap(algorithm.score, in_dims=(chunk.shared_dim, 0, 0))
     pieces: list[Tree] = []
     for num_active, block in blocks(chunk.sizes, max(1, rows // len(chunk.sizes)), chunk.starts.device):
-        shared, _ = chunk.active(num_active)
-        piece = stacked(shared, *chunk.read(block))
-        missing = len(chunk.sizes) - num_active
+        some, missing = chunk.some(slice(num_active)), len(chunk.sizes) - num_active
+        piece = stacked(some.shared, *some.read(block))
         pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
-    return {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}, where.mask
+    return tree_cat(pieces, -1)
 
 
 class Replay:
@@ -399,30 +334,16 @@ class Replay:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, or its recording."""
-        key = tuple(_kind(leaf) for leaf in tree_leaves(arguments))
-        if key in self._recordings:
-            return self._recordings[key](*arguments)
-        self._calls[key] += 1
-        if self._calls[key] <= self._after or len(self._recordings) >= _MOST_SHAPES:
-            if len(self._calls) > 8 * _MOST_SHAPES:
-                self._calls.clear()
-            return self._function(*arguments)
-        self._recordings[key] = self._record(arguments)
-        return self._recordings[key](*arguments)
+        # Strides too: a recording may view what another layout would have to copy.
+        key = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in tree_leaves(arguments))
+        if key not in self._recordings:
+            self._calls[key] += 1
+            if self._calls[key] <= self._after or len(self._recordings) >= _MOST_SHAPES:
+                if len(self._calls) > 8 * _MOST_SHAPES:
+                    self._calls.clear()
+                return self._function(*arguments)
+            from torch.fx.experimental.proxy_tensor import make_fx
 
-    def _record(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        function = self._function
-        # make_fx counts parameters, and vmap hides them.
-        wrapped: dict[int, Callable[..., Any]] = {
-            3: lambda a, b, c: function(a, b, c),
-            4: lambda a, b, c, d: function(a, b, c, d),
-        }
-        recording: Callable[..., Any] = make_fx(wrapped[len(arguments)])(*arguments)
-        return recording
-
-
-def _kind(leaf: Tensor) -> tuple[Any, ...]:
-    # Strides too: a recording may view what another layout would have to copy.
-    return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+            # make_fx counts parameters, and vmap hides them.
+            self._recordings[key] = make_fx(lambda given: self._function(*given))(arguments)
+        return self._recordings[key](arguments)
