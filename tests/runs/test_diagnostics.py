@@ -92,7 +92,7 @@ def test_all_figures_are_those_of_autograd(method: str, loss: str, engine: Engin
     assert found.consensus == 0
     assert found.dissimilarity > found.gradient_norm2 > 0
     assert (found.improvement, found.weights_kl) == (0, 0) if method == "fedavg" else found.weights_kl > 0
-    assert found.record().keys() == set(Diagnosis._fields)
+    assert found._asdict().keys() == set(Diagnosis._fields)
 
 
 @pytest.mark.parametrize("method", ["dfedem", "dsgd"])

@@ -150,7 +150,7 @@ def test_tables_and_pictures(found: dict[str, Study], method: str) -> None:
 
 
 def test_a_runs_diagnostics_are_drawn(tmp_path: Path) -> None:
-    lines = [Diagnosis(-0.1, 0.3 / k, 0.0 if k == 2 else 0.1, 0.1, 0.0, 1.0).record() for k in range(1, 6)]
+    lines = [Diagnosis(-0.1, 0.3 / k, 0.0 if k == 2 else 0.1, 0.1, 0.0, 1.0)._asdict() for k in range(1, 6)]
     metrics = [{"round": k, **line} for k, line in enumerate(lines, 1)] + [
         {"round": 6},
         {"round": 7, "objective": None},

@@ -45,6 +45,11 @@ def tree_to(tree: Tree, device: torch.device) -> Tree:
     return {name: leaf.to(device) for name, leaf in tree.items()}
 
 
+def tree_double(tree: Tree) -> Tree:
+    """Convert the floating leaves to double precision."""
+    return {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in tree.items()}
+
+
 def tree_bytes(tree: Tree) -> int:
     """Count the bytes of all leaves."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.values())

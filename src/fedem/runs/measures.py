@@ -26,7 +26,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
 from fedem.core.errors import UserError
 from fedem.core.random import SOLVER, choose
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_double, tree_index, tree_map
+from fedem.data.samples import Pool
 from fedem.engines import Batching, Cohort, Work
 from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
 from fedem.methods.mixer import Mixer, mean_of_groups
@@ -34,7 +35,7 @@ from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
-from fedem.solvers import Newton, Solver
+from fedem.solvers import Newton
 
 
 class Diagnosis(NamedTuple):
@@ -53,10 +54,6 @@ class Diagnosis(NamedTuple):
     dissimilarity: float
     """sum_t n_t/n |grad_Theta f_t|^2, which is |grad_Theta f|^2 where all clients agree, and more elsewhere"""
 
-    def record(self) -> dict[str, float]:
-        """Name the figures, as a round's record has them."""
-        return self._asdict()
-
 
 class Dissimilarity(NamedTuple):
     """Bounded dissimilarity: sum_t n_t/n |grad f_t|^2 <= G^2 + beta^2 |grad f|^2 at all points that were measured."""
@@ -73,17 +70,16 @@ class Dissimilarity(NamedTuple):
 
 def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = False) -> None:
     """Refuse methods that minimise something else than f, and mixers that seek no consensus on its components."""
-    allowed = f"allowed: {names_where(lambda row: row.is_diagnosable)}, without label shares and local layers."
+    problem = ""
     if not algorithm.minimises_likelihood:
-        raise UserError(
-            f"{type(algorithm).__name__} can't be diagnosed, as it minimises another function than the theorems' f; "
-            f"{allowed}"
-        )
-    if not mixer.seeks_consensus:
-        raise UserError(
-            f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed, as they don't tend "
-            f"to one model, or one set of components, for all; {allowed}"
-        )
+        name = type(algorithm).__name__
+        problem = f"{name} can't be diagnosed, as it minimises another function than the theorems' f"
+    elif not mixer.seeks_consensus:
+        problem = f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed, as they don't "
+        problem += "tend to one model, or one set of components, for all"
+    if problem:
+        names = names_where(lambda row: row.is_diagnosable)
+        raise UserError(f"{problem}; allowed: {names}, without label shares and local layers.")
     if compressed:
         raise UserError("A run with compressed messages can't be diagnosed; allowed: [compression] off.")
 
@@ -98,7 +94,11 @@ def diagnose(training: Training, before: State, after: State) -> Diagnosis:
     shares = samples.sizes.double().to(device) / len(samples)
     trained, mean = trained_leaves(training.algorithm.model, after.shared), mean_of_groups(after.shared)
     old, new = (_log_weights(training, state) for state in (before, after))
-    cohort = Cohort(_components(training, mean), torch.zeros_like(samples.sizes), {"log_weights": new}, samples)
+    # A single model is a mixture of one.
+    components = mean if training.algorithm.is_mixture else tree_map(lambda leaf: leaf.unsqueeze(1), mean)
+    cohort = Cohort(components, torch.zeros_like(samples.sizes), {"log_weights": new}, samples)
+    # KL(new || old) of each client, from logarithms; a weight of zero adds nothing.
+    divergences = torch.where(new == -math.inf, 0.0, new.exp() * (new - old)).sum(1)
     # All samples of a client at once, unless its model needs memory for each: then in the batches that it trains on.
     batch_size = training.batching.batch_size if training.algorithm.model.is_large else 0
     totals: Tree = {}
@@ -113,7 +113,7 @@ def diagnose(training: Training, before: State, after: State) -> Diagnosis:
         gradient_norm2=_square_norm(take_prefix("gradient", totals)),
         # Neither can be negative; what is so has been rounded.
         improvement=max(0.0, float(totals["improvement"])),
-        weights_kl=max(0.0, float(shares @ _divergences(new, old))),
+        weights_kl=max(0.0, float(shares @ divergences)),
         consensus=_square_norm(tree_map(torch.sub, trained, mean)),
         dissimilarity=float(totals["square_norm"]),
     )
@@ -166,14 +166,12 @@ class _Measured(Wrapped):
         """Add the batch's part of grad f_t = 1/n_t sum_i q_i(m) grad loss_i(theta_m), which is Fisher's identity."""
         share = (batch.weights > 0).sum(dtype=self.model.dtype) / local.context["size"]
 
+        def objective(leaves: Tree, component: Tree, responsibilities: Tensor) -> Tensor:
+            losses = self.model.losses(component | leaves, batch.inputs, batch.targets)
+            return (share * batch.weights * responsibilities * losses).sum()
+
         def one(component: Tree, responsibilities: Tensor) -> Tree:
-            weights = share * batch.weights * responsibilities
-
-            def objective(leaves: Tree) -> Tensor:
-                return (weights * self.model.losses(component | leaves, batch.inputs, batch.targets)).sum()
-
-            gradient: Tree = grad(objective)(trained_leaves(self.model, component))
-            return gradient
+            return grad(objective)(trained_leaves(self.model, component), component, responsibilities)
 
         gradients = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
         return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
@@ -191,15 +189,9 @@ _KEPT: WeakKeyDictionary[Training, _Measured] = WeakKeyDictionary()
 def _measuring(training: Training) -> _Measured:
     if training not in _KEPT:
         algorithm = training.algorithm
-        # A single model is a mixture of one, whatever the power of its likelihood.
-        sharpness = getattr(algorithm, "sharpness", 1.0)
+        sharpness = getattr(algorithm, "sharpness", 1.0)  # of a mixture of one, any will do
         _KEPT[training] = _Measured(algorithm.model, algorithm.solver, algorithm, sharpness)
     return _KEPT[training]
-
-
-def _components(training: Training, shared: Tree) -> Tree:
-    """Return the components, ``[G, M, ...]``: a single model is a mixture of one."""
-    return shared if training.algorithm.is_mixture else tree_map(lambda leaf: leaf.unsqueeze(1), shared)
 
 
 def _log_weights(training: Training, state: State) -> Tensor:
@@ -207,11 +199,6 @@ def _log_weights(training: Training, state: State) -> Tensor:
     if not training.algorithm.is_mixture:
         return torch.zeros(training.federation.num_clients, 1, dtype=torch.float64, device=training.device)
     return state.personal["log_weights"].double().log_softmax(1)
-
-
-def _divergences(new: Tensor, old: Tensor) -> Tensor:
-    """KL(new || old) of each client, from logarithms; a weight of zero adds nothing. ``[T, M], [T, M] -> [T]``."""
-    return torch.where(new == -math.inf, 0.0, new.exp() * (new - old)).sum(1)
 
 
 def _weighted(uploads: Tree, shares: Tensor) -> Tree:
@@ -270,25 +257,23 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
     """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
     if not (algorithm.minimises_likelihood and algorithm.uploads_model):
         names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
-        raise UserError(
-            f"Alpha can't be measured for {type(algorithm).__name__}; allowed, since their clients minimise "
-            f"(responsibility-weighted) losses: {names}, without label shares."
-        )
+        reason = "since their clients minimise (responsibility-weighted) losses"
+        name = type(algorithm).__name__
+        raise UserError(f"Alpha can't be measured for {name}; allowed, {reason}: {names}, without label shares.")
     if compressed:
         raise UserError("Alpha can't be measured with compressed messages; allowed: [compression] off.")
     model = algorithm.model
     if model.num_parameters > MOST_PARAMETERS:
+        most = f"at most {MOST_PARAMETERS}, as the exact solution needs a Hessian"
         raise UserError(
-            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: at most "
-            f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
+            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: {most}."
         )
     with torch.random.fork_rng(devices=[]):
         unsteady = next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
     if unsteady is not None:
-        raise UserError(
-            f"Alpha can't be measured for a model with {unsteady}, whose clients train another function than they are "
-            "judged by; allowed: layers that do the same in training and in evaluation."
-        )
+        problem = f"a model with {unsteady}, whose clients train another function than they are judged by"
+        allowed = "layers that do the same in training and in evaluation"
+        raise UserError(f"Alpha can't be measured for {problem}; allowed: {allowed}.")
     if model.not_stackable is not None:
         raise UserError(f"Alpha can't be measured for this model ({model.not_stackable}).")
 
@@ -309,11 +294,8 @@ def choose_clients(training: Training, round_index: int) -> Tensor:
 def measure_alpha(training: Training, state: State, clients: Tensor | None = None) -> Inexactness:
     """Let clients train for the round that follows ``state``, which is left as it is, and judge their solutions.
 
-    Args:
-        training: of a method and a model that :func:`check_measurable` lets pass.
-        state: where the round starts.
-        clients: ``[C]`` positions; those of :func:`choose_clients` when not given.
-
+    :func:`check_measurable` must let the method and its model pass. ``clients`` are positions ``[C]``; those of
+    :func:`choose_clients` when not given.
     """
     check_measurable(training.algorithm, training.codec is not None)
     clients = choose_clients(training, state.round) if clients is None else clients
@@ -321,92 +303,60 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
     this = training.round(state.round, clients)
     plan = training.mixer.plan(state.shared, state.memory, this)
     cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(training.device)), samples)
-    judge = _Judge.of(training.algorithm)
+    model, weight_decay = training.algorithm.model, training.algorithm.solver.weight_decay
+    double = Model(model.build, model.loss, torch.float64)
+    judge = replace(training.algorithm, model=double, solver=Newton(weight_decay))
+    resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
     alphas: dict[int, Tensor] = {}
     settings = (state.round, this.learning_rate, plan.num_steps, plan.scales)
     for chunk in training.local.train(cohort, training.federation.keys[clients], *settings):
         for row, position in enumerate(chunk.positions.tolist()):
-            shared = tree_index(cohort.shared, int(cohort.reads[position]))
-            personal, upload = tree_index(cohort.personal, position), tree_index(chunk.uploads, row)
-            alphas[position] = judge.alphas(shared, upload, personal, *samples.client(position))
+            whose = ((cohort.shared, int(cohort.reads[position])), (chunk.uploads, row), (cohort.personal, position))
+            trees = [tree_double(tree_index(tree, index)) for tree, index in whose]
+            alphas[position] = _alphas(judge, *trees, samples.client(position), resolution)
     return Inexactness(clients, torch.stack([alphas[position] for position in range(len(clients))]).cpu())
 
 
-@dataclass(frozen=True, eq=False)
-class _Judge:
-    """Judges one client after the other, in double precision."""
+def _alphas(algorithm: Algorithm, shared: Tree, upload: Tree, personal: Tree, data: Pool, resolution: float) -> Tensor:
+    """Return (g(end) - g*) / (g(start) - g*) of each component of one client, ``[M]``; NaN where g(start) is g*.
 
-    algorithm: Algorithm
-    resolution: float
-    """gains below it, relative to g, are lost in the rounding of those who train"""
+    The ``algorithm`` and its Newton solver are in double precision. Gains below the ``resolution``, relative to g, are
+    lost in the rounding of those who train.
+    """
+    model, solver, (inputs, targets) = algorithm.model, algorithm.solver, data
+    everything = torch.ones(len(targets), dtype=torch.bool, device=targets.device)
+    _, fixed = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
+    # A single model is responsible for every sample.
+    responsibilities = fixed["log_responsibilities"].exp() if fixed else everything.double()[None]
+    weights = responsibilities.repeat(2, 1)  # of the components before and after the round
+    components = tree_cat([algorithm.predictor(tree, personal).components for tree in (shared, upload)])
 
-    @classmethod
-    def of(cls, algorithm: Algorithm) -> _Judge:
-        model = algorithm.model
-        double = Model(model.build, model.loss, torch.float64)
-        resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
-        return cls(replace(algorithm, model=double, solver=Newton(algorithm.solver.weight_decay)), resolution)
+    def loss(component: Tree, weights: Tensor) -> Tensor:
+        return (weights * model.losses(component, inputs, targets)).mean()
 
-    def alphas(self, shared: Tree, upload: Tree, personal: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
-        """(g(end) - g*) / (g(start) - g*) of each component, ``[M]``; NaN where g(start) is g*."""
-        algorithm = self.algorithm
-        shared, upload, personal = (_double(tree) for tree in (shared, upload, personal))
-        everything = torch.ones(len(targets), dtype=torch.bool, device=targets.device)
-        _, fixed = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
-        # A single model is responsible for every sample.
-        weights = fixed["log_responsibilities"].exp() if fixed else everything.double()[None]
-        problems = _Problems(algorithm.model, algorithm.solver, inputs, targets, weights.repeat(2, 1))
-        both = tree_cat([algorithm.predictor(tree, personal).components for tree in (shared, upload)])
-        first, last = problems.values(both).chunk(2)
-        # From both ends: where one lies so far out that its Hessian vanishes, the other still finds the minimum.
-        least = torch.minimum(*problems.minima(both).chunk(2))
-        gain = first - least
-        return torch.where(gain > self.resolution * first.abs().clamp(min=1), (last - least) / gain, torch.nan)
+    def value(component: Tree, weights: Tensor) -> Tensor:
+        trained = trained_leaves(model, component)
+        return loss(component, weights) + solver.weight_decay / 2 * inner_product(trained, trained)
 
-
-@dataclass(frozen=True, eq=False)
-class _Problems:
-    """One client's P problems, each with a point to start from: its components, before and after the round."""
-
-    model: Model
-    solver: Solver
-    inputs: Tensor
-    targets: Tensor
-    weights: Tensor  # [P, n]
-
-    def _loss(self, component: Tree, weights: Tensor) -> Tensor:
-        return (weights * self.model.losses(component, self.inputs, self.targets)).mean()
-
-    def _value(self, component: Tree, weights: Tensor) -> Tensor:
-        trained = trained_leaves(self.model, component)
-        return self._loss(component, weights) + self.solver.weight_decay / 2 * inner_product(trained, trained)
-
-    def _step(self, component: Tree, weights: Tensor) -> Tree:
-        trained, rate = trained_leaves(self.model, component), torch.ones(())
-        moved, _, _ = self.solver.step(lambda leaves: (self._loss(component | leaves, weights), {}), trained, {}, rate)
+    def step(component: Tree, weights: Tensor) -> Tree:
+        trained, rate = trained_leaves(model, component), torch.ones(())
+        moved, _, _ = solver.step(lambda leaves: (loss(component | leaves, weights), {}), trained, {}, rate)
         return component | moved
 
-    def values(self, components: Tree) -> Tensor:
-        """Return g of each component, ``[P, ...] -> [P]``."""
-        values: Tensor = vmap(self._value)(components, self.weights)
-        return values
-
-    def minima(self, components: Tree) -> Tensor:
-        """Return the least g that Newton's method finds from each component, ``[P, ...] -> [P]``."""
-        size = self.model.num_parameters
-        step = vmap(self._step, chunk_size=max(1, _MOST_NUMBERS // (size * max(size, len(self.targets)))))
-        first = least = self.values(components)
-        for _ in range(_MOST_STEPS):
-            components = step(components, self.weights)
-            values = self.values(components)
-            if not bool((values < least - _TOLERANCE * first.abs()).any()):
-                break
-            least = torch.minimum(least, values)
-        return least
-
-
-def _double(tree: Tree) -> Tree:
-    return {name: leaf.double() if leaf.is_floating_point() else leaf for name, leaf in tree.items()}
+    size = model.num_parameters
+    steps = vmap(step, chunk_size=max(1, _MOST_NUMBERS // (size * max(size, len(targets)))))
+    start = least = vmap(value)(components, weights)
+    for _ in range(_MOST_STEPS):
+        components = steps(components, weights)
+        values = vmap(value)(components, weights)
+        if not bool((values < least - _TOLERANCE * start.abs()).any()):
+            break
+        least = torch.minimum(least, values)
+    first, last = start.chunk(2)
+    # From both ends: where one lies so far out that its Hessian vanishes, the other still finds the minimum.
+    least = torch.minimum(*least.chunk(2))
+    gain = first - least
+    return torch.where(gain > resolution * first.abs().clamp(min=1), (last - least) / gain, torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -432,15 +382,7 @@ def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_weights: Tensor) -> Recovery:
-    """Match and compare.
-
-    Args:
-        components: ``[M, d]``
-        weights: ``[T, M]``
-        true_components: ``[R, d]``
-        true_weights: ``[T, R]``
-
-    """
+    """Match and compare components, ``[M, d]`` and ``[R, d]``, and mixture weights, ``[T, M]`` and ``[T, R]``."""
     from scipy.optimize import linear_sum_assignment
 
     distances = cosine_distance(components.double().cpu(), true_components.double())

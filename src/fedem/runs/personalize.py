@@ -25,25 +25,30 @@ from fedem.methods.wrappers import FineTuned
 from fedem.methods.wrappers.compression import split_residual
 from fedem.runs.rounds import State, init_personal
 
-_SCORED = 1 << 13
-"""samples of a newcomer scored at once"""
+_SCORED = 1 << 13  # samples of a newcomer scored at once
 
 
 class Predictors(NamedTuple):
     """What the predictors of some clients are made of."""
 
-    shared: Tree
-    """``[g, ...]``"""
-    reads: Tensor
-    """``[T]`` int64: each client's row of ``shared``"""
-    personal: Tree
-    """``[T, ...]``"""
+    shared: Tree  # [g, ...]
+    reads: Tensor  # [T] int64: each client's row of `shared`
+    personal: Tree  # [T, ...]
+
+    @classmethod
+    def apart(cls, shared: Tree, personal: Tree) -> Predictors:
+        """Return the predictors of clients that each have a tree of their own, ``[T, ...]``."""
+        return cls(shared, torch.arange(len(next(iter(shared.values())))), personal)
+
+    @property
+    def own(self) -> Tree:
+        """What each client reads, ``[T, ...]``."""
+        return tree_index(self.shared, self.reads.to(_device(self.shared)))
 
     def of(self, algorithm: Algorithm, position: int) -> Mixture:
         """Return one client's predictor."""
-        return algorithm.predictor(
-            tree_index(self.shared, int(self.reads[position])), tree_index(self.personal, position)
-        )
+        shared = tree_index(self.shared, int(self.reads[position]))
+        return algorithm.predictor(shared, tree_index(self.personal, position))
 
     def settled(self, round_index: int) -> State:
         """Return them as a state that needs no data to be read (:class:`~fedem.methods.mixer.Settled`)."""
@@ -82,63 +87,49 @@ class Personalizer:
 
     @cached_property
     def _own_rounds(self) -> SolverDeal:
-        """The method as it trains."""
         return SolverDeal(self.algorithm)
 
     @cached_property
     def _tuning(self) -> SolverDeal:
-        """The method's clients training for themselves alone."""
         return SolverDeal(FineTuned.of(self.algorithm))
-
-    @property
-    def _tuning_rate(self) -> float:
-        setting = self.algorithm.fine_tune_setting
-        return self.fine_tune_rate or (float(getattr(self.algorithm, setting)) if setting else self.learning_rate)
 
     def predictors(self, state: State, federation: Federation) -> Predictors:
         """Return the predictors of the clients that took part in training."""
         served = self.mixer.read(state.shared, state.memory, torch.arange(federation.num_clients))
-        personal, _ = split_residual(state.personal)
-        found = Predictors(*served, personal)
+        found = Predictors(*served, split_residual(state.personal)[0])
         if not self.fine_tune_epochs:
             return found
         return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
 
     def _train(
-        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, learning_rate: float
-    ) -> tuple[Tree, Tree]:
-        """Let every client train for ``epochs`` passes; returns what they upload and keep, ``[T, ...]`` each."""
-        work = Work(Batching(self.batching.batch_size, epochs), derive(names, FINE_TUNE, self.seed), learning_rate)
-        finished = list(deal.train(self.engine, Cohort(*start, samples), work, names))
-        order = torch.cat([chunk.positions for chunk in finished]).argsort()
+        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
+    ) -> tuple[Tensor, Tree, Tree]:
+        """Let every client that has samples train for ``epochs`` passes.
 
-        def joined(trees: list[Tree]) -> Tree:
-            return tree_map(lambda leaf: leaf[order.to(leaf.device)], tree_cat(trees))
-
-        return joined([chunk.uploads for chunk in finished]), joined([chunk.personal for chunk in finished])
+        Returns:
+            their positions ``[c]`` on the device, what they upload and what they keep, ``[c, ...]`` each or empty
+        """
+        device, able = _device(start.shared), (samples.sizes > 0).nonzero().flatten()
+        where = able.to(device)
+        if not len(able):
+            return where, {}, {}
+        cohort = Cohort(start.shared, start.reads[able], tree_index(start.personal, where), samples.take(able))
+        work = Work(Batching(self.batching.batch_size, epochs), derive(names[able], FINE_TUNE, self.seed), rate)
+        finished = list(deal.train(self.engine, cohort, work, names[able]))
+        order = torch.cat([chunk.positions for chunk in finished]).argsort().to(device)
+        _, uploads, personal = zip(*finished, strict=True)
+        return where, tree_index(tree_cat(uploads), order), tree_index(tree_cat(personal), order)
 
     def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
-        device = next(iter(start.shared.values())).device
-        able = (samples.sizes > 0).nonzero().flatten()
-        own = tree_index(start.shared, start.reads.to(device))
-        everyone = Predictors(own, torch.arange(len(start.reads)), start.personal)
-        if len(able) == 0:
-            return everyone
-        where = able.to(device)
-        some = Predictors(own, able, tree_index(start.personal, where))
-        shared, personal = self._train(self._tuning, some, samples.take(able), keys[able], epochs, self._tuning_rate)
-        put = {name: own[name].index_copy(0, where, leaf) for name, leaf in shared.items() if name in own}
-        kept = {name: start.personal[name].index_copy(0, where, leaf) for name, leaf in personal.items()}
-        return everyone._replace(shared=own | put, personal=kept)
+        setting = self.algorithm.fine_tune_setting
+        own_rate = float(getattr(self.algorithm, setting)) if setting else self.learning_rate
+        own, rate = Predictors.apart(start.own, start.personal), self.fine_tune_rate or own_rate
+        where, shared, personal = self._train(self._tuning, own, samples, keys, epochs, rate)
+        return own._replace(shared=_put(own.shared, where, shared), personal=_put(own.personal, where, personal))
 
     def personalize(
-        self,
-        state: State,
-        samples: Samples,
-        keys: Tensor,
-        max_iterations: int | None = None,
-        beside: int | None = None,
+        self, state: State, samples: Samples, keys: Tensor, max_iterations: int | None = None, beside: int | None = None
     ) -> Predictors:
         """Fit clients unseen in training on their ``samples``; all that the others share stays as it is.
 
@@ -157,24 +148,19 @@ class Personalizer:
             raise UserError(start.refusal)
         if beside is not None:
             read = self.mixer.read(state.shared, state.memory, torch.tensor([beside]))
-            rows = read.reads.to(next(iter(read.shared.values())).device)
-            start = Welcome(tree_index(read.shared, rows), start.fine_tune)
-        count = len(next(iter(start.shared.values())))
-        fits = [
-            self._fit(tree_index(start.shared, slice(k, k + 1)), samples, keys, max_iterations) for k in range(count)
-        ]
+            start = Welcome(Predictors(*read, {}).own, start.fine_tune)
+        device, count = _device(start.shared), len(next(iter(start.shared.values())))
+        trees = (tree_index(start.shared, slice(k, k + 1)) for k in range(count))
+        fits = [self._fit(shared, samples, keys, max_iterations) for shared in trees]
         best = torch.zeros(samples.num_clients, dtype=torch.int64)
         if count > 1 and len(samples):
             best = torch.stack([self._losses(fit, samples) for fit in fits]).argmin(0)
-        device = next(iter(start.shared.values())).device
-        personal = tree_stack([fit.personal for fit in fits])
-        position = torch.arange(samples.num_clients, device=device)
-        chosen = Predictors(
-            start.shared, best, tree_map(lambda leaf: leaf[best.to(device), position], personal) if personal else {}
-        )
-        passes = max_iterations or self.unseen_epochs
+        rows, position = best.to(device), torch.arange(samples.num_clients, device=device)
+        personal = tree_map(lambda leaf: leaf[rows, position], tree_stack([fit.personal for fit in fits]))
+        chosen = Predictors(start.shared, best, personal)
         if start.kept is not None and start.learn is not None:
-            chosen = self._learnt(chosen, start.kept[best.to(device)], start.learn, samples, keys, passes)
+            passes = max_iterations or self.unseen_epochs
+            chosen = self._learnt(chosen, start.kept[rows], start.learn, samples, keys, passes)
         tuned = self.fine_tune_epochs or (self.unseen_epochs if start.fine_tune else 0)
         epochs = max_iterations if tuned and max_iterations else tuned
         return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
@@ -183,50 +169,38 @@ class Personalizer:
         self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor, rounds: int
     ) -> Predictors:
         """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
-        device = next(iter(start.shared.values())).device
-        able = (samples.sizes > 0).nonzero().flatten()
-        own = tree_index(start.shared, start.reads.to(device))
+        own, able = start.own, (samples.sizes > 0).nonzero().flatten()
         if len(able):
-            where = able.to(device)
-            here, mine, some = tree_index(own, where), kept[where], samples.take(able)
-            personal = tree_index(start.personal, where)
+            where, some = able.to(_device(own)), samples.take(able)
+            here, mine, personal = tree_index(own, where), kept[where], tree_index(start.personal, where)
             for _ in range(rounds):
-                found = Predictors(here, torch.arange(len(able)), personal)
-                uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
+                found = Predictors.apart(here, personal)
+                _, uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
                 mine, here = learn(mine, uploads)
-            own = tree_map(lambda old, new: old.index_copy(0, where, new), own, here)
-        return Predictors(own, torch.arange(len(start.reads)), start.personal)
+            own = _put(own, where, here)
+        return Predictors.apart(own, start.personal)
 
     def _fit(self, shared: Tree, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
         """Fit all clients' personal trees beside one shared tree ``[1, ...]``."""
         algorithm, one = self.algorithm, tree_index(shared, 0)
-        device = next(iter(one.values())).device
+        device = _device(one)
         reads = torch.zeros(samples.num_clients, dtype=torch.int64)
         trees: list[Tree] = []
         for position in range(samples.num_clients):
-            inputs, targets = samples.client(position).to(device)
+            data = samples.client(position).to(device)
             # A column depends on its own sample alone, so a large client is scored piece by piece.
-            pieces = [
-                algorithm.score(one, some, theirs)
-                for some, theirs in zip(inputs.split(_SCORED), targets.split(_SCORED), strict=True)
-            ]
-            scores = {name: torch.cat([piece[name] for piece in pieces], dim=-1) for name in pieces[0]}
+            pieces = zip(*(array.split(_SCORED) for array in data), strict=True)
+            scores = tree_cat([algorithm.score(one, *piece) for piece in pieces], -1)
             tree = algorithm.adapt(one, scores, max_iterations)
             if tree is None:
                 break
             trees.append(tree)
-        if len(trees) == samples.num_clients:
+        else:
             return Predictors(shared, reads, tree_stack(trees))
         personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
-        able = (samples.sizes > 0).nonzero().flatten()
-        if len(able):
-            where = able.to(device)
-            some = Predictors(shared, reads[able], tree_index(personal, where))
-            epochs = max_iterations or self.unseen_epochs
-            rate = self.learning_rate
-            _, trained = self._train(self._own_rounds, some, samples.take(able), keys[able], epochs, rate)
-            personal = tree_map(lambda old, new: old.index_copy(0, where, new), personal, trained)
-        return Predictors(shared, reads, personal)
+        start, epochs = Predictors(shared, reads, personal), max_iterations or self.unseen_epochs
+        where, _, trained = self._train(self._own_rounds, start, samples, keys, epochs, self.learning_rate)
+        return start._replace(personal=_put(personal, where, trained))
 
     def _losses(self, found: Predictors, samples: Samples) -> Tensor:
         """Each client's summed negative log-likelihood, ``[T]``."""
@@ -238,3 +212,12 @@ class Personalizer:
             return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
 
         return self.engine.tally(self.algorithm, loss, Cohort(*found, samples))["loss"]
+
+
+def _device(tree: Tree) -> torch.device:
+    return next(iter(tree.values())).device
+
+
+def _put(old: Tree, where: Tensor, new: Tree) -> Tree:
+    """Replace the rows at ``where`` of those leaves that ``new`` has too."""
+    return old | {name: old[name].index_copy(0, where, leaf) for name, leaf in new.items() if name in old}

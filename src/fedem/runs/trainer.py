@@ -298,7 +298,7 @@ class Trainer:
         if run.is_due(run.measure_alpha_every, done):
             entry |= measure_alpha(self.training, before).record()
         if run.is_due(run.diagnose_every, done):
-            entry |= diagnose(self.training, before, progress.state).record()
+            entry |= diagnose(self.training, before, progress.state)._asdict()
         if run.is_scored(done):
             scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)

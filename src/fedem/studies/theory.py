@@ -183,7 +183,7 @@ def _measured(trainer: Trainer, every: int, done: int, listener: Listener | None
         for number in range(1, training.num_rounds + 1):
             before, (state, _) = state, training.step(state)
             if is_due(number, training.num_rounds, every):
-                lines.append({"round": number, **diagnose(training, before, state).record()})
+                lines.append({"round": number, **diagnose(training, before, state)._asdict()})
             if listener is not None:
                 listener({"round": done + number})
         # Where everything is saturated gradients vanish, and any bound on them holds.

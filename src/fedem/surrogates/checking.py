@@ -6,7 +6,9 @@ Shapes: d trained numbers of u, p numbers of v.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -15,22 +17,13 @@ from torch.func import grad
 
 from fedem.core.errors import UserError
 from fedem.core.random import COMPONENTS, PERSONAL, derive
-from fedem.core.tree import Tree, tree_flat, tree_map
+from fedem.core.tree import Tree, tree_double, tree_flat, tree_map
 from fedem.data.federation import Federation
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 from fedem.methods.steps import inner_product, square_distance, trained_leaves
 from fedem.methods.surrogate import Fixed, Surrogate, draw_about
 from fedem.models.base import Model
-from fedem.surrogates.optimising import (
-    OneClient,
-    doubled,
-    place_of,
-    require,
-    require_count,
-    require_seed,
-    require_surrogate,
-    samples_of,
-)
+from fedem.surrogates.optimising import WHOLE, OneClient, describe, is_tree, require, require_counts, require_surrogate
 
 _WIDTHS = (0.01, 0.1, 1.0, 10.0)  # of the draws about u0: near and far
 _SHARES = (1e-3, 0.1, 1.0)  # of the way from the minimiser to another v
@@ -40,6 +33,9 @@ _STEP, _FLAT, _SLOPE = 1e-4, 1e-5, 1e-5  # of differences in u; singular values 
 _HALVINGS, _LAST, _GROWTH = 20, 6, 8.0  # of a segment; by how much quotients may grow in the last ones, 64 at a jump
 _NO_GAP, _APART = 1e-13, 1e-3  # a distance that counts as none, and how far apart two v are then at most
 
+_Violations = Iterator[tuple[float | Tensor, str]]
+"""by how much a condition is violated, and where"""
+
 
 class _Point(NamedTuple):
     """A place to try, and what to call it."""
@@ -47,37 +43,6 @@ class _Point(NamedTuple):
     shared: Tree
     personal: Tree
     name: str
-
-
-class _Place(NamedTuple):
-    """A place on the way from u0 to another u."""
-
-    share: float
-    """of the way"""
-    slope: Tensor
-    """the gradient of r there, ``[d]``"""
-    rounding: float
-    """a change of it that may be rounding"""
-
-
-@dataclass
-class _Worst:
-    """The largest violation so far."""
-
-    name: str
-    allowed: float
-    value: float = 0.0
-    where: str = "no point"
-
-    def see(self, violation: float | Tensor, where: str) -> None:
-        """Take note of one violation; what is not a number is as bad as can be."""
-        found = float(violation)
-        found = math.inf if math.isnan(found) else found
-        if found > self.value:
-            self.value, self.where = found, where
-
-    def condition(self) -> Condition:
-        return Condition(self.name, self.value, self.allowed, self.where)
 
 
 def check(
@@ -105,15 +70,29 @@ def check(
 
     """
     require_surrogate(surrogate)
-    require_seed(seed)
-    require_count("trials", trials)
+    require("seed", seed, isinstance(seed, WHOLE), "a whole number")
+    require_counts(trials=trials)
     require("tolerance", tolerance, isinstance(tolerance, int | float) and tolerance > 0, "a number above 0")
-    inputs, targets = samples_of(data, client)
+    inputs, targets = _samples_of(data, client)
     model = Model(surrogate.model.build, surrogate.model.loss, torch.float64)
     model.probe(inputs[:_PROBED])
     surrogate.check(inputs)
     double = replace(surrogate, model=model)
-    return _Trial.of(double, OneClient(double, inputs, targets, client), at, seed, trials, tolerance).verdict()
+    one = OneClient(double, inputs, targets, client)
+    keys = derive(derive(seed, PERSONAL), torch.arange(trials + 1))
+    shared, personal = map(tree_double, one.start(int(derive(seed, COMPONENTS)), keys[trials]))
+    one.try_out(shared, personal, keys[trials])
+    if at is None:
+        personal = tree_double(one.draw(shared, keys[trials]))
+    else:
+        shared, personal = _place_of(at, shared, personal)
+    draws = []
+    for number in range(trials):
+        width = _WIDTHS[number % len(_WIDTHS)]
+        there = draw_about(shared, derive(keys[number], COMPONENTS), model.trainable, width)
+        drawn = tree_double(one.draw(shared, keys[number]))
+        draws.append(_Point(there, drawn, f"draw {number} (u within about {width:g} of u0)"))
+    return _Trial(double, one, shared, personal, one.fix(shared, personal), draws).verdict(tolerance)
 
 
 @dataclass
@@ -126,39 +105,23 @@ class _Trial:
     personal: Tree
     fixed: Fixed
     draws: list[_Point]
-    tolerance: float
     smoothness: float = field(default=0.0, init=False)
 
-    @classmethod
-    def of(
-        cls,
-        surrogate: Surrogate,
-        client: OneClient,
-        at: tuple[Tree, Tree] | None,
-        seed: int,
-        trials: int,
-        tolerance: float,
-    ) -> _Trial:
-        keys = derive(derive(seed, PERSONAL), torch.arange(trials + 1))
-        shared, personal = map(doubled, client.start(int(derive(seed, COMPONENTS)), keys[trials]))
-        client.try_out(shared, personal, keys[trials])
-        if at is None:
-            personal = doubled(client.draw(shared, keys[trials]))
-        else:
-            shared, personal = place_of(at, shared, personal)
-        draws = []
-        for number in range(trials):
-            width = _WIDTHS[number % len(_WIDTHS)]
-            there = draw_about(shared, derive(keys[number], COMPONENTS), surrogate.model.trainable, width)
-            drawn = doubled(client.draw(shared, keys[number]))
-            draws.append(_Point(there, drawn, f"draw {number} (u within about {width:g} of u0)"))
-        return cls(surrogate, client, shared, personal, client.fix(shared, personal), draws, tolerance)
-
-    def verdict(self) -> Verdict:
-        conditions = [self._majorisation(), *self._tangency(), self._lipschitz()]
+    def verdict(self, tolerance: float) -> Verdict:
+        trials = [
+            ("1. majorisation, g >= f", tolerance, self._majorisation()),
+            ("2. tangency, f and g agree at (u0, v0)", tolerance, self._equal_values()),
+            ("2. tangency, their gradients agree at (u0, v0)", tolerance, self._equal_slopes()),
+            ("2. smoothness, growth of the quotients of grad (g - f)", _GROWTH, self._lipschitz()),
+        ]
         if self.personal:
-            conditions += [self._minimiser(), self._separation(), self._dependence()]
-        return Verdict(type(self.surrogate).__name__, tuple(worst.condition() for worst in conditions), self.smoothness)
+            trials += [
+                ("3. minimiser, no v makes g(u, v) smaller", tolerance, self._minimiser()),
+                ("3. distance, zero only where v0 is the minimiser", _APART, self._separation()),
+                ("3. distance, a function of v0 and the minimiser alone", _SLOPE, self._dependence()),
+            ]
+        conditions = tuple(_worst(*trial) for trial in trials)
+        return Verdict(type(self.surrogate).__name__, conditions, self.smoothness)
 
     def _objective(self, shared: Tree, personal: Tree) -> Tensor:
         return self.client.objective(shared, personal)
@@ -169,47 +132,40 @@ class _Trial:
     def _minimise(self, shared: Tree) -> Tree:
         return self.client.minimise(shared, self.personal, self.fixed)
 
-    def _majorisation(self) -> _Worst:
-        worst = _Worst("1. majorisation, g >= f", self.tolerance)
+    @property
+    def _start(self) -> _Point:
+        return _Point(self.shared, self.personal, "u0")
+
+    def _majorisation(self) -> _Violations:
         least = self._minimise(self.shared)
         trained = self.surrogate.model.trainable
-        for there, drawn, name in [_Point(self.shared, self.personal, "u0"), *self.draws]:
+        for there, drawn, name in [self._start, *self.draws]:
             # On both sides: what is too steep is below on one of them.
             opposite = there | {leaf: 2 * self.shared[leaf] - there[leaf] for leaf in trained}
             for shared, place in ((there, name), (opposite, f"{name}, mirrored")):
                 for personal, called in ((self.personal, "v0"), (least, "the minimising v"), (drawn, "the drawn v")):
                     value, bound = self._objective(shared, personal), self._majorant(shared, personal)
-                    worst.see(_excess(value, bound), f"{place}, {called}")
-        return worst
+                    yield _excess(value, bound), f"{place}, {called}"
 
-    def _gradients(self, shared: Tree) -> tuple[Tensor, Tensor]:
+    def _gradients(self, shared: Tree) -> list[Tensor]:
         """Return the gradients of f and of g in u at v0, ``[d]`` each."""
-        trained = trained_leaves(self.surrogate.model, shared)
-        slopes = (
-            grad(lambda leaves, function=function: function(shared | leaves, self.personal))(trained)
-            for function in (self._objective, self._majorant)
-        )
-        first, second = (tree_flat(slope) for slope in slopes)
-        return first, second
+        trained, functions = trained_leaves(self.surrogate.model, shared), (self._objective, self._majorant)
+        return [tree_flat(grad(lambda u, f=f: f(shared | u, self.personal))(trained)) for f in functions]
 
-    def _tangency(self) -> tuple[_Worst, _Worst]:
-        values, slopes = (
-            _Worst(f"2. tangency, {what} agree at (u0, v0)", self.tolerance) for what in ("f and g", "their gradients")
-        )
+    def _equal_values(self) -> _Violations:
         value, bound = (function(self.shared, self.personal) for function in (self._objective, self._majorant))
-        values.see((bound - value).abs() / (1 + value.abs()), "(u0, v0)")
-        slope, other = self._gradients(self.shared)
-        slopes.see((other - slope).abs().max() / (1 + slope.abs().max()), "(u0, v0)")
-        return values, slopes
+        yield (bound - value).abs() / (1 + value.abs()), "(u0, v0)"
 
-    def _lipschitz(self) -> _Worst:
-        worst = _Worst("2. smoothness, growth of the quotients of grad (g - f)", _GROWTH)
+    def _equal_slopes(self) -> _Violations:
+        slope, other = self._gradients(self.shared)
+        yield (other - slope).abs().max() / (1 + slope.abs().max()), "(u0, v0)"
+
+    def _lipschitz(self) -> _Violations:
         for there, _, name in self.draws[: len(_WIDTHS)]:
             quotients = self._quotients(there)
             self.smoothness = max(self.smoothness, *quotients)
             before, last = quotients[-1 - _LAST], quotients[-1]
-            worst.see(last / before if before else last, f"between u0 and {name}")
-        return worst
+            yield last / before if before else last, f"between u0 and {name}"
 
     def _quotients(self, there: Tree) -> list[float]:
         """Halve the way from u0 towards where the gradient of r changes most: at a jump the quotient doubles each time.
@@ -217,61 +173,57 @@ class _Trial:
         Returns:
             |change| / |length| of each half that was kept; infinite where a gradient is not finite
         """
-        length = math.sqrt(float(square_distance(trained_leaves(self.surrogate.model, there), self.shared)))
-        near, far = self._place(there, 0.0), self._place(there, 1.0)
+        trained = trained_leaves(self.surrogate.model, there)
+        length = math.sqrt(float(square_distance(trained, self.shared)))
+
+        def place(share: float) -> tuple[float, Tensor, float]:
+            """A share of the way, the gradient of r there ``[d]``, and a change of it that may be rounding."""
+            between = tree_map(lambda leaf, start: torch.lerp(start, leaf, share), trained, self.shared)
+            slope, other = self._gradients(there | between)
+            return share, other - slope, 1e-11 * (1 + float(slope.norm()))
+
+        near, far = place(0.0), place(1.0)
         quotients = []
         for _ in range(_HALVINGS):
-            middle = self._place(there, (near.share + far.share) / 2)
-            first, second = (float((b.slope - a.slope).norm()) for a, b in ((near, middle), (middle, far)))
+            middle = place((near[0] + far[0]) / 2)
+            first, second = (float((b[1] - a[1]).norm()) for a, b in ((near, middle), (middle, far)))
             if not math.isfinite(first + second):
                 return [math.inf] * _HALVINGS
             near, far = (near, middle) if first > second else (middle, far)
             change = max(first, second)
-            quotients.append(change / (length * (far.share - near.share)) if change > middle.rounding else 0.0)
+            quotients.append(change / (length * (far[0] - near[0])) if change > middle[2] else 0.0)
         return quotients
 
-    def _place(self, there: Tree, share: float) -> _Place:
-        trained = trained_leaves(self.surrogate.model, there)
-        between = tree_map(lambda leaf, start: torch.lerp(start, leaf, share), trained, self.shared)
-        slope, other = self._gradients(there | between)
-        return _Place(share, other - slope, 1e-11 * (1 + float(slope.norm())))
-
-    def _minimiser(self) -> _Worst:
-        worst = _Worst("3. minimiser, no v makes g(u, v) smaller", self.tolerance)
+    def _minimiser(self) -> _Violations:
         others = [("v0", self.personal), *((f"the v of {name}", drawn) for _, drawn, name in self.draws)]
-        for there, _, name in [_Point(self.shared, self.personal, "u0"), *self.draws[: len(_WIDTHS)]]:
+        for there, _, name in [self._start, *self.draws[: len(_WIDTHS)]]:
             least = self._minimise(there)
             value = self._majorant(there, least)
             for called, other in others:
                 for share in _SHARES:
                     bound = self._majorant(there, self.client.between(least, other, share))
-                    worst.see(_excess(value, bound), f"{name}, {share:g} of the way to {called}")
-        return worst
+                    yield _excess(value, bound), f"{name}, {share:g} of the way to {called}"
 
-    def _separation(self) -> _Worst:
+    def _separation(self) -> _Violations:
         """Build g near (u0, v) for the drawn v: where the minimiser is another, g must be smaller there."""
-        worst = _Worst("3. distance, zero only where v0 is the minimiser", _APART)
         for _, drawn, name in self.draws:
             fixed = self.client.fix(self.shared, drawn)
             least = self.client.minimise(self.shared, drawn, fixed)
             before, after = (self.client.majorant(self.shared, v, fixed) for v in (drawn, least))
             if float(before - after) <= _NO_GAP * (1 + abs(float(after))):
-                worst.see(_difference(drawn, least).abs().max(), f"u0, v of {name}")
-        return worst
+                yield _difference(drawn, least).abs().max(), f"u0, v of {name}"
 
-    def _dependence(self) -> _Worst:
+    def _dependence(self) -> _Violations:
         """Where a step in u leaves the minimiser as it is, it must leave g(u, v0) - g(u, v) as it is."""
-        worst = _Worst("3. distance, a function of v0 and the minimiser alone", _SLOPE)
         size = len(tree_flat(trained_leaves(self.surrogate.model, self.shared)))
         count = min(size, len(tree_flat(self.personal)) + 4, _MOST_DIRECTIONS)
-        for there, _, name in [_Point(self.shared, self.personal, "u0"), *self.draws[1:3]]:
+        for there, _, name in [self._start, *self.draws[1:3]]:
             moves, slopes = zip(*(self._derivative(there, number) for number in range(count)), strict=True)
             slope = torch.stack(slopes)
             _, values, rows = torch.linalg.svd(torch.stack(moves, dim=1), full_matrices=False)
             seen = rows[values > _FLAT * max(1.0, float(values.max()))]
             unexplained = slope - seen.T @ (seen @ slope)
-            worst.see(unexplained.norm() / (1 + slope.norm()), name)
-        return worst
+            yield unexplained.norm() / (1 + slope.norm()), name
 
     def _derivative(self, shared: Tree, number: int) -> tuple[Tensor, Tensor]:
         """Differentiate the minimiser ``[p]`` and the distance along a direction in u, one for each ``number``."""
@@ -284,6 +236,37 @@ class _Trial:
             minimisers.append(self._minimise(there))
             distances.append(self._majorant(there, self.personal) - self._majorant(there, minimisers[-1]))
         return _difference(*minimisers) / (2 * _STEP), (distances[0] - distances[1]) / (2 * _STEP)
+
+
+def _worst(name: str, allowed: float, violations: _Violations) -> Condition:
+    """Find the largest violation; what is not a number is as bad as can be."""
+    worst, where = 0.0, "no point"
+    for violation, place in violations:
+        found = math.inf if math.isnan(float(violation)) else float(violation)
+        if found > worst:
+            worst, where = found, place
+    return Condition(name, worst, allowed, where)
+
+
+def _samples_of(data: object, client: object) -> Pool:
+    """Look up a client's (training) samples."""
+    samples = data.train if isinstance(data, Federation) else data
+    if not isinstance(samples, Samples):
+        raise UserError(f"data is a value of type {type(data).__name__}; allowed: a fedem.Federation, or its samples.")
+    if not isinstance(client, WHOLE) or not 0 <= client < samples.num_clients or not int(samples.sizes[client]):
+        raise UserError(f"client is {client!r}; allowed: 0 to {samples.num_clients - 1}, one that has samples.")
+    return samples.client(int(client))
+
+
+def _place_of(at: object, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
+    """Return the (u0, v0) that was given, in double precision; it must be of the same kind as (u, v)."""
+    if not isinstance(at, tuple) or len(at) != 2 or not all(map(is_tree, at)):
+        raise UserError(f"at is {shorten(repr(at), 80)}; allowed: (u0, v0), two dictionaries from names to tensors.")
+    first, second = map(tree_double, at)
+    for name, given, own in (("u0", first, shared), ("v0", second, personal)):
+        if describe(given) != describe(own):
+            raise UserError(f"at has {name} with leaves {describe(given)}; allowed: {describe(own)}.")
+    return first, second
 
 
 def _excess(value: Tensor, bound: Tensor) -> Tensor:
@@ -337,10 +320,8 @@ class Verdict:
         """Refuse a surrogate that failed."""
         if self.failures:
             first = self.failures[0]
-            raise UserError(
-                f"{self.surrogate} is no partial first-order surrogate: {first.name} is violated by {first.worst:.3g} "
-                f"at {first.where}; allowed: {first.allowed:.3g}."
-            )
+            problem = f"{first.name} is violated by {first.worst:.3g} at {first.where}; allowed: {first.allowed:.3g}"
+            raise UserError(f"{self.surrogate} is no partial first-order surrogate: {problem}.")
 
     def __str__(self) -> str:
         width = max(len(condition.name) for condition in self.conditions)

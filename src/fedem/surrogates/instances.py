@@ -37,10 +37,8 @@ class QuadraticBound(Surrogate):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.solver.weight_decay:
-            raise UserError(
-                f"QuadraticBound goes to the lowest point without a solver, whose weight_decay is "
-                f"{self.solver.weight_decay:g}; allowed: 0."
-            )
+            decay = f"whose weight_decay is {self.solver.weight_decay:g}"
+            raise UserError(f"QuadraticBound goes to the lowest point without a solver, {decay}; allowed: 0.")
 
     def _loss(self, shared: Tree, inputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         return (weights * self.model.losses(shared, inputs, targets)).sum()
@@ -48,9 +46,8 @@ class QuadraticBound(Surrogate):
     def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         """f(u0) and its gradient."""
         weights = mask.to(self.model.dtype) / mask.sum()
-        gradient, value = grad_and_value(lambda leaves: self._loss(shared | leaves, inputs, targets, weights))(
-            trained_leaves(self.model, shared)
-        )
+        loss = grad_and_value(lambda leaves: self._loss(shared | leaves, inputs, targets, weights))
+        gradient, value = loss(trained_leaves(self.model, shared))
         return {"value": value} | add_prefix("gradient", gradient)
 
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
@@ -114,22 +111,19 @@ class MoreauEnvelope(Surrogate):
         weights = mask.to(self.model.dtype) / mask.sum()
         batch = Batch(inputs, targets, weights, {}, torch.zeros((), dtype=torch.int64))
         own, rate = dict(shared), torch.ones((), dtype=self.model.dtype, device=inputs.device)
+
+        def objective(candidate: Tree) -> tuple[Tensor, Tree]:
+            return self.objective(shared, shared | candidate, batch), {}
+
         for _ in range(self.iterations):
-            moved, _, _ = Newton().step(
-                lambda candidate: (self.objective(shared, shared | candidate, batch), {}),
-                trained_leaves(self.model, own),
-                {},
-                rate,
-            )
-            own |= moved
+            own |= Newton().step(objective, trained_leaves(self.model, own), {}, rate)[0]
         return add_prefix("proximal", own)
 
     def objective(self, shared: Tree, personal: Tree, batch: Batch) -> Tensor:
         """F_t(theta) + pull/2 |theta - w|^2."""
         distance = square_distance(trained_leaves(self.model, personal), shared)
-        return (
-            batch.weights * self.model.losses(personal, batch.inputs, batch.targets)
-        ).sum() + self.pull / 2 * distance
+        losses = self.model.losses(personal, batch.inputs, batch.targets)
+        return (batch.weights * losses).sum() + self.pull / 2 * distance
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
         return Fixed({}, {})
@@ -151,10 +145,9 @@ class MoreauEnvelope(Surrogate):
         """Refuse models without a Hessian that one could solve with."""
         super().check(inputs)
         if self.model.num_parameters > _MOST_PARAMETERS:
+            size = f"this model has {self.model.num_parameters} trained numbers; allowed: at most {_MOST_PARAMETERS}"
             raise UserError(
-                f"MoreauEnvelope finds proximal points by Newton's method, and this model has "
-                f"{self.model.num_parameters} trained numbers; allowed: at most {_MOST_PARAMETERS}. Method pfedme "
-                "takes any."
+                f"MoreauEnvelope finds proximal points by Newton's method, and {size}. Method pfedme takes any."
             )
         if not self.model.is_twice_differentiable:
             raise UserError("MoreauEnvelope needs second derivatives; allowed: models without recurrent layers.")

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_map as pytree_map
 
 from fedem.core.errors import UserError
 from fedem.core.random import COMPONENTS, PERSONAL, derive
-from fedem.core.tree import Tree, tree_index, tree_map
+from fedem.core.tree import Tree, tree_index
 from fedem.data.federation import Federation
-from fedem.data.samples import Pool, Samples
 from fedem.engines import Batching, Cohort, OneByOne, choose_engine
-from fedem.engines.base import blocks
+from fedem.engines.base import Positions
 from fedem.engines.stacked import Chunk, similar
 from fedem.methods.base import Batch
 from fedem.methods.mixer import Mixer, Star
@@ -32,7 +31,8 @@ from fedem.solvers.schedules import Constant
 _PROBED = 8
 _MOST_ROWS = 1 << 15  # samples judged at once
 _FEW = 8  # samples: enough to see whether a round can be run at all
-_WHOLE = (int, np.integer)
+WHOLE = (int, np.integer)
+"""types of whole numbers"""
 
 
 class Outcome(NamedTuple):
@@ -77,11 +77,10 @@ def optimise(
     """
     require_surrogate(surrogate)
     require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")
-    require_count("rounds", rounds)
-    require_count("steps", steps)
+    require_counts(rounds=rounds, steps=steps)
     mixers = "None for a server, or a mixer such as fedem.methods.Graph()"
     require("mixer", mixer, mixer is None or isinstance(mixer, Mixer), mixers)
-    require_seed(seed)
+    require("seed", seed, isinstance(seed, WHOLE), "a whole number")
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
     mixer = Star() if mixer is None else mixer
     device, inputs = torch.device("cpu"), federation.train.span(0, min(_PROBED, len(federation.train))).inputs
@@ -92,11 +91,16 @@ def optimise(
     engine, _ = choose_engine("auto", 0, surrogate.model, device)
     cohort = cohort_size(clients_per_round, federation.num_clients)
     training = Training(surrogate, mixer, engine, batching, schedule, federation, rounds, cohort, seed, device)
-    _try_out(training)
+    # A surrogate must not fail on the client with the fewest samples, nor on the one with the most.
+    samples = federation.train
+    for position in sorted({int(samples.sizes.argmin()), int(samples.sizes.argmax())}):
+        client = OneClient(surrogate, *samples.client(position), position)
+        key = derive(federation.keys[position], PERSONAL, seed)
+        client.try_out(*client.start(int(derive(seed, COMPONENTS)), key), key)
     state = training.init()
     history: list[float] = []
     while True:
-        history.append(_objective(training, state))
+        history.append(_objective(surrogate, training, state))
         if listener is not None:
             listener(state.round, history[-1])
         if state.round == rounds:
@@ -104,20 +108,9 @@ def optimise(
         state, _ = training.step(state)
 
 
-def _try_out(training: Training) -> None:
-    """Refuse a surrogate that fails on the client with the fewest samples, or on the one with the most."""
-    surrogate, samples, seed = training.algorithm, training.federation.train, training.seed
-    assert isinstance(surrogate, Surrogate)
-    for position in sorted({int(samples.sizes.argmin()), int(samples.sizes.argmax())}):
-        client = OneClient(surrogate, *samples.client(position), position)
-        key = derive(training.federation.keys[position], PERSONAL, seed)
-        client.try_out(*client.start(int(derive(seed, COMPONENTS)), key), key)
-
-
-def _objective(training: Training, state: State) -> float:
+def _objective(surrogate: Surrogate, training: Training, state: State) -> float:
     """f, everybody with its own u and v_t."""
-    samples, surrogate = training.federation.train, training.algorithm
-    assert isinstance(surrogate, Surrogate)
+    samples = training.federation.train
     served = training.mixer.read(state.shared, state.memory, torch.arange(samples.num_clients))
     cohort = Cohort(*served, state.personal, samples)
     order = torch.argsort(samples.sizes, descending=True, stable=True)
@@ -139,7 +132,7 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
         position = int(chunk.members[0])
         own = OneClient(surrogate, *chunk.samples.client(position), position)
         return own.objective(group, tree_index(chunk.personal, 0))[None]
-    ((_, where),) = blocks(chunk.sizes, int(chunk.sizes.max()), chunk.starts.device)
+    where = Positions.first(chunk.sizes, chunk.starts.device)
     weights = where.mask.to(surrogate.model.dtype) / where.mask.sum(1, keepdim=True)
     batch = Batch(*chunk.read(where), weights, {}, torch.zeros_like(chunk.starts), (where.mask,))
     values: Tensor = vmap(surrogate.objective, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, chunk.personal, batch)
@@ -149,27 +142,30 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
 class OneClient:
     """A client's f and g as functions of (u, v), on samples ``[n, ...]`` and ``[n]``.
 
-    Whatever a surrogate's function raises names that function.
+    Whatever a surrogate's function raises names that function. Where the client is ``doubled``, it stands beside itself
+    as an engine stacks clients: everything has a first dimension of two.
     """
 
-    def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0):
-        self._surrogate, self._samples, self._position = surrogate, (inputs, targets), position
+    def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0, doubled: bool = False):
+        self._surrogate, self._samples, self._position, self._doubled = surrogate, (inputs, targets), position, doubled
         self._mask = torch.ones(len(targets), dtype=torch.bool)
         weights = torch.full((len(targets),), 1 / len(targets), dtype=surrogate.model.dtype)
         self._batch = Batch(inputs, targets, weights, {}, torch.zeros((), dtype=torch.int64))
+        if doubled:
+            self._samples, self._mask, self._batch = _twice((self._samples, self._mask, self._batch))
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call one of the surrogate's functions."""
         try:
-            return self._lift(getattr(self._surrogate, function))(*arguments)
+            method = getattr(self._surrogate, function)
+            return (vmap(method) if self._doubled else method)(*arguments)
         except Exception as error:  # a user's function may raise anything
-            raise UserError(f"{self._name(function)} {self._complaint(error, arguments)}.") from error
-
-    def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def _complaint(self, error: Exception, arguments: tuple[Any, ...]) -> str:
-        return f"failed on client {self._position}: {_reason(error, arguments)}"
+            complaint = f"failed on client {self._position}: {_reason(error, arguments)}"
+            if self._doubled:
+                reason, _, _ = _reason(error, arguments).partition(". ")  # torch goes on to ask for a report
+                allowed = "pure functions of tensors that don't branch on values (torch.where does what an if would)"
+                complaint = f"can't be stacked over clients ({reason}); allowed: {allowed}"
+            raise UserError(f"{self._name(function)} {complaint}.") from error
 
     def _name(self, function: str) -> str:
         return f"{type(self._surrogate).__name__}.{function}"
@@ -238,7 +234,8 @@ class OneClient:
         rate = torch.zeros((), dtype=surrogate.model.dtype)
         OneClient(surrogate, inputs, targets, self._position)._round(shared, personal, key, rate)
         if surrogate.model.not_stackable is None:
-            _Twice(surrogate, inputs, targets, self._position)._round(*_twice((shared, personal, key, rate)))
+            twice = OneClient(surrogate, inputs, targets, self._position, doubled=True)
+            twice._round(*_twice((shared, personal, key, rate)))
 
     def _round(self, shared: Tree, personal: Tree, key: Tensor, rate: Tensor) -> None:
         """Call what an engine calls in a round, and what is called before and after it."""
@@ -250,39 +247,18 @@ class OneClient:
         self.call("step", local, self._batch._replace(samples=columns), rate)
 
     def _tree(self, function: str, value: Any) -> Tree:
-        """Refuse what is not a tree."""
         if not is_tree(value):
             raise self._refusal(function, _described(value), "a dictionary from names to tensors")
         tree: Tree = value
         return tree
 
     def _number(self, function: str, value: Any) -> Tensor:
-        """Refuse what is not a number."""
         if not isinstance(value, Tensor) or value.shape != self._mask.shape[:-1] or not value.is_floating_point():
             raise self._refusal(function, _described(value), "one number, a floating tensor of shape []")
         return value
 
     def _refusal(self, function: str, found: str, allowed: str) -> UserError:
         return UserError(f"{self._name(function)} returns {found}; allowed: {allowed}.")
-
-
-class _Twice(OneClient):
-    """A client beside itself, stacked as an engine stacks clients: everything has a first dimension of two."""
-
-    def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int):
-        super().__init__(surrogate, inputs, targets, position)
-        self._samples, self._mask, self._batch = _twice((self._samples, self._mask, self._batch))
-
-    def _lift(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return vmap(function)
-
-    def _complaint(self, error: Exception, arguments: tuple[Any, ...]) -> str:
-        # torch goes on to ask for a report.
-        reason, _, _ = _reason(error, arguments).partition(". ")
-        return (
-            f"can't be stacked over clients ({reason}); allowed: pure functions of tensors that don't branch on values "
-            "(torch.where does what an if would)"
-        )
 
 
 def is_tree(value: object) -> bool:
@@ -333,17 +309,13 @@ def _leaves(value: object) -> list[str]:
 def require_surrogate(surrogate: object) -> None:
     """Refuse what is not a surrogate."""
     if not isinstance(surrogate, Surrogate):
-        raise UserError(
-            f"The surrogate is a {type(surrogate).__name__}; allowed: an instance of a class derived from "
-            "fedem.surrogates.Surrogate, such as fedem.methods.fedem.FedEM."
-        )
+        allowed = "an instance of a class derived from fedem.surrogates.Surrogate, such as fedem.methods.fedem.FedEM"
+        raise UserError(f"The surrogate is a {type(surrogate).__name__}; allowed: {allowed}.")
     try:
         surrogate.with_solver(surrogate.solver)
     except Exception as error:  # whatever a constructor of a user's own raises
-        raise UserError(
-            f"{type(surrogate).__name__} can't be made again from its fields ({error}); allowed: a frozen dataclass, "
-            "without a constructor of its own."
-        ) from error
+        problem = f"{type(surrogate).__name__} can't be made again from its fields ({error})"
+        raise UserError(f"{problem}; allowed: a frozen dataclass, without a constructor of its own.") from error
 
 
 def require(name: str, value: object, holds: bool, allowed: str) -> None:
@@ -352,41 +324,7 @@ def require(name: str, value: object, holds: bool, allowed: str) -> None:
         raise UserError(f"{name} is {shorten(repr(value), 80)}; allowed: {allowed}.")
 
 
-def require_count(name: str, value: object) -> None:
+def require_counts(**values: object) -> None:
     """Refuse what is not a number of things."""
-    require(name, value, isinstance(value, _WHOLE) and bool(value >= 1), "a whole number, at least 1")
-
-
-def require_seed(seed: object) -> None:
-    """Refuse what is not a seed."""
-    require("seed", seed, isinstance(seed, _WHOLE), "a whole number")
-
-
-def samples_of(data: object, client: object) -> Pool:
-    """Look up a client's (training) samples."""
-    samples = data.train if isinstance(data, Federation) else data
-    if not isinstance(samples, Samples):
-        raise UserError(f"data is a value of type {type(data).__name__}; allowed: a fedem.Federation, or its samples.")
-    if not isinstance(client, _WHOLE) or not 0 <= client < samples.num_clients or not int(samples.sizes[client]):
-        raise UserError(f"client is {client!r}; allowed: 0 to {samples.num_clients - 1}, one that has samples.")
-    return samples.client(int(client))
-
-
-def place_of(at: object, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
-    """Return the (u0, v0) that was given, in double precision; it must be of the same kind as (u, v)."""
-    if not isinstance(at, tuple) or len(at) != 2 or not all(map(is_tree, at)):
-        raise UserError(f"at is {shorten(repr(at), 80)}; allowed: (u0, v0), two dictionaries from names to tensors.")
-    first, second = map(doubled, at)
-    for name, given, own in (("u0", first, shared), ("v0", second, personal)):
-        if describe(given) != describe(own):
-            raise UserError(f"at has {name} with leaves {describe(given)}; allowed: {describe(own)}.")
-    return first, second
-
-
-def doubled(tree: Tree) -> Tree:
-    """Convert floating leaves to double precision."""
-
-    def double(leaf: Tensor) -> Tensor:
-        return leaf.double() if leaf.is_floating_point() else leaf
-
-    return tree_map(double, tree)
+    for name, value in values.items():
+        require(name, value, isinstance(value, WHOLE) and bool(value >= 1), "a whole number, at least 1")
