@@ -250,20 +250,24 @@ class Trainer:
         return self.recipe.engine()[0]
 
     @cached_property
+    def _chosen(self) -> tuple[Engine, str | None]:
+        return self.recipe.engine()
+
+    @cached_property
     def engine(self) -> Engine:
-        """Runs the clients, by all processes of the team together; a round shares its cohort out by itself."""
-        return share_out(self._own_engine, self.team)
+        """Runs clients by all processes of the team together; in a round each process runs its share by itself."""
+        return share_out(self._chosen[0], self.team)
 
     @property
     def note(self) -> str | None:
         """Says why the engine is not the one hoped for, where it is not."""
-        return self.recipe.engine()[1]
+        return self._chosen[1]
 
     @cached_property
     def training(self) -> Training:
         recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
         cohort = cohort_size(run.clients_per_round, federation.num_clients)
-        how = (recipe.algorithm, recipe.mixer, self.engine, config.batching, config.schedule, federation)
+        how = (recipe.algorithm, recipe.mixer, self._chosen[0], config.batching, config.schedule, federation)
         return Training(*how, run.rounds, cohort, run.seed, recipe.device, self.team, recipe.codec)
 
     @cached_property
