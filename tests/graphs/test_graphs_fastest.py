@@ -142,14 +142,14 @@ def test_the_second_modulus_of_matrices_that_are_known() -> None:
 
 def test_an_early_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastest, "MOST_ITERATIONS", 10)
-    fastest._found.cache_clear()
+    fastest._search.cache_clear()
     (edges,) = Grid(torus=False).edges(torch.arange(40), 0)
     found = fastest_mixing(40, edges, TOLERANCE)
     assert found.iterations == 10
     assert found.bound + TOLERANCE < found.value
     with pytest.raises(UserError, match=r"After 10 iterations.*known to within \d+% only; allowed: 1%.*metropolis"):
         Grid(torus=False).matrices(torch.arange(40), 0)
-    fastest._found.cache_clear()
+    fastest._search.cache_clear()
 
 
 @pytest.mark.parametrize("num_clients", [3, 50, 200, 351, 1000])

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, ClassVar, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import torch
@@ -46,10 +46,10 @@ ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
 # What readers raise for a file that is damaged, or another than was hoped for; and RuntimeError is zipfile's, for a
 # password or a compression that it does not know.
-_DAMAGED = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, RuntimeError, pickle.UnpicklingError)
-_DAMAGED += (struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+_DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
+_DAMAGED += (pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error)
 
-Files = dict[str, Callable[[], IO[bytes]]]  # paths within a source, with slashes, and how each is opened
+Files = dict[str, Callable[[], Any]]  # paths within a source, with slashes, and how each is opened: IO[bytes]
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
 
 
@@ -72,7 +72,7 @@ def opened(path: Path) -> Iterator[Files]:
     elif tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
             members = {member.name: member for member in tar.getmembers() if member.isreg()}
-            yield {name: cast(Any, partial(tar.extractfile, members[name])) for name in sorted(members)}
+            yield {name: partial(tar.extractfile, members[name]) for name in sorted(members)}
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = sorted(name for name in archive.namelist() if not name.endswith("/"))
@@ -84,7 +84,8 @@ def opened(path: Path) -> Iterator[Files]:
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
     with files[name]() as file:
-        return file.read()
+        content: bytes = file.read()
+    return content
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -209,7 +210,7 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
 
 
-def _mapped(place: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
+def _mapped(place: Path, name: str, entry: Described) -> NDArray[Any]:
     path = place / f"{name}.npy"
     size = path.stat().st_size
     if size != entry["bytes"]:
