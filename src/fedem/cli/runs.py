@@ -191,6 +191,7 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     classes = result.recipe.loss.task == CLASSES
     named = result.recipe.format.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
+    pairs = list(zip(labels.tolist(), predictions.T, strict=True))
     if ending == ".npz":
         arrays: dict[str, Any] = {"predictions": predictions}
         if classes:
@@ -201,7 +202,7 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
         np.savez(buffer, **arrays)
         return buffer.getvalue()
     columns: dict[str, NDArray[Any]] = {"prediction": labels[predictions.argmax(1)]} if classes else {}
-    for label, column in zip(labels.tolist(), predictions.T, strict=True):
+    for label, column in pairs:
         several = "prediction" if len(labels) == 1 else f"prediction_{label}"
         columns[f"probability_{label}" if classes else several] = column
     if owners is not None:
