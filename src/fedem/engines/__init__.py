@@ -5,23 +5,12 @@ from __future__ import annotations
 import torch
 
 from fedem.core.errors import UserError, unknown
-from fedem.engines.base import Batching, Cohort, Engine, Finished, SolverDeal, Work
+from fedem.engines.base import Batching, Cohort, Engine, SolverDeal, Work
 from fedem.engines.one_by_one import OneByOne
 from fedem.engines.stacked import Stacked
 from fedem.models.base import Model
 
-__all__ = [
-    "ENGINES",
-    "Batching",
-    "Cohort",
-    "Engine",
-    "Finished",
-    "OneByOne",
-    "SolverDeal",
-    "Stacked",
-    "Work",
-    "choose_engine",
-]
+__all__ = ["ENGINES", "Batching", "Cohort", "Engine", "OneByOne", "SolverDeal", "Stacked", "Work", "choose_engine"]
 
 ENGINES = ("auto", "stacked", "one_by_one")
 

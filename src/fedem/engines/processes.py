@@ -182,7 +182,11 @@ def joined() -> Iterator[Team]:
         try:
             yield Team(rank, size, dist.group.WORLD)
         except BaseException as error:
-            if not _is_first(store):
+            try:
+                is_first = store.add("failures", 1) == 1
+            except RuntimeError:  # whoever kept the store has ended
+                is_first = False
+            if not is_first:
                 time.sleep(_GRACE)
                 raise SystemExit(1) from error
             raise
@@ -204,14 +208,6 @@ def _meeting_place() -> Store:
         problem = f"RANK and WORLD_SIZE are set, but the processes can't meet ({error})"
         raise UserError(f"{problem}; allowed: processes started by torchrun, or neither of the two set.") from None
     return store
-
-
-def _is_first(store: Store) -> bool:
-    """Whether this is the first process to fail."""
-    try:
-        return bool(store.add("failures", 1) == 1)
-    except RuntimeError:  # whoever kept the store has ended
-        return False
 
 
 @contextmanager

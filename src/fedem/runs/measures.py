@@ -171,7 +171,8 @@ class _Measured(Wrapped):
             return (share * batch.weights * responsibilities * losses).sum()
 
         def one(component: Tree, responsibilities: Tensor) -> Tree:
-            return grad(objective)(trained_leaves(self.model, component), component, responsibilities)
+            gradient: Tree = grad(objective)(trained_leaves(self.model, component), component, responsibilities)
+            return gradient
 
         gradients = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
         return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
@@ -313,11 +314,11 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
         for row, position in enumerate(chunk.positions.tolist()):
             whose = ((cohort.shared, int(cohort.reads[position])), (chunk.uploads, row), (cohort.personal, position))
             trees = [tree_double(tree_index(tree, index)) for tree, index in whose]
-            alphas[position] = _alphas(judge, *trees, samples.client(position), resolution)
+            alphas[position] = _alphas(judge, resolution, samples.client(position), *trees)
     return Inexactness(clients, torch.stack([alphas[position] for position in range(len(clients))]).cpu())
 
 
-def _alphas(algorithm: Algorithm, shared: Tree, upload: Tree, personal: Tree, data: Pool, resolution: float) -> Tensor:
+def _alphas(algorithm: Algorithm, resolution: float, data: Pool, shared: Tree, upload: Tree, personal: Tree) -> Tensor:
     """Return (g(end) - g*) / (g(start) - g*) of each component of one client, ``[M]``; NaN where g(start) is g*.
 
     The ``algorithm`` and its Newton solver are in double precision. Gains below the ``resolution``, relative to g, are

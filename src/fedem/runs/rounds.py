@@ -32,7 +32,8 @@ from fedem.core.tree import (
     tree_to,
 )
 from fedem.data.federation import Federation
-from fedem.engines import Batching, Cohort, Engine, Finished, SolverDeal, Work
+from fedem.engines import Batching, Cohort, Engine, SolverDeal, Work
+from fedem.engines.base import Finished
 from fedem.engines.processes import ALONE, Team, placed
 from fedem.methods.assembly import Assembled
 from fedem.methods.base import Algorithm

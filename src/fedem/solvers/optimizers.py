@@ -90,17 +90,14 @@ class Adam(Solver):
         gradient, besides = self._gradient(objective, parameters)
         power1, power2 = state["power1"] * self.beta1, state["power2"] * self.beta2
         first = tree_map(lambda m, g: self.beta1 * m + (1 - self.beta1) * g, take_prefix("first", state), gradient)
-        second = tree_map(
-            lambda s, g: self.beta2 * s + (1 - self.beta2) * g.square(), take_prefix("second", state), gradient
-        )
-        updated = tree_map(
-            lambda p, m, s: p - learning_rate * (m / (1 - power1)) / ((s / (1 - power2)).sqrt() + self.epsilon),
-            parameters,
-            first,
-            second,
-        )
+        squares, second = tree_map(torch.square, gradient), take_prefix("second", state)
+        second = tree_map(lambda s, g: self.beta2 * s + (1 - self.beta2) * g, second, squares)
+
+        def moved(p: Tensor, m: Tensor, s: Tensor) -> Tensor:
+            return p - learning_rate * (m / (1 - power1)) / ((s / (1 - power2)).sqrt() + self.epsilon)
+
         state = add_prefix("first", first) | add_prefix("second", second) | {"power1": power1, "power2": power2}
-        return updated, state, besides
+        return tree_map(moved, parameters, first, second), state, besides
 
 
 class VectorObjective:
@@ -110,10 +107,8 @@ class VectorObjective:
         self._objective, self._weight_decay = objective, weight_decay
         self._shapes = {name: leaf.shape for name, leaf in parameters.items()}
         self.start = flatten(parameters)
-        """the parameters as they came, ``[d]``"""
 
     def tree(self, vector: Tensor) -> Tree:
-        """Return a vector as the leaves that it stands for."""
         pieces = vector.split([prod(shape) for shape in self._shapes.values()])
         return {name: piece.reshape(shape) for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)}
 
@@ -123,7 +118,6 @@ class VectorObjective:
         return value + self._weight_decay / 2 * vector.square().sum(), besides
 
     def value(self, vector: Tensor) -> Tensor:
-        """The value alone."""
         return self.evaluate(vector)[0]
 
 
@@ -188,8 +182,9 @@ class LBFGS(Solver):
         start = problem.start
         gradient, besides = grad(problem.evaluate, has_aux=True)(start)
         direction = state["reach"] * _times_inverse_hessian(gradient, state).nan_to_num()
-        lengths = self._lengths(start)
-        trials = start - lengths[:, None] * direction
+        # In the order of preference, and last 0.
+        lengths = [1.0, 2.0, 4.0, *(0.5**k for k in range(1, self.num_trials - 2)), 0.0]
+        trials = start - torch.tensor(lengths, dtype=start.dtype, device=start.device)[:, None] * direction
         # One after the other: under vmap modules that change their buffers, or have no rule for it, would fail.
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
@@ -198,12 +193,6 @@ class LBFGS(Solver):
         stayed = chosen[-1] > 0
         reach = torch.where(stayed, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
         return problem.tree(moved), state | {"reach": reach}, besides
-
-    def _lengths(self, like: Tensor) -> Tensor:
-        """Trial lengths in the order of preference, and last 0."""
-        growing = [1.0, 2.0, 4.0]
-        shrinking = [0.5**k for k in range(1, self.num_trials - len(growing) + 1)]
-        return torch.tensor([*growing, *shrinking, 0.0], dtype=like.dtype, device=like.device)
 
 
 def _times_inverse_hessian(gradient: Tensor, state: Tree) -> Tensor:
@@ -268,9 +257,8 @@ class Newton(Solver):
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         problem = VectorObjective(objective, parameters, self.weight_decay)
         start = problem.start
-        curvature = jacrev(grad(problem.value))(start) + self.ridge * torch.eye(
-            len(start), dtype=start.dtype, device=start.device
-        )
+        ridge = self.ridge * torch.eye(len(start), dtype=start.dtype, device=start.device)
+        curvature = jacrev(grad(problem.value))(start) + ridge
         # solve_ex: a singular Hessian must not stop the other clients of a stack; its trial steps just don't improve.
         direction = torch.linalg.solve_ex(curvature, grad(problem.value)(start)).result.nan_to_num()
         lengths = 0.5 ** torch.arange(self.num_trials, dtype=start.dtype, device=start.device)

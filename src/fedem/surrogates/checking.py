@@ -123,9 +123,6 @@ class _Trial:
         conditions = tuple(_worst(*trial) for trial in trials)
         return Verdict(type(self.surrogate).__name__, conditions, self.smoothness)
 
-    def _objective(self, shared: Tree, personal: Tree) -> Tensor:
-        return self.client.objective(shared, personal)
-
     def _majorant(self, shared: Tree, personal: Tree) -> Tensor:
         return self.client.majorant(shared, personal, self.fixed)
 
@@ -144,16 +141,16 @@ class _Trial:
             opposite = there | {leaf: 2 * self.shared[leaf] - there[leaf] for leaf in trained}
             for shared, place in ((there, name), (opposite, f"{name}, mirrored")):
                 for personal, called in ((self.personal, "v0"), (least, "the minimising v"), (drawn, "the drawn v")):
-                    value, bound = self._objective(shared, personal), self._majorant(shared, personal)
+                    value, bound = self.client.objective(shared, personal), self._majorant(shared, personal)
                     yield _excess(value, bound), f"{place}, {called}"
 
     def _gradients(self, shared: Tree) -> list[Tensor]:
         """Return the gradients of f and of g in u at v0, ``[d]`` each."""
-        trained, functions = trained_leaves(self.surrogate.model, shared), (self._objective, self._majorant)
+        trained, functions = trained_leaves(self.surrogate.model, shared), (self.client.objective, self._majorant)
         return [tree_flat(grad(lambda u, f=f: f(shared | u, self.personal))(trained)) for f in functions]
 
     def _equal_values(self) -> _Violations:
-        value, bound = (function(self.shared, self.personal) for function in (self._objective, self._majorant))
+        value, bound = (function(self.shared, self.personal) for function in (self.client.objective, self._majorant))
         yield (bound - value).abs() / (1 + value.abs()), "(u0, v0)"
 
     def _equal_slopes(self) -> _Violations:
