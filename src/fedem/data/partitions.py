@@ -26,6 +26,7 @@ from fedem.core.random import choose, client_keys, derive
 from fedem.core.settings import Settings
 from fedem.data.samples import Pool, describe, offsets_of
 
+Integers = NDArray[np.int64]
 # Purposes, beside those of fedem.core.random.
 SAMPLES, CLIENTS, DRAWS = 101, 102, 103
 NOBODY = -1
@@ -58,7 +59,7 @@ class Assignment(NamedTuple):
     offsets: Tensor  # [T + 1] int64; client t owns rows[offsets[t]:offsets[t + 1]]
 
 
-def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
+def content_ids(*columns: NDArray[np.generic]) -> Integers:
     """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``.
 
     Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
@@ -78,7 +79,7 @@ def content_ids(*columns: NDArray[np.generic]) -> NDArray[np.int64]:
     return ids.view(np.int64)
 
 
-def numbered(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def numbered(ids: Integers) -> Integers:
     """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
 
     Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
@@ -101,7 +102,7 @@ def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return mixed
 
 
-def fingerprint_of(ids: NDArray[np.int64]) -> str:
+def fingerprint_of(ids: Integers) -> str:
     """Hash all samples, whatever their order: 32 hexadecimal digits."""
     return blake2b(np.sort(ids).tobytes(), digest_size=16).hexdigest()
 
@@ -182,11 +183,11 @@ class Dealing(Partition):
         return self.min_samples
 
     @abstractmethod
-    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         """Return the client of each of ``rows``, which are in random order, or ``NOBODY``. ``[n] -> [n]``."""
 
 
-def assignment_of(names: Sequence[str], rows: NDArray[np.int64], clients: NDArray[np.int64]) -> Assignment:
+def assignment_of(names: Sequence[str], rows: Integers, clients: Integers) -> Assignment:
     """Put ``rows`` ``[n]`` in the order of their ``clients`` ``[n]``, positions among ``names``."""
     owned = clients != NOBODY
     rows, clients = rows[owned], clients[owned]
@@ -195,7 +196,7 @@ def assignment_of(names: Sequence[str], rows: NDArray[np.int64], clients: NDArra
     return Assignment(tuple(names), torch.from_numpy(in_order), offsets_of(torch.from_numpy(sizes)))
 
 
-def labels_of(collection: Collection, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def labels_of(collection: Collection, rows: Integers) -> Integers:
     """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
     targets = collection.pool.targets
     if targets.is_floating_point() or targets.ndim != 1:
@@ -204,7 +205,7 @@ def labels_of(collection: Collection, rows: NDArray[np.int64]) -> NDArray[np.int
     return np.unique(targets.numpy()[rows], return_inverse=True)[1]
 
 
-def deal_counts(groups: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def deal_counts(groups: Integers, counts: Integers) -> Integers:
     """Deal ``counts`` ``[G, T]`` samples of each group to each client. Groups ``[n]`` -> clients ``[n]``."""
     rest = np.bincount(groups, minlength=len(counts)) - counts.sum(1)
     receivers = np.tile([*range(counts.shape[1]), NOBODY], len(counts))
@@ -253,7 +254,7 @@ class Dirichlet(Dealing):
     min_samples: int = field(default=10, metadata={"min": 1})
     alpha: float = field(default=0.4, metadata=CONCENTRATION)
 
-    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         groups = self._groups(labels_of(collection, rows), rng)
         sizes = np.bincount(groups)
         for _ in range(_ATTEMPTS):
@@ -264,7 +265,7 @@ class Dirichlet(Dealing):
         allowed = "a smaller partition.min_samples or partition.num_clients, or a larger partition.alpha"
         raise UserError(f"With partition.alpha {self.alpha:g}, each of {_ATTEMPTS} draws {left}; allowed: {allowed}.")
 
-    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _groups(self, labels: Integers, rng: Generator) -> Integers:
         """Return what is dealt in the same shares: the group of each sample, from 0 to G - 1. ``[n] -> [n]``."""
         return labels
 
@@ -281,12 +282,12 @@ class LabelGroups(Dirichlet):
 
     num_groups: int = field(default=3, metadata={"min": 1})
 
-    def _groups(self, labels: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _groups(self, labels: Integers, rng: Generator) -> Integers:
         num_labels = int(labels.max()) + 1
         if self.num_groups > num_labels:
             allowed = f"at most {num_labels}, the number of labels"
             raise UserError(f"partition.num_groups is {self.num_groups}; allowed: {allowed}.")
-        groups: NDArray[np.int64] = (rng.permutation(num_labels) % self.num_groups)[labels]
+        groups: Integers = (rng.permutation(num_labels) % self.num_groups)[labels]
         return groups
 
 
@@ -313,7 +314,7 @@ class Pachinko(Dealing):
     def _needed(self) -> int:
         return max(self.min_samples, self.samples_per_client)
 
-    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         if collection.coarse is None:
             said = "These labels have no coarse labels above them, which the pachinko partition needs"
             raise UserError(f"{said}; allowed: another partition by labels, such as dirichlet.")
@@ -324,9 +325,7 @@ class Pachinko(Dealing):
         size = self.samples_per_client or len(rows) // self.num_clients
         return deal_counts(groups, self._counts(pairs[0], np.bincount(groups), size, rng))
 
-    def _counts(
-        self, parents: NDArray[np.int64], unused: NDArray[np.int64], size: int, rng: Generator
-    ) -> NDArray[np.int64]:
+    def _counts(self, parents: Integers, unused: Integers, size: int, rng: Generator) -> Integers:
         """Draw how many samples of each fine label each client gets, ``[F, T]``, ``size`` per client.
 
         ``parents`` ``[F]`` are the coarse labels of the fine ones, ascending from 0; ``unused`` ``[F]`` their samples.
@@ -346,7 +345,7 @@ class Pachinko(Dealing):
         return counts
 
 
-def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: NDArray[np.int64]) -> NDArray[np.float64]:
+def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: Integers) -> NDArray[np.float64]:
     """Return the probability of each fine label: logarithms ``[C]`` and ``[f]`` of those still there -> ``[f]``."""
     there, starts, members = np.unique(parents, return_index=True, return_counts=True)
     within = fine - np.repeat(np.logaddexp.reduceat(fine, starts), members)
@@ -354,7 +353,7 @@ def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: NDAr
     return probabilities
 
 
-def _valid(draws: NDArray[np.int64], unused: NDArray[np.int64]) -> int:
+def _valid(draws: Integers, unused: Integers) -> int:
     """Count the draws up to the first that takes the last unused sample of a label."""
     counts = np.bincount(draws, minlength=len(unused))
     spent = np.flatnonzero((counts >= unused) & (unused > 0))
@@ -365,7 +364,7 @@ def _valid(draws: NDArray[np.int64], unused: NDArray[np.int64]) -> int:
 class Uniform(Dealing):
     """Samples dealt at random: all clients have one distribution, and their sizes differ by at most one."""
 
-    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         return np.arange(len(rows)) % self.num_clients
 
 
@@ -385,7 +384,7 @@ class Shards(Dealing):
     def _needed(self) -> int:
         return max(self.min_samples, self.shards_per_client)
 
-    def _deal(self, collection: Collection, rows: NDArray[np.int64], rng: Generator) -> NDArray[np.int64]:
+    def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         count = self.num_clients * self.shards_per_client
         receivers = rng.permutation(count) % self.num_clients
         clients = np.empty_like(rows)

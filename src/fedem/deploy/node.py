@@ -20,7 +20,7 @@ from fedem.core.tree import Tree, tree_index, tree_repeat, tree_to
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import PARTS, Federation
 from fedem.data.files import FromFile
-from fedem.data.tables import Table, read_table
+from fedem.data.tables import read_table
 from fedem.deploy.plan import Plan
 from fedem.engines import Cohort, OneByOne
 from fedem.methods.mixer import Star
@@ -172,25 +172,14 @@ class Node:
         return tree_repeat(tree_to(tree, self.plan.device), 1)
 
 
-class _ReadOnce(FromFile):
-    """A file that is looked at twice."""
-
-    def read(self) -> Table:
-        return self._table
-
-    @cached_property
-    def _table(self) -> Table:
-        return super().read()
-
-
 def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     """Read, encode and split the samples of a file; ``name`` owns all of them where no column says whose they are."""
     encoding, seed, data = plan.format.encoding, plan.config.run.seed, plan.config.values("data")
     shares = {key: data[key] for key in ("validation", "test") if key in data}
     if encoding is not None:
-        source = _ReadOnce(path=str(path), target_column=encoding.target.name, client_column=encoding.client, **shares)
-        federation = source.make_by(encoding, seed, owner=name)
-        for column, categories in encoding.unseen(source.read()).items():
+        table = read_table(path, encoding.target.name, encoding.client)
+        federation = FromFile(path=str(path), table=table, **shares).make_by(encoding, seed, owner=name)
+        for column, categories in encoding.unseen(table).items():
             log.warning(
                 "Column %r of %s has %d categories that the plan has not (%s); they count as none of those known.",
                 column,
