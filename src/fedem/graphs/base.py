@@ -25,20 +25,7 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.core.random import choose, derive, uniform
 from fedem.core.settings import Settings
-from fedem.graphs.weights import (
-    LARGEST_SHARE,
-    Edges,
-    Matrix,
-    canonical,
-    check_mixing,
-    degrees,
-    fastest_mixing,
-    from_edges,
-    max_degree,
-    metropolis,
-    num_components,
-    second_modulus,
-)
+from fedem.graphs.weights import Edges, Matrix, canonical, check_mixing, degrees, num_components, second_modulus, weigh
 
 MOST_WEIGHTS = 10**8  # weights at most in all matrices: 800 MB
 
@@ -101,9 +88,10 @@ class Topology(Settings, ABC):
         if self.activity == "matchings":
             phases = [matching for edges in phases for matching in matchings(num_clients, edges)]
         self._check_size(num_clients, len(phases))
+        rule = {"matchings": "pairs", "random_matching": "metropolis"}.get(self.activity, self.weights)
         found = torch.empty(len(phases), num_clients, num_clients, dtype=torch.float64)
         for place, edges in enumerate(phases):
-            matrix = torch.from_numpy(self._lazy(self._weigh(num_clients, edges)))
+            matrix = torch.from_numpy(self._lazy(weigh(rule, num_clients, edges)))
             check_mixing(matrix, edges)
             found[place] = matrix[ranks][:, ranks]
         return found
@@ -119,7 +107,7 @@ class Topology(Settings, ABC):
         keys, order = keys.cpu().sort(stable=True)
         matrix: Matrix = given.cpu()[order][:, order].numpy()
         if self.activity == "random_matching":
-            matrix = self._lazy(pairwise(len(keys), random_matching(edges_of(matrix), keys, key)))
+            matrix = self._lazy(weigh("pairs", len(keys), random_matching(edges_of(matrix), keys, key)))
         if self.link_failure:
             matrix = without_failures(matrix, keys, key, self.link_failure)
         ranks = order.argsort()
@@ -161,28 +149,6 @@ class Topology(Settings, ABC):
     def _lazy(self, matrix: Matrix) -> Matrix:
         return (1 - self.laziness) * matrix + self.laziness * np.eye(len(matrix))
 
-    def _weigh(self, num_clients: int, edges: Edges) -> Matrix:
-        """Return the matrix of one phase's graph."""
-        if self.activity == "matchings":
-            return pairwise(num_clients, edges)
-        if self.weights == "max_degree":
-            return max_degree(num_clients, edges)
-        if self.weights == "metropolis" or self.activity == "random_matching":
-            return metropolis(num_clients, edges)
-        if (components := num_components(num_clients, edges)) > 1:
-            raise UserError(
-                f'The graph of one of the rounds has {components} components; allowed for weights = "fmmc": one. '
-                'Use weights = "metropolis", for which the graphs of all rounds must be connected together only.'
-            )
-        found = fastest_mixing(num_clients, edges)
-        share = (found.value - found.bound) / (1 - found.value)
-        if share > LARGEST_SHARE:
-            raise UserError(
-                f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is "
-                f'known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".'
-            )
-        return found.matrix
-
     def _check_connected(self, num_clients: int, phases: list[Edges]) -> None:
         """Refuse phases whose edges together leave clients apart."""
         together = canonical(np.concatenate(phases))
@@ -219,11 +185,6 @@ def matchings(num_nodes: int, edges: Edges) -> list[Edges]:
         colours[position] = colour = int((free[i] & free[j]).argmax())
         free[i, colour] = free[j, colour] = False
     return [edges[colours == colour] for colour in range(int(colours.max(initial=0)) + 1)]
-
-
-def pairwise(num_nodes: int, matching: Edges) -> Matrix:
-    """Average the pairs of a matching evenly; all others keep what they have."""
-    return from_edges(num_nodes, matching, np.full(len(matching), 0.5))
 
 
 def random_matching(edges: Edges, keys: Tensor, key: int) -> Edges:

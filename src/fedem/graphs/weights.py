@@ -77,6 +77,22 @@ def max_degree(num_nodes: int, edges: Edges) -> Matrix:
     return from_edges(num_nodes, edges, np.full(len(edges), 1 / (1 + largest)))
 
 
+def weigh(rule: str, num_nodes: int, edges: Edges) -> Matrix:
+    """Return the mixing matrix by a rule: "metropolis", "max_degree", "fmmc", or "pairs" for those of a matching."""
+    if rule == "pairs":  # they average evenly; all others keep what they have
+        return from_edges(num_nodes, edges, np.full(len(edges), 0.5))
+    if rule != "fmmc":
+        return {"metropolis": metropolis, "max_degree": max_degree}[rule](num_nodes, edges)
+    found = fastest_mixing(num_nodes, edges)
+    share = (found.value - found.bound) / (1 - found.value)
+    if share > LARGEST_SHARE:
+        raise UserError(
+            f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is "
+            f'known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".'
+        )
+    return found.matrix
+
+
 def second_modulus(matrix: Matrix | Tensor) -> float:
     """Return the second largest modulus of the eigenvalues of a doubly stochastic matrix ``[T, T]``."""
     array = np.asarray(matrix, dtype=np.float64)
@@ -138,7 +154,10 @@ def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fas
         said = f'There are {num_nodes:,} clients; allowed for weights = "fmmc": at most {MOST_NODES:,}'
         raise UserError(f'{said}. Use weights = "metropolis", which costs nothing.')
     if (components := num_components(num_nodes, edges)) > 1:
-        raise UserError(f"The graph has {components} components; allowed for the fastest mixing matrix: one.")
+        raise UserError(
+            f'The graph of one of the rounds has {components} components; allowed for weights = "fmmc": one. '
+            'Use weights = "metropolis", for which the graphs of all rounds must be connected together only.'
+        )
     if 2 * len(edges) == num_nodes * (num_nodes - 1):
         return Fastest(np.full((num_nodes, num_nodes), 1 / num_nodes), 0.0, 0.0, 0)
     found = _search(num_nodes, np.ascontiguousarray(edges, dtype=np.int64).tobytes(), tolerance)
