@@ -11,7 +11,7 @@ from fedem.methods.base import Algorithm, Batch, Local, Trained
 
 
 def _as_base(hook: str) -> Any:
-    return lambda self, *arguments: getattr(self.base, hook)(*arguments)
+    return lambda self, *values, **named: getattr(self.base, hook)(*values, **named)
 
 
 @dataclass(frozen=True, eq=False)
