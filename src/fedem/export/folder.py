@@ -28,7 +28,7 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
-from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, reason, sample_inputs, try_file
+from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, sample_inputs, try_file
 from fedem.methods.base import Mixture
 from fedem.models import Model
 from fedem.models.losses import CLASSES
@@ -119,7 +119,8 @@ def export_personal(
             # Compilers at work on anybody's code: whatever they raise is the reason.
             except Exception as error:
                 path.unlink(missing_ok=True)
-                refused[name] = reason(error)
+                lines = (line.strip() for line in str(error).splitlines() if line.strip())
+                refused[name] = next(lines, type(error).__name__).rstrip(".")
         if not differences:
             raise UserError("; ".join(f"Format {name!r} is refused: {why}" for name, why in refused.items()) + ".")
         write_atomically(folder / _README, _readme(own.format, own.model, differences).encode())

@@ -103,12 +103,6 @@ def try_file(name: str, path: Path, inputs: Tensor, predictions: Tensor) -> floa
     return worst
 
 
-def reason(error: Exception) -> str:
-    """Say in one line why a format was refused."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keep torch from warning users of what does not concern them: TorchScript is no longer developed, ..."""

@@ -144,11 +144,6 @@ class Pass:
     key: Tensor  # int64, the source of the pass's random numbers
     draws: int = 0  # layers that have drawn so far; each has a stream of its own
 
-    def next_key(self) -> Tensor:
-        """Return the key of the next layer that draws."""
-        self.draws += 1
-        return derive(self.key, self.draws)
-
 
 _CURRENT: ContextVar[Pass] = ContextVar("pass")
 
@@ -173,7 +168,9 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
         return torch.zeros_like(inputs)
     shape = inputs.shape[:2] if whole_channels else inputs.shape
     places = shape[1:].numel()
-    rows = derive(_CURRENT.get().next_key(), torch.arange(shape[0], device=inputs.device))
+    current = _CURRENT.get()
+    current.draws += 1
+    rows = derive(current.key, current.draws, torch.arange(shape[0], device=inputs.device))
     words = derive(rows[:, None], torch.arange(-(-places // 4), device=inputs.device))
     # Each quarter of a word in turn to its top, where a signed comparison sees that quarter first.
     quarters = words[..., None] << torch.arange(0, 64, 16, device=inputs.device)
@@ -283,18 +280,14 @@ class WidenedConv2d(nn.Conv2d):
         """``[n, 1, H, W] -> [n, O, H', W']``."""
         if not self.training or self.bias is None:
             return super().forward(inputs)
+        assert not isinstance(self.padding, str), "is_widened() has seen to it"
+        above, left = self.padding
         # A place in a window that lies in the image wherever the window is.
-        below, right = (size - 1 - side for size, side in zip(self.kernel_size, self._sides, strict=True))
-        carried = pad(self.bias[:, None, None, None], (self._sides[1], right, self._sides[0], below))
+        below, right = self.kernel_size[0] - 1 - above, self.kernel_size[1] - 1 - left
+        carried = pad(self.bias[:, None, None, None], (left, right, above, below))
         weight = torch.cat([self.weight, carried], dim=1)
         outputs: Tensor = self._conv_forward(pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight, None)
         return outputs
-
-    @property
-    def _sides(self) -> tuple[int, int]:
-        """Pixels of padding above and to the left."""
-        assert not isinstance(self.padding, str), "is_widened() has seen to it"
-        return self.padding[0], self.padding[1]
 
 
 def is_widened(layer: nn.Conv2d) -> bool:
