@@ -283,7 +283,9 @@ def find_method(name: str) -> Method:
 
 def resolve_method(name: str) -> str:
     """Return the name in the table that ``name`` stands for."""
-    return find_method(ALIASES.get(name, name)).name
+    found = ALIASES.get(name, name)
+    find_method(found)  # a row may stand in the table under another name than its own
+    return found
 
 
 def title_of(name: str) -> str:
