@@ -10,7 +10,7 @@ from least_squares import WHOLE, assert_same, change_of, conflict, design, quadr
 from torch import Tensor
 from torch.func import grad
 
-from fedem.core.tree import Tree, tree_flat, tree_map, tree_stack
+from fedem.core.tree import Tree, add_prefix, tree_flat, tree_map, tree_stack
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Stacked
 from fedem.methods.apfl import APFL
@@ -92,7 +92,8 @@ def test_apfls_share_follows_its_derivative(alpha: float) -> None:
     x, y = make_federation(sizes=(14,)).train.client(0)
     shared, own = model.init(1), model.init(2)
     algorithm = APFL(model, SGD(), alpha=alpha)
-    personal = algorithm.trained(own, algorithm.init_personal(shared, KEY))
+    start = algorithm.init_personal(shared, KEY)
+    personal = start | add_prefix("own", own) | {"trained": torch.tensor(True)}
     mask = torch.ones(14, dtype=torch.bool)
     batch = Batch(x, y, mask.double() / 14, {}, KEY)
     rate = torch.tensor(0.1, dtype=torch.float64)
@@ -118,7 +119,8 @@ def test_apfls_own_model_descends_the_blends_loss() -> None:
     x, y = make_federation(sizes=(14,)).train.client(0)
     shared, own = model.init(1), model.init(2)
     algorithm = APFL(model, SGD(), alpha=alpha, adaptive=False)
-    personal = algorithm.trained(own, algorithm.init_personal(shared, KEY))
+    start = algorithm.init_personal(shared, KEY)
+    personal = start | add_prefix("own", own) | {"trained": torch.tensor(True)}
     mask = torch.ones(14, dtype=torch.bool)
     local, _ = algorithm.begin(shared, personal, {}, mask)
     after = algorithm.step(local, Batch(x, y, mask.double() / 14, {}, KEY), torch.tensor(0.1, dtype=torch.float64))
