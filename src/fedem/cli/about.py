@@ -40,7 +40,6 @@ def settings(
       fedem settings run
 
       fedem settings schedule.step
-
     """
     if markdown:
         if name is not None:
@@ -66,7 +65,6 @@ def graphs(
       fedem graphs erdos_renyi --clients 300
 
       fedem graphs ring --clients 20 --set graph.weights=metropolis --set graph.link_failure=0.1
-
     """
     if name is None:
         _print([reference.graphs_table(), "fedem graphs NAME shows a graph's settings."])

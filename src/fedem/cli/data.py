@@ -59,7 +59,6 @@ def prepare_one(
       fedem data prepare cifar10
 
       fedem data prepare emnist --from gzip.zip
-
     """
     if name not in PUBLIC:
         raise unknown("data set", name, PUBLIC)

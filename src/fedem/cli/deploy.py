@@ -47,7 +47,6 @@ def init(
 
     Examples:
       fedem deploy init hospitals --data sample.csv --target-column outcome --client-column hospital
-
     """
     asked: Sections = {
         "run": given(rounds=rounds),
@@ -86,7 +85,6 @@ def trial(
       fedem deploy trial --nodes 3 --rounds 5
 
       fedem deploy trial --data mine.csv --client-column shop --keep tried
-
     """
     check_nodes(nodes)
     if timeout <= 0:
@@ -122,7 +120,6 @@ def certificates(
 
     Examples:
       fedem deploy certificates certificates --host federation.example --host 10.0.0.7
-
     """
     needed("A certificate", "cryptography", extra="flower")
     from fedem.deploy.flower.certificates import make_certificates
@@ -139,7 +136,6 @@ def key(path: Annotated[Path, typer.Argument(help="The key's file; its public ha
 
     Examples:
       fedem deploy key keys/north
-
     """
     needed("A key", "cryptography", extra="flower")
     from fedem.deploy.flower.certificates import make_node_key
@@ -191,7 +187,6 @@ def peer(
       fedem peer meet --host 10.0.0.1 --port 29400
 
       fedem peer --plan plan --data mine.csv --client ann --meet 10.0.0.1:29400 --state state --min-peers 4
-
     """
     if context.invoked_subcommand is not None:
         return

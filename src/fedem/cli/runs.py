@@ -65,7 +65,6 @@ def evaluate(
       fedem evaluate runs/first --metrics accuracy,roc_auc
 
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
-
     """
     RunFolder(run_folder).check()
     with waiting("Scoring", quiet):
@@ -304,7 +303,6 @@ def report(
       fedem report runs/compare-synthetic
 
       fedem report runs/fedem runs/fedavg --out both.html
-
     """
     if out.suffix != ".html":
         raise UserError(f"--out is {out}; allowed: a file ending in .html.")
@@ -331,7 +329,6 @@ def plot(
       fedem plot --list
 
       fedem plot runs/compare-synthetic --figure clients,weights --format pdf
-
     """
     if names:
         for name, kind in FIGURES.items():

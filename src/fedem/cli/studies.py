@@ -100,7 +100,6 @@ def compare(
       fedem compare --methods all --set fedem:schedule.learning_rate=0.5
 
       fedem compare --data mine.csv --out runs/mine --resume
-
     """
     names = comparison.resolve_methods(listed(methods))
     shared, own = comparison.sort_settings(settings or [], names)
@@ -185,7 +184,6 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
       fedem experiment run table2 --data Synthetic --seeds 3
 
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
-
     """
     experiment, entries, folder = planned
     failed = _work(entries, experiments.check, SharedData(), quiet)
@@ -256,7 +254,6 @@ def tune(
       fedem tune --method fedprox --sampler tpe --trials 30
 
       fedem train runs/tune-synthetic-fedem/chosen.toml
-
     """
     name = resolve_method(method)
     layer, data = asked
@@ -311,7 +308,6 @@ def theory(
       fedem theory
 
       fedem theory --method dfedem --rounds 50,100,200,400,800 --seeds 3
-
     """
     name = resolve_method(method)
     if seeds < 1:

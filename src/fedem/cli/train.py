@@ -64,7 +64,6 @@ def train(
       fedem train --out runs/synthetic-fedem-seed0 --resume
 
       torchrun --nproc-per-node 4 -m fedem train --data synthetic
-
     """
     with joined() as team:
         runs = None

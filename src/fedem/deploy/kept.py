@@ -32,7 +32,6 @@ class Kept:
         before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
         run: which run of the experiment it is of, as its server, or its peers, call it.
         client: its name; empty in files that do not say.
-
     """
 
     plan: Plan

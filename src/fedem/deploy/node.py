@@ -64,7 +64,6 @@ class Node:
         plan: what all agree on.
         name: of the client.
         federation: one that the client is in; nobody else's samples are touched.
-
     """
 
     plan: Plan

@@ -64,7 +64,6 @@ class Batching(Settings):
         batch_size: samples per step; 0 takes all of a client's samples at once.
         local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
         local_steps: when above 0, exactly this many steps instead, passing over the samples as often as that takes.
-
     """
 
     batch_size: int = field(default=128, metadata={"min": 0})

@@ -46,7 +46,6 @@ class Stacked(Engine):
             rounding. Where memory runs out all the same, it is halved, and training goes on.
         max_bytes: bytes that a chunk may take, roughly; 0 for a share of what is free.
         record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all.
-
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})

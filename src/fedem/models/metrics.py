@@ -42,7 +42,6 @@ class Metric:
         title: in tables and sentences.
         needs_sklearn: whether it is scikit-learn's, which the extra "metrics" brings.
         least_classes: the smallest number of classes for which it says anything.
-
     """
 
     name: str

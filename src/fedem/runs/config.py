@@ -72,7 +72,6 @@ class RunSettings(Settings):
         diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
         checkpoint_every: rounds between checkpoints of a run that has a folder; there is one after the last round.
         partition_hash: hash of who owns which samples: a run writes it down, and is refused on others; empty: any.
-
     """
 
     rounds: int = field(default=200, metadata={"min": 1})

@@ -72,7 +72,6 @@ class Personalizer:
         unseen_epochs: passes that a client unseen in training makes, where it has something to train.
         learning_rate: of all this training.
         fine_tune_rate: of fine-tuning; 0 for the method's own, where it has one, else ``learning_rate``.
-
     """
 
     algorithm: Algorithm
@@ -141,7 +140,6 @@ class Personalizer:
                 one (None for convergence); for a method that must train, passes over the samples (None for
                 ``unseen_epochs``).
             beside: position of a client that took part: start from what it reads, and not from what is for all.
-
         """
         start = self.mixer.welcome(state.shared, state.memory)
         if start.refusal:

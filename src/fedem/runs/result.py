@@ -73,7 +73,6 @@ class Result:
         clients: one record per client, as in clients.csv.
         origin: what a checkpoint says of the training it came from, so that it can be gone on with.
         tuned: where clients fine-tune before they predict: their own models, by role.
-
     """
 
     recipe: Recipe
@@ -145,7 +144,6 @@ class Result:
             which: "last" or "best".
             beside: a client that took part: start from what it has, such as a peer's components, and not from the mean
                 of all.
-
         """
         recipe, sample_format = self.recipe, self.recipe.format
         x = sample_format.conform("(new client)", inputs)

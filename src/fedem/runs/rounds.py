@@ -195,7 +195,6 @@ def server_step(
 
     Raises:
         DivergedError: numbers are no longer finite.
-
     """
     algorithm, mixer, codec = method
     read = vmap(codec.decode if codec else algorithm.summand)

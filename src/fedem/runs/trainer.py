@@ -62,7 +62,6 @@ def train(
         listener: called with each round's record.
         **options: any setting by its name, such as ``num_components=3``, ``rounds=100``, ``learning_rate=0.3``,
             ``local_epochs=2``, ``clients_per_round=0.2``, ``seed=1``, ``solver="adam"``, ``loss="squared_error"``.
-
     """
     if not isinstance(federation, Federation | Dataset):
         what = repr(str(federation)) if isinstance(federation, str | Path) else f"of type {type(federation).__name__}"

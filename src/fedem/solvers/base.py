@@ -26,7 +26,6 @@ class Solver(Settings, ABC):
 
     Attributes:
         weight_decay: adds weight_decay/2 |parameters|^2 to every objective.
-
     """
 
     usual_rate: ClassVar[float] = 0.1

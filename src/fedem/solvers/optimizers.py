@@ -29,7 +29,6 @@ class SGD(Solver):
     Attributes:
         momentum: share of the last step's direction that is added to the gradient. Each round starts without.
         nesterov: step along the gradient and ``momentum`` times the new direction (Nesterov's step).
-
     """
 
     momentum: float = field(default=0.0, metadata={"min": 0, "below": 1})
@@ -70,7 +69,6 @@ class Adam(Solver):
         beta1: share of the first moment, the mean gradient, that a step keeps.
         beta2: share of the second moment, the mean squared gradient, that a step keeps.
         epsilon: added to the root of the second moment, by which steps are divided.
-
     """
 
     usual_rate: ClassVar[float] = 0.001
@@ -151,7 +149,6 @@ class LBFGS(Solver):
         history: H, pairs of a step and the gradient's change over it that are remembered within a round.
         num_trials: step lengths that are tried: 1, 2, 4, then 1/2, 1/4, ...
         iterations: steps over all of a client's samples each round, whatever the batches; 0 follows the batches.
-
     """
 
     history: int = field(default=10, metadata={"min": 1})
@@ -232,7 +229,6 @@ class Newton(Solver):
         ridge: added to the Hessian's diagonal alone, so it steadies the step without moving the solution.
         num_trials: step lengths that are tried: 1, 1/2, 1/4, ...
         iterations: steps over all of a client's samples each round, whatever the batches; 0 follows the batches.
-
     """
 
     ridge: float = field(default=1e-10, metadata={"min": 0})
@@ -279,7 +275,6 @@ class Various(Solver):
         members: names of solvers, separated by commas; a name that stands twice gets twice as many clients.
         momentum: of those members that have one.
         iterations: of those members that count their steps and not the batches.
-
     """
 
     members: str = "sgd,lbfgs,newton"

@@ -15,7 +15,6 @@ class Schedule(Settings, ABC):
 
     Attributes:
         learning_rate: the rate of the first round; with inverse_sqrt a0, which is divided by sqrt(K).
-
     """
 
     learning_rate: float = field(default=0.1, metadata={"above": 0})
@@ -39,7 +38,6 @@ class Step(Schedule):
 
     Attributes:
         factor: by which the rate is multiplied, twice.
-
     """
 
     factor: float = field(default=0.1, metadata={"above": 0})

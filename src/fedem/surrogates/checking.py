@@ -67,7 +67,6 @@ def check(
         seed: of all that is drawn.
         trials: points drawn, near (u0, v0) and far from it.
         tolerance: the largest violation that counts as rounding.
-
     """
     require_surrogate(surrogate)
     require("seed", seed, isinstance(seed, WHOLE), "a whole number")

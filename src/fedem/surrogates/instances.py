@@ -29,7 +29,6 @@ class QuadraticBound(Surrogate):
 
     Attributes:
         smoothness: L.
-
     """
 
     smoothness: float = field(default=1.0, metadata={"above": 0})
@@ -96,7 +95,6 @@ class MoreauEnvelope(Surrogate):
     Attributes:
         pull: lambda, the weight of the envelope.
         iterations: of Newton's method; for convex losses it doubles the correct digits in each once it is near.
-
     """
 
     pull: float = field(default=1.0, metadata={"above": 0})

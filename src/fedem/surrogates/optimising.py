@@ -73,7 +73,6 @@ def optimise(
         seed: of the initial u and v_t, of cohorts and of batches.
         clients_per_round: a share up to 1.0, or a number from 2.
         listener: called with the number of rounds done and f, as the history has them.
-
     """
     require_surrogate(surrogate)
     require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")

@@ -50,7 +50,6 @@ def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int =
         folder: where ``ca.crt``, ``ca.key``, ``server.crt`` and ``server.key`` lie.
         hosts: names and addresses that nodes dial.
         days: how long the server's certificate is valid; clients of the web accept 398 days at most.
-
     """
     if not hosts or not all(host.strip() for host in hosts):
         raise UserError(f"The server's hosts are {list(hosts)}; allowed: one or more names or addresses.")

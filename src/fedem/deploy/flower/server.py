@@ -59,7 +59,6 @@ class ClientRegistry:
 
     Attributes:
         connected: the nodes that were, when those who answer were asked.
-
     """
 
     def __init__(self, token: str, nodes: Mapping[str, str]):

@@ -93,7 +93,6 @@ def run_trial(
         clients: one a node.
         timeout: seconds that a round waits for its slowest node.
         listener: called with each round's record.
-
     """
     folder = folder.absolute()
     write_app(folder / "app", Plan.make(config, config.make_data()))
@@ -143,7 +142,6 @@ def _follow(
 
     Raises:
         UserError: with logs, if the run did not come to its end, or not within ``limit`` seconds.
-
     """
     num_rounds, is_over, deadline = 0, False, time.monotonic() + limit
     while not is_over:

@@ -77,7 +77,6 @@ class Meeting(Settings):
         patience: seconds of silence after which a process counts as gone. Machines' clocks must agree to within it.
         round_timeout: seconds that a process waits for its neighbours in a round, if they are silent but not gone.
         join_timeout: seconds that a process waits for the store, and for ``min_peers``.
-
     """
 
     host: str = "127.0.0.1"
@@ -139,7 +138,6 @@ def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
 
     Raises:
         OSError: the system does not give the address or the port.
-
     """
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Left to itself, the store listens on all addresses, whichever it is given.
@@ -189,7 +187,6 @@ class SealedBackend(RendezvousBackend):
 
     Raises:
         RendezvousStateError: a seal is wrong.
-
     """
 
     def __init__(self, backend: RendezvousBackend, key: bytes):
@@ -281,7 +278,6 @@ def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: N
     Raises:
         UserError: the others refuse this process, or have finished without it, or too few are there.
         KeyboardInterrupt: this process was told to stop.
-
     """
     with AgentFolder.opened(meeting.round_timeout) as folder, _torch_settings():
         while True:

@@ -106,7 +106,6 @@ class PeerGraph:
         keys: ``[T]``, of their names.
         components: one where the graph is connected, which it may no longer be after a loss.
         remark: what differs from the plan; empty when nothing does.
-
     """
 
     keys: Tensor
