@@ -19,6 +19,9 @@ for _profile, _examples in {"few": 15, "many": 50}.items():
 # Few in the fast lane; `make test-all` asks for many.
 settings.load_profile(os.environ.get("FEDEM_EXAMPLES", "few"))
 
+# It adds a method to the table when it is imported, which looking for doctests in it would do for all tests.
+collect_ignore = ["methods/outside_method.py"]
+
 # Tensors as small as the tests' only wait for further threads.
 torch.set_num_threads(1)
 
