@@ -386,9 +386,29 @@ class Loopback:
     def _start(self, command: str, *arguments: str, log: str = "") -> Program:
         # Programs run in the folder of logs: flwr takes a folder where it runs for an app, if it is called like it.
         path, name = str(shutil.which(command, path=self._path)), log or command
-        program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment)
-        self.programs.append(program)
+        with _uninterrupted():  # or a program that has just been started would be left behind
+            program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment)
+            self.programs.append(program)
         return program
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C and the request to end until the block is over."""
+    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+        yield
+        return
+    held: list[int] = []
+    before = {
+        which: signal.signal(which, lambda which, _: held.append(which)) for which in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+    if held:
+        signal.raise_signal(held[0])
 
 
 def _flat(values: Values) -> str:
