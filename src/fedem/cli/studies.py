@@ -44,7 +44,7 @@ def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Calla
 
         parameters = [*read, *own[1:]]
         wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
         return wrapped
 
     return decorate
