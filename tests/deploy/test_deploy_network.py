@@ -29,7 +29,7 @@ pytest.importorskip("flwr")
 from fedem.deploy.flower import trial as loopback
 from fedem.deploy.flower.certificates import make_node_key
 from fedem.deploy.flower.project import write_app
-from fedem.deploy.flower.trial import HOST, Loopback, Program, draw_clients, start_nodes
+from fedem.deploy.flower.trial import CONNECTED, HOST, Loopback, Program, draw_clients, start_nodes
 
 LIMIT = 300.0
 """Seconds after which a test gives up on an idle machine."""
@@ -130,18 +130,18 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
         with monkeypatch.context() as patch:
             patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
             own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}
-            network.start_node("mallory", own, key)
+            network.start_node("mallory", own, key).wait_for(CONNECTED)
 
         make_node_key(network.keys / "stranger")
         refused = {
-            "must be registered": network.start_node("without-a-key", {}, None, wait=False),
-            "Failed to activate": network.start_node("stranger", {}, network.keys / "stranger", wait=False),
-            "CERTIFICATE_VERIFY_FAILED": network.start_node("no-authority", {}, key, verify=False, wait=False),
+            "must be registered": network.start_node("without-a-key", {}, None),
+            "Failed to activate": network.start_node("stranger", {}, network.keys / "stranger"),
+            "CERTIFICATE_VERIFY_FAILED": network.start_node("no-authority", {}, key, verify=False),
         }
         for why, node in refused.items():
             assert node.finish(patient(LIMIT)) != 0
             assert why in node.output()
-            assert "SuperNode ID:" not in node.output()
+            assert CONNECTED not in node.output()
 
         cut = network.submit(app, settings)
         files = [
@@ -205,9 +205,9 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
 
         def back() -> bool:
             own = {"data": str(clients[2].data), "client": clients[2].name, "state": str(state)}
-            again = network.start_node("node-2", own, network.keys / "node-2", wait=False)
+            again = network.start_node("node-2", own, network.keys / "node-2")
             try:
-                again.wait_until_connected()
+                again.wait_for(CONNECTED)
             except UserError:
                 time.sleep(5)
                 return False

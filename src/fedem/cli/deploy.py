@@ -15,7 +15,7 @@ import typer
 from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, data_section, given
 from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.project import check_empty, write_app
-from fedem.deploy.flower.trial import SHORT, check_nodes, choose_clients, draw_clients, run_trial
+from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
 from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
@@ -86,7 +86,8 @@ def trial(
 
       fedem deploy trial --data mine.csv --client-column shop --keep tried
     """
-    check_nodes(nodes)
+    if not FEWEST <= nodes <= MOST:
+        raise UserError(f"A trial of {nodes} nodes is asked for; allowed: {FEWEST} to {MOST}.")
     if timeout <= 0:
         raise UserError(f"--timeout is {timeout}; allowed: above 0.")
     asked: Layer = {"run": given(rounds=rounds, seed=seed), "method": given(name=method)}
@@ -99,7 +100,7 @@ def trial(
         else:
             clients = choose_clients(config.make_data().federation.names, data.absolute(), nodes)
         with progress(METHODS[config.name("method")].title, config.run.rounds, quiet) as listener:
-            run = run_trial(folder, config, clients, timeout=timeout, listener=listener)
+            run = run_trial(folder, config, clients, listener, timeout)
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]

@@ -16,8 +16,7 @@ from fedem.deploy.plan import Plan
 
 _TREES = ("personal", "before", "shared")
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
-_LONGEST = 120
-"""characters of a name that are written out: systems allow 255 bytes"""
+_LONGEST = 120  # characters of a name that are written out: systems allow 255 bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +52,8 @@ class Kept:
             for name, tree in there.items()
             for key, leaf in add_prefix(name, tree).items()
         }
-        content = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
-        content["plan"] = self.plan.to_json()
+        plan, run, client = self.plan.to_json(), self.run, self.client
+        content = {"round": self.round, "trees": list(there), "run": run, "client": client, "plan": plan}
         for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, save(tensors, metadata={"kept": json.dumps(content)}), private=True)
@@ -75,10 +74,8 @@ class Kept:
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
-            raise UserError(
-                f"The kept file {path} can't be read ({type(error).__name__}: {error}); "
-                "without it the client starts anew."
-            ) from None
+            why = f"{type(error).__name__}: {error}"
+            raise UserError(f"The kept file {path} can't be read ({why}); without it the client starts anew.") from None
 
 
 def kept_path(folder: Path, experiment: str, client: str) -> Path:

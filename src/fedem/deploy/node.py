@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index, tree_repeat, tree_to
@@ -29,6 +28,7 @@ from fedem.runs.evaluate import Scores, evaluate
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import LocalTraining, State, first_personal
 
+_UNSEEN = "Column %r of %s has %d categories that the plan has not (%s); they count as none of those known."
 log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
 
 
@@ -43,10 +43,7 @@ class ScoreSums(NamedTuple):
 
 
 def combine_scores(metric: str, clients: Sequence[tuple[int, Mapping[str, ScoreSums]]]) -> dict[str, Scores]:
-    """Put the scores of clients with their numbers of training samples together, by each part that some of them have.
-
-    Clients without samples there are left out.
-    """
+    """Put scores of clients, with their numbers of training samples, together by part, without those who have none."""
     found = {}
     for part in PARTS:
         if there := [(weight, sums[part]) for weight, sums in clients if part in sums]:
@@ -80,19 +77,16 @@ class Node:
         federation = read_clients(plan, path, name)
         if name is None:
             if federation.num_clients > 1:
-                some = ", ".join(federation.names[:5]) + (", ..." if federation.num_clients > 5 else "")
-                raise UserError(f"{path} has {federation.num_clients} clients ({some}); a client's name is needed.")
+                names = some(federation.names)
+                raise UserError(f"{path} has {federation.num_clients} clients ({names}); a client's name is needed.")
             name = federation.names[0]
         return cls(plan, name, federation).check()
 
     def check(self) -> Node:
         """Refuse samples that the model has no place for."""
-        samples, expected = self._own.train, self.plan.format.inputs
-        shape = samples.inputs.shape[1:]
-        if tuple(shape) != expected:
-            raise UserError(
-                f"Client {self.name!r} has inputs of shape {list(shape)}; allowed: {list(expected)}, as in the plan."
-            )
+        samples, expected = self._own.train, list(self.plan.format.inputs)
+        if (shape := list(samples.inputs.shape[1:])) != expected:
+            raise UserError(f"Client {self.name!r} has inputs of shape {shape}; allowed: {expected}, as in the plan.")
         self.plan.check_samples(samples.inputs, samples.targets)
         self.plan.check_batches(self._own)
         return self
@@ -179,18 +173,12 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
         table = read_table(path, encoding.target.name, encoding.client)
         federation = FromFile(path=str(path), table=table, **shares).make_by(encoding, seed, owner=name)
         for column, categories in encoding.unseen(table).items():
-            log.warning(
-                "Column %r of %s has %d categories that the plan has not (%s); they count as none of those known.",
-                column,
-                path,
-                len(categories),
-                some(categories),
-            )
+            log.warning(_UNSEEN, column, path, len(categories), some(categories))
         return federation
     table = read_table(path)
     owners = table.owners()
     if owners is None and name is None:
         raise UserError(f"{path} has no column {table.client!r}; the name of the client is needed then.")
     owners = table.owned_by(str(name)).owners() if owners is None else owners
-    inputs: Tensor = plan.format.conform("(all)", table.stacked())
+    inputs = plan.format.conform("(all)", table.stacked())
     return Federation.from_arrays(inputs, plain_targets(table), owners, seed=seed, **shares)

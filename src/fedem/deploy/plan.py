@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
@@ -20,10 +20,8 @@ from fedem.runs.recipe import Recipe
 from fedem.runs.trainer import Trainer
 
 CONFIG, PLAN = "config.toml", "plan.json"
-_SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")
-"""settings of [run] that need all clients' data in one place"""
-_START = {"weights": "", "jitter": 0.0}
-"""settings of [model] that say what the server's first models are made of"""
+_SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")  # [run]: they need all clients' data in one place
+_START = {"weights": "", "jitter": 0.0}  # [model]: they say what the server's first models are made of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +57,8 @@ class Plan(Recipe):
             content = json.loads(path.read_text(encoding="utf-8"))
             return cls.from_json({"config": read_toml(folder / CONFIG), "shapes": content})
         except FileNotFoundError:
-            raise UserError(
-                f"{folder} holds no plan (no {PLAN}); `fedem deploy init` makes one for a server, "
-                "`fedem peer plan` one for peers."
-            ) from None
+            makers = "`fedem deploy init` makes one for a server, `fedem peer plan` one for peers"
+            raise UserError(f"{folder} holds no plan (no {PLAN}); {makers}.") from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"The plan {path} can't be read ({type(error).__name__}: {error}).") from None
 
@@ -86,8 +82,7 @@ class Plan(Recipe):
         return self.config.schedule.rate(round_index, self.config.run.rounds)
 
 
-_KEYWORDS = {"continue": "continued"}
-"""keys that Python has no names for"""
+_KEYWORDS = {"continue": "continued"}  # keys that Python has no names for
 _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -95,20 +90,17 @@ _EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 class _Flat(Settings):
     """Settings in one flat table, as Flower has them; keys are written-so or written_so."""
 
-    title: ClassVar[str]
-
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
         """Check the values that Flower hands over."""
         plain = {key.replace("-", "_"): value for key, value in values.items()}
-        return cls(**complete(cls.title, {_KEYWORDS.get(key, key): value for key, value in plain.items()}, cls))
+        title = f"{cls.__name__.removesuffix('Config').lower()} config"
+        return cls(**complete(title, {_KEYWORDS.get(key, key): value for key, value in plain.items()}, cls))
 
 
 @dataclass(frozen=True)
 class RunConfig(_Flat):
     """What whoever starts a run may set, for the server and, in a simulation, for all clients."""
-
-    title: ClassVar[str] = "run config"
 
     experiment: str = "fedem"
     """what clients keep goes by this name, so a new run needs another one"""
@@ -132,16 +124,13 @@ class RunConfig(_Flat):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not _EXPERIMENT.fullmatch(self.experiment):
-            raise UserError(
-                f"The run config has experiment {self.experiment!r}; allowed: letters, digits, '-', '_' and '.'."
-            )
+            allowed = "letters, digits, '-', '_' and '.'"
+            raise UserError(f"The run config has experiment {self.experiment!r}; allowed: {allowed}.")
 
 
 @dataclass(frozen=True)
 class NodeConfig(_Flat):
     """What a node sets for itself."""
-
-    title: ClassVar[str] = "node config"
 
     data: str = ""
     """a file, or a folder of files, with the client's samples"""
@@ -156,14 +145,10 @@ class NodeConfig(_Flat):
 
     def places(self, run: RunConfig) -> tuple[Path, Path]:
         """Return where the data are and where the state goes; in a simulation the run says so."""
-        simulated = self.partition_id >= 0
-        found = []
-        for key in ("data", "state"):
-            value = getattr(self, key) or (getattr(run, key) if simulated else "")
+        data, state, elsewhere = self.data, self.state, ""
+        if self.partition_id >= 0:
+            data, state, elsewhere = data or run.data, state or run.state, ", here or in a simulation's run config"
+        for key, value in (("data", data), ("state", state)):
             if not value:
-                raise UserError(
-                    f"The node config has no {key!r}; allowed: a path"
-                    + (", there or in the run config of a simulation." if simulated else ".")
-                )
-            found.append(Path(value))
-        return found[0], found[1]
+                raise UserError(f"The node config has no {key!r}; allowed: a path{elsewhere}.")
+        return Path(data), Path(state)

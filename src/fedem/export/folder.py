@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
-from fedem.export.formats import FORMATS, TENSORS, Captured, capture, check_formats, sample_inputs, try_file
+from fedem.export.formats import FORMATS, TENSORS, capture, check_formats, sample_inputs, try_file
 from fedem.methods.base import Mixture
 from fedem.models import Model
 from fedem.models.losses import CLASSES
@@ -91,33 +92,30 @@ def export_personal(
     cpu, (components, log_weights) = torch.device("cpu"), personal.mixture
     own = replace(personal, mixture=Mixture(tree_to(components, cpu), log_weights.to(cpu)))
     inputs = sample_inputs(own)
-    # Files compute with all bits, whatever the run did.
     exact = copy(own.model)
-    exact.precision = "float32"
+    exact.precision = "float32"  # files compute with all bits, whatever the run did
     predictions = replace(own, model=exact).predict(inputs)
     if not bool(torch.isfinite(predictions).all()):
         raise UserError("The model predicts NaN or infinite numbers, so it can't be exported.")
-    differences: dict[str, float] = {}
-    refused: dict[str, str] = {}
+    differences, refused = dict[str, float](), dict[str, str]()
     with _appearing(place) as folder:
         _write_facts(folder, own, config, about or {})
         if TENSORS in asked:
-            tensors = {**add_prefix("components", own.mixture.components), "log_weights": own.mixture.log_weights}
+            tensors = add_prefix("components", own.mixture.components) | {"log_weights": own.mixture.log_weights}
             content = {name: leaf.detach().contiguous() for name, leaf in tensors.items()}
             write_atomically(folder / _TENSORS, save(content))
             again = load_exported(folder, own.model.build if config.name("model") == GIVEN else None, "cpu")
             if not torch.equal(again.predict(inputs), own.predict(inputs)):
                 raise UserError(f"{_TENSORS} did not come back as it was written; {place} is left out.")
             differences[TENSORS] = 0.0
-        captured: Captured | None = None
+        captured = None
         for name in (name for name in asked if name in FORMATS):
             path = folder / FORMATS[name].file
             try:
                 captured = captured or capture(own, inputs)
-                FORMATS[name].write(captured, path)
+                FORMATS[name].write(*captured, inputs, path)
                 differences[name] = try_file(name, path, inputs, predictions)
-            # Compilers at work on anybody's code: whatever they raise is the reason.
-            except Exception as error:
+            except Exception as error:  # compilers at work on anybody's code: whatever they raise is the reason
                 path.unlink(missing_ok=True)
                 lines = (line.strip() for line in str(error).splitlines() if line.strip())
                 refused[name] = next(lines, type(error).__name__).rstrip(".")
@@ -149,8 +147,8 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
     except (KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UserError(f"{folder / _FACTS} is not a description of a model ({why}).") from None
+        described = f"{folder / _FACTS} is not a description of a model"
+        raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
     count = len(mixture.log_weights)
     wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
     if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
@@ -170,20 +168,15 @@ def _recipe(facts: Mapping[str, Any], model: ModelSource | None, device: str) ->
 
 
 def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
-    from fedem.core import VERSION
-
-    spec = config.sections["model"]
     facts = {
         "version": _VERSION,
         "fedem": VERSION,
         "method": config.name("method"),
         **about,
         "mixture_weights": personal.mixture_weights.tolist(),
-        "model": {key: _START.get(key, value) for key, value in spec.items()},
+        "model": {key: _START.get(key, value) for key, value in config.sections["model"].items()},
         "loss": config.sections["loss"],
-        "dtype": config.run.dtype,
-        "precision": config.run.precision,
-        "label_shares": config.run.label_shares,
+        **{key: config.sections["run"][key] for key in ("dtype", "precision", "label_shares")},
         "not_stackable": personal.model.not_stackable,
         **personal.format.to_json(),
     }
@@ -191,10 +184,9 @@ def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: M
 
 
 def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]) -> str:
-    kind = str(shapes.input_dtype).removeprefix("torch.")
-    size = ", ".join(map(str, ("n", *shapes.inputs)))
-    classes = model.loss.task == CLASSES
-    comes = "probabilities of the classes" if classes else "predicted means, in the targets' own units"
+    kind, size = str(shapes.input_dtype).removeprefix("torch."), ", ".join(map(str, ("n", *shapes.inputs)))
+    means = "predicted means, in the targets' own units"
+    comes = "probabilities of the classes" if model.loss.task == CLASSES else means
     lines = [
         "A personal model, trained with fedem: a mixture of models with weights of one client's own.",
         "",
@@ -203,13 +195,9 @@ def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]
     ]
     if shapes.features is not None:
         lines.append("Inputs are made of a table's columns: encoding, in model.json, says how.")
-    files = {
-        TENSORS: f"{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs).",
-        "torchscript": f"{FORMATS['torchscript'].file}: TorchScript, needs torch alone: torch.jit.load(path)(inputs).",
-        "onnx": f"{FORMATS['onnx'].file}: ONNX, from 'inputs' to 'predictions', for onnxruntime and others.",
-    }
-    for name, said in files.items():
-        lines += ["", said] if name in differences else []
+    if TENSORS in differences:
+        lines.append(f"\n{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs).")
+    lines += [f"\n{entry.file}: {entry.use}" for name, entry in FORMATS.items() if name in differences]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,33 +34,28 @@ TENSORS = "safetensors"
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
 _SAMPLES = 5
 _INPUT, _OUTPUT = "inputs", "predictions"
-
-
-class Captured(NamedTuple):
-    """A module, what torch.export made of it, and the inputs it was made with."""
-
-    module: PersonalModule
-    program: ExportedProgram
-    inputs: Tensor
+_TORCHSCRIPT = "TorchScript, needs torch alone: torch.jit.load(path)(inputs)."
+_ONNX = f"ONNX, from {_INPUT!r} to {_OUTPUT!r}, for onnxruntime and others."
 
 
 class Format(NamedTuple):
     """A kind of file that computes."""
 
     file: str  # its name
+    use: str  # what it is for, and how it is used
     packages: tuple[str, ...]  # what must be installed to write and try it
-    write: Callable[[Captured, Path], None]
+    write: Callable[[PersonalModule, ExportedProgram, Tensor, Path], None]  # the last: inputs to try, and where to
     load: Callable[[Path], Callable[[Tensor], Tensor]]  # [n, ...] -> [n, K]
 
 
 def check_formats(names: Iterable[str]) -> tuple[str, ...]:
     """Refuse formats that don't exist, or whose packages are missing; returns each once."""
-    asked = tuple(dict.fromkeys(names))
+    asked, known = tuple(dict.fromkeys(names)), (TENSORS, *FORMATS)
     if not asked:
-        raise UserError(f"No format is given; allowed: {', '.join((TENSORS, *FORMATS))}.")
+        raise UserError(f"No format is given; allowed: {', '.join(known)}.")
     for name in asked:
-        if name not in (TENSORS, *FORMATS):
-            raise unknown("format", name, (TENSORS, *FORMATS))
+        if name not in known:
+            raise unknown("format", name, known)
         packages = FORMATS[name].packages if name in FORMATS else ()
         if missing := [package for package in packages if find_spec(package) is None]:
             install = f"pip install 'fedem[{name}]'"
@@ -80,13 +75,12 @@ def sample_inputs(personal: PersonalModel) -> Tensor:
     return torch.randint(highest, shape, generator=generator, dtype=dtype)
 
 
-def capture(personal: PersonalModel, inputs: Tensor) -> Captured:
+def capture(personal: PersonalModel, inputs: Tensor) -> tuple[PersonalModule, ExportedProgram]:
     """Record what the model computes, for any number of samples; raises whatever torch.export has against it."""
     module = PersonalModule(personal)
     # It refuses what a trace would get wrong without a word: Python that decides by values or by the number of samples.
     with _quietly(), torch.no_grad():
-        program = torch.export.export(module, (inputs,), dynamic_shapes=({0: Dim("n")},))
-    return Captured(module, program, inputs)
+        return module, torch.export.export(module, (inputs,), dynamic_shapes=({0: Dim("n")},))
 
 
 def try_file(name: str, path: Path, inputs: Tensor, predictions: Tensor) -> float:
@@ -97,8 +91,7 @@ def try_file(name: str, path: Path, inputs: Tensor, predictions: Tensor) -> floa
             scale = wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny)
             differences.append(float((function(inputs[: len(wanted)]) - wanted).abs().max() / scale))
     worst, allowed = max(differences), TOLERANCES[predictions.dtype]
-    # Written so that NaN is refused as well.
-    if not all(difference <= allowed for difference in differences):
+    if not all(difference <= allowed for difference in differences):  # NaN is refused as well
         raise UserError(f"its predictions differ by {worst:.1e} of the largest; allowed: {allowed:.0e}")
     return worst
 
@@ -117,12 +110,10 @@ def _quietly() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _write_torchscript(captured: Captured, path: Path) -> None:
+def _write_torchscript(module: PersonalModule, _: ExportedProgram, inputs: Tensor, path: Path) -> None:
+    buffer, slim = io.BytesIO(), io.BytesIO()
     with _quietly(), torch.no_grad():
-        traced = torch.jit.trace(captured.module, (captured.inputs,), check_trace=False)
-        buffer = io.BytesIO()
-        torch.jit.save(traced, buffer)
-    slim = io.BytesIO()
+        torch.jit.save(torch.jit.trace(module, (inputs,), check_trace=False), buffer)
     with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(slim, "w") as new:
         for name in old.namelist():
             if not name.endswith(".debug_pkl"):  # which lines of which files on this machine each operation came from
@@ -130,14 +121,13 @@ def _write_torchscript(captured: Captured, path: Path) -> None:
     write_atomically(path, slim.getvalue())
 
 
-def _write_onnx(captured: Captured, path: Path) -> None:
-    names: dict[str, Any] = {"input_names": [_INPUT], "output_names": [_OUTPUT]}
+def _write_onnx(module: PersonalModule, program: ExportedProgram, inputs: Tensor, path: Path) -> None:
     with _quietly():
-        program = torch.onnx.export(captured.program, dynamo=True, verbose=False, **names)
-        assert program is not None, "torch returns None only when it writes a file itself"
-        for node in program.model.graph.all_nodes():
+        exported = torch.onnx.export(program, dynamo=True, verbose=False, input_names=[_INPUT], output_names=[_OUTPUT])
+        assert exported is not None, "torch returns None only when it writes a file itself"
+        for node in exported.model.graph.all_nodes():
             node.metadata_props.clear()  # where on this machine each operation came from
-        write_atomically(path, program.model_proto.SerializeToString())
+        write_atomically(path, exported.model_proto.SerializeToString())
 
 
 def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
@@ -147,9 +137,9 @@ def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda inputs: torch.from_numpy(session.run([_OUTPUT], {_INPUT: inputs.numpy()})[0])
 
 
-FORMATS: dict[str, Format] = {
-    "torchscript": Format("model.pt", (), _write_torchscript, torch.jit.load),
-    "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+FORMATS = {
+    "torchscript": Format("model.pt", _TORCHSCRIPT, (), _write_torchscript, torch.jit.load),
+    "onnx": Format("model.onnx", _ONNX, ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
 }
 
 
@@ -167,12 +157,10 @@ class PersonalModule(nn.Module):
     def __init__(self, personal: PersonalModel):
         super().__init__()
         components, log_weights = personal.mixture
-        self.components = nn.ModuleList(
-            _component(personal.model, tree_index(components, m)) for m in range(len(log_weights))
-        )
+        parameters = [tree_index(components, m) for m in range(len(log_weights))]
+        self.components = nn.ModuleList(_component(personal.model, one) for one in parameters)
         self.register_buffer("log_weights", log_weights.detach().cpu().clone())
-        self._model = personal.model
-        encoding = personal.format.encoding
+        self._model, encoding = personal.model, personal.format.encoding
         self._decode = None if encoding is None else encoding.decode
         self.eval().requires_grad_(False)
 

@@ -43,13 +43,18 @@ def canonical(pairs: NDArray[np.int64]) -> Edges:
     return np.unique(np.sort(np.asarray(pairs, dtype=np.int64).reshape(-1, 2), axis=1), axis=0)
 
 
-def num_components(num_nodes: int, edges: Edges) -> int:
-    """Count the connected components."""
+def component_labels(num_nodes: int, edges: Edges) -> NDArray[np.int32]:
+    """Return the number of each node's connected component, ``[num_nodes]``, counted from 0."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     links = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(num_nodes, num_nodes))
-    return int(connected_components(links, directed=False, return_labels=False))
+    return connected_components(links, directed=False)[1]
+
+
+def num_components(num_nodes: int, edges: Edges) -> int:
+    """Count the connected components."""
+    return int(component_labels(num_nodes, edges).max()) + 1
 
 
 def degrees(num_nodes: int, edges: Edges) -> NDArray[np.int64]:

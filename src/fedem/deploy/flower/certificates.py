@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedem.core.errors import UserError
@@ -31,8 +26,7 @@ from fedem.core.files import write_atomically
 
 LOOPBACK = ("127.0.0.1", "localhost")
 _AUTHORITY_DAYS = 3650
-# Clocks differ a little among machines.
-_LEEWAY = timedelta(hours=1)
+_LEEWAY = timedelta(hours=1)  # clocks differ a little among machines
 
 
 class Certificates(NamedTuple):
@@ -44,12 +38,10 @@ class Certificates(NamedTuple):
 
 
 def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int = 397) -> Certificates:
-    """Make, or renew, the certificate of the server that is reached as ``hosts``; the authority is made when missing.
+    """Make, or renew, the certificate of the server that nodes reach as ``hosts``; the authority is made when missing.
 
-    Args:
-        folder: where ``ca.crt``, ``ca.key``, ``server.crt`` and ``server.key`` lie.
-        hosts: names and addresses that nodes dial.
-        days: how long the server's certificate is valid; clients of the web accept 398 days at most.
+    The ``folder`` gets ``ca.crt``, ``ca.key``, ``server.crt`` and ``server.key``. Clients of the web accept at most 398
+    days.
     """
     if not hosts or not all(host.strip() for host in hosts):
         raise UserError(f"The server's hosts are {list(hosts)}; allowed: one or more names or addresses.")
@@ -59,12 +51,9 @@ def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int =
     folder.mkdir(parents=True, exist_ok=True)
     files = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
     signer, authority = _authority(files.authority, folder / "ca.key")
-    key = _new_key()
-    builder = _certificate(hosts[0], authority.subject, key, signer, days)
-    builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    _write_private(files.key, key, PrivateFormat.PKCS8)
-    _sign_and_write(files.certificate, builder, signer)
+    key = _make_key(files.key, PrivateFormat.PKCS8)
+    extensions = (x509.SubjectAlternativeName(alternatives), x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]))
+    _write_certificate(files.certificate, hosts[0], key, signer, authority.subject, days, extensions)
     return files
 
 
@@ -75,26 +64,21 @@ def make_node_key(path: Path) -> Path:
         if taken.exists():
             raise UserError(f"{taken} is there already; a node's key is never overwritten. Choose another name.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    key = _new_key()
-    _write_private(path, key, PrivateFormat.OpenSSH)
-    write_atomically(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    key = _make_key(path, PrivateFormat.OpenSSH).public_key()
+    write_atomically(public, key.public_bytes(Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n")
     return public
 
 
 def _authority(path: Path, key_path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Return the authority's key and certificate from their files, which are made when both are missing."""
     if not path.exists() and not key_path.exists():
-        key, name = _new_key(), "fedem authority"
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        _write_private(key_path, key, PrivateFormat.PKCS8)
-        _sign_and_write(path, _certificate(name, subject, key, key, _AUTHORITY_DAYS, authority=True), key)
+        key, name = _make_key(key_path, PrivateFormat.PKCS8), "fedem authority"
+        _write_certificate(path, name, key, key, _subject(name), _AUTHORITY_DAYS)
     for wanted in (path, key_path):
         if not wanted.exists():
-            raise UserError(
-                f"{wanted} is missing beside the other half of the authority; put it back, or use another folder."
-            )
+            raise UserError(f"{wanted} is missing beside the authority's other half; put it back or use a new folder.")
     try:
-        signer = load_pem_private_key(key_path.read_bytes(), password=None)
+        signer = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, TypeError):
         raise UserError(f"{path} and {key_path} can't be read as a certificate and its key.") from None
@@ -103,42 +87,42 @@ def _authority(path: Path, key_path: Path) -> tuple[ec.EllipticCurvePrivateKey, 
     return signer, certificate
 
 
-def _certificate(
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+
+
+def _write_certificate(
+    path: Path,
     name: str,
-    issuer: x509.Name,
     key: ec.EllipticCurvePrivateKey,
     signer: ec.EllipticCurvePrivateKey,
+    issuer: x509.Name,
     days: int,
-    *,
-    authority: bool = False,
-) -> x509.CertificateBuilder:
-    """Return what authority and server have in common, not yet signed."""
-    now = datetime.now(UTC)
+    extensions: Sequence[x509.ExtensionType] = (),
+) -> None:
+    """Sign and write the certificate of ``key``; the authority's is the one that its own key signs."""
+    now, signs = datetime.now(UTC), key is signer
     # A certificate that signs others signs nothing else, and the other way round.
+    unused = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
     usage = x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
+        not signs, key_cert_sign=signs, crl_sign=signs, encipher_only=False, decipher_only=False, **unused
     )
-    return (
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])]))
+        .subject_name(_subject(name))
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _LEEWAY)
         .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=signs, path_length=0 if signs else None), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    write_atomically(path, builder.sign(signer, SHA384()).public_bytes(Encoding.PEM))
 
 
 def _alternative(host: str) -> x509.GeneralName:
@@ -152,13 +136,7 @@ def _alternative(host: str) -> x509.GeneralName:
         raise UserError(f"The server's host is {host!r}; allowed: an address or a name of plain letters.") from None
 
 
-def _new_key() -> ec.EllipticCurvePrivateKey:
-    return ec.generate_private_key(ec.SECP384R1())
-
-
-def _write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> None:
-    write_atomically(path, key.private_bytes(Encoding.PEM, form, NoEncryption()), private=True)
-
-
-def _sign_and_write(path: Path, builder: x509.CertificateBuilder, signer: ec.EllipticCurvePrivateKey) -> None:
-    write_atomically(path, builder.sign(signer, SHA384()).public_bytes(Encoding.PEM))
+def _make_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
+    key = ec.generate_private_key(ec.SECP384R1())
+    write_atomically(path, key.private_bytes(Encoding.PEM, form, serialization.NoEncryption()), private=True)
+    return key

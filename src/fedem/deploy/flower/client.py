@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -12,28 +13,28 @@ from flwr.clientapp import ClientApp
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
-from fedem.deploy.flower.messages import Request, read_request, write_scores, write_upload
+from fedem.deploy.flower.messages import Request, read_request, write_reply
 from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.node import Node, read_clients
 from fedem.deploy.plan import NodeConfig, Plan, RunConfig
 
 log = logging.getLogger("flwr")  # whose lines end up where the rest of a run's do
-_REFUSED = 0
+_RENAME = "allowed: a run config whose experiment has another name"
 
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """A node and the file that it keeps."""
+    """A node's answers to the server."""
 
     node: Node
-    path: Path
+    path: Path  # of the file that it keeps
 
     def train(self, request: Request) -> RecordDict:
         """Run a round from what was kept, keep its result, then answer."""
         start = self._start(self._kept(request), request)
         upload, personal = self.node.train(request.shared, start, request.round, request.learning_rate)
         self._keep(request, request.round + 1, personal, before=start)
-        return write_upload(self.node.plan, self.node.name, self.node.num_samples, upload)
+        return write_reply(self.node, {}, upload)
 
     def _start(self, kept: Kept | None, request: Request) -> Tree:
         if kept is None:
@@ -43,29 +44,24 @@ class Client:
         # The server repeats a round: it never got the answer, or lost it.
         if kept.round == request.round + 1 and kept.before is not None:
             return kept.before
-        raise UserError(
-            f"{self.path} is of round {kept.round}, but the server begins round {request.round + 1}; allowed: a run "
-            "config whose experiment has another name, or to remove that file."
-        )
+        rounds = f"of round {kept.round}, but the server begins round {request.round + 1}"
+        raise UserError(f"{self.path} is {rounds}; {_RENAME}, or to remove that file.")
 
     def evaluate(self, request: Request) -> RecordDict:
         """Score the predictor; weights that were never trained are fitted at once, and not kept."""
         kept = self._kept(request)
         personal = self.node.fit(request.shared) if kept is None else kept.personal
-        scores = self.node.score(request.shared, personal)
-        return write_scores(self.node.plan, self.node.name, self.node.num_samples, scores)
+        return write_reply(self.node, self.node.score(request.shared, personal))
 
     def keep(self, request: Request) -> RecordDict:
         """Keep the client's predictor, so that it can be used without a server."""
-        kept = self._kept(request)
-        if kept is None:
+        if (kept := self._kept(request)) is None:
             personal = self.node.fit(request.shared)
-        else:
-            # Asked once more, it starts from what it had before it was asked.
+        else:  # asked once more, it starts from what it had before it was asked
             personal = kept.personal if kept.shared is None or kept.before is None else kept.before
         shared, own = self.node.predictor(request.shared, personal)
         self._keep(request, request.round, own, shared, before=personal)
-        return write_scores(self.node.plan, self.node.name, self.node.num_samples, {})
+        return write_reply(self.node, {})
 
     def _keep(self, request: Request, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
         Kept(self.node.plan, done, personal, shared, before, request.run, self.node.name).save(self.path)
@@ -75,39 +71,25 @@ class Client:
         if not self.path.exists():
             return None
         kept = Kept.load(self.path)
-        if kept.plan.fingerprint != self.node.plan.fingerprint:
-            raise UserError(
-                f"{self.path} was kept under plan {kept.plan.fingerprint}, but the present one is "
-                f"{self.node.plan.fingerprint}; allowed: a run config whose experiment has another name."
-            )
+        theirs, ours = kept.plan.fingerprint, self.node.plan.fingerprint
+        if theirs != ours:
+            raise UserError(f"{self.path} was kept under plan {theirs}, but the present one is {ours}; {_RENAME}.")
         if kept.run != request.run:
-            raise UserError(
-                f"{self.path} was kept in another run of experiment {request.experiment!r}, and stays as it is; "
-                "allowed: a run config whose experiment has another name, or to move that file away."
-            )
+            other = f"another run of experiment {request.experiment!r}, and stays as it is"
+            raise UserError(f"{self.path} was kept in {other}; {_RENAME}, or to move that file away.")
         return kept
 
 
 def make_client_app(folder: Path) -> ClientApp:
     """Return the app of a client under the plan in ``folder``."""
     app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return _answer(folder, message, context, Client.train)
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return _answer(folder, message, context, Client.evaluate)
-
-    @app.query("keep")
-    def keep(message: Message, context: Context) -> Message:
-        return _answer(folder, message, context, Client.keep)
-
+    app.train()(partial(_answer, folder, Client.train))
+    app.evaluate()(partial(_answer, folder, Client.evaluate))
+    app.query("keep")(partial(_answer, folder, Client.keep))
     return app
 
 
-def _answer(folder: Path, message: Message, context: Context, act: Callable[[Client, Request], RecordDict]) -> Message:
+def _answer(folder: Path, act: Callable[[Client, Request], RecordDict], message: Message, context: Context) -> Message:
     """Answer a message, or say why not. What is wrong with data stays here: the server only gets a hint."""
     try:
         own, run = NodeConfig.read(context.node_config), RunConfig.read(context.run_config)
@@ -130,13 +112,11 @@ def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
     if own.client or own.partition_id < 0:
         return Node.open(plan, data, own.client or None)
     federation = read_clients(plan, data)
-    if own.partition_id >= federation.num_clients:
-        raise UserError(
-            f"The partition-id is {own.partition_id}; allowed: below {federation.num_clients}, the clients."
-        )
+    if own.partition_id >= (count := federation.num_clients):
+        raise UserError(f"The partition-id is {own.partition_id}; allowed: below {count}, the clients.")
     return Node(plan, federation.names[own.partition_id], federation).check()
 
 
 def _refusal(message: Message, error: Exception, reason: str) -> Message:
     log.error("%s", error)
-    return Message(Error(_REFUSED, reason), reply_to=message)
+    return Message(Error(0, reason), reply_to=message)

@@ -1,12 +1,10 @@
-"""What a Flower server and its clients say to each other, written as Flower's records, and which messages are refused.
-
-A tree is a record of arrays whose keys are the names of its leaves.
-"""
+"""What a Flower server and its clients say to each other, written as Flower's records, and which of it is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,52 +15,38 @@ from fedem.core.errors import UserError
 from fedem.core.random import client_keys
 from fedem.core.tree import Tree, tree_bytes
 from fedem.data.federation import PARTS
-from fedem.deploy.node import ScoreSums
+from fedem.deploy.node import Node, ScoreSums
 from fedem.deploy.plan import Plan
 from fedem.models.losses import SquaredError
 
-TRAIN, EVALUATE, KEEP = "train", "evaluate", "query.keep"
-"""types of messages: run a round, score, and keep the result"""
-_MOST_SAMPLES = 10**12
-"""of one client: a mean must not be one client's because its number is absurd, nor overflow"""
+TRAIN, EVALUATE, KEEP = "train", "evaluate", "query.keep"  # messages: run a round, score, and keep the result
+_MOST_SAMPLES = 10**12  # of a client: a mean must not be one client's because its number is absurd, nor overflow
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""The shape and type of each leaf."""
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and type of each leaf
 
 
 class Request(NamedTuple):
     """A message of the server."""
 
     shared: Tree
-    round: int
-    """rounds done"""
+    round: int  # rounds done
     learning_rate: float
     experiment: str
-    run: str
-    """which run of the experiment: there may have been others by the same name"""
+    run: str  # which run of the experiment: there may have been others by the same name
 
 
-class TrainReply(NamedTuple):
-    """A client's answer to a round."""
+class Reply(NamedTuple):
+    """A client's answer."""
 
     client: str
     num_samples: int
+    scores: dict[str, ScoreSums]  # by part of its data; none after a round
     upload: Tree
-    num_bytes: int
-    """as it came over the network"""
-
-
-class ScoreReply(NamedTuple):
-    """A client's scores."""
-
-    client: str
-    num_samples: int
-    scores: dict[str, ScoreSums]
-    """by part of its data"""
+    num_bytes: int  # of the upload, as it came over the network
 
 
 def to_record(tree: Tree) -> ArrayRecord:
-    """Write a tree; a number becomes an array of one, and bfloat16, which numpy does not know, its bits."""
+    """Write a tree, one array for each leaf; a number becomes an array of one, bfloat16 its bits, for numpy's sake."""
     arrays = {}
     for name, leaf in tree.items():
         plain = leaf.detach().cpu()
@@ -87,7 +71,7 @@ def to_tree(record: ArrayRecord, layout: Layout) -> Tree:
 
 
 def layout_of(tree: Tree) -> Layout:
-    """Return the shapes and types of a tree's leaves."""
+    """Return the shape and type of each leaf."""
     return {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in tree.items()}
 
 
@@ -95,9 +79,9 @@ def upload_layout(plan: Plan, shared: Tree) -> Layout:
     """Return the layout of an upload, by a round without steps on two samples of zeros."""
     algorithm, codec, sample, device = plan.algorithm, plan.codec, plan.format, plan.device
     inputs = torch.zeros(2, *sample.inputs, dtype=sample.input_dtype, device=device)
-    targets = torch.zeros(2, dtype=torch.int64, device=device)
-    if isinstance(algorithm.model.loss, SquaredError):
-        targets = torch.zeros(2, sample.outputs, device=device)
+    is_regression = isinstance(algorithm.model.loss, SquaredError)
+    targets = torch.zeros(2, sample.outputs) if is_regression else torch.zeros(2, dtype=torch.int64)
+    targets = targets.to(device)
     everything = torch.ones(2, dtype=torch.bool, device=device)
     personal = algorithm.init_personal(shared, client_keys(["(nobody)"])[0].to(device))
     scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
@@ -117,61 +101,63 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
             raise UserError(f"leaf {name!r} is none of {', '.join(layout)}")
         leaf, (shape, dtype) = tree[name], layout[name]
         if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
-            raise UserError(
-                f"leaf {name!r} is {leaf.dtype} of shape {list(leaf.shape)}; allowed: {dtype} of shape {list(shape)}"
-            )
+            found = f"{leaf.dtype} of shape {list(leaf.shape)}"
+            raise UserError(f"leaf {name!r} is {found}; allowed: {dtype} of shape {list(shape)}")
         if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
             raise UserError(f"leaf {name!r} is not finite")
 
 
-def write_request(
-    plan: Plan, arrays: ArrayRecord, round_index: int, learning_rate: float, experiment: str, run: str
-) -> RecordDict:
-    """Write a message of the server."""
+def write_request(plan: Plan, arrays: ArrayRecord, done: int, rate: float, experiment: str, run: str) -> RecordDict:
+    """Write a message of the server after some rounds are ``done``."""
     config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, "experiment": experiment, "run": run})
-    config["round"], config["learning_rate"] = round_index, learning_rate
+    config["round"], config["learning_rate"] = done, rate
     return RecordDict({"arrays": arrays, "config": config})
 
 
 def read_request(message: Message, plan: Plan) -> Request:
     """Read a message of the server; refuse it if it follows another plan."""
-    try:
-        config = message.content.config_records["config"]
-        arrays = message.content.array_records["arrays"]
-        version, theirs, experiment, run = (str(config[key]) for key in ("version", "plan", "experiment", "run"))
-        done, rate = config["round"], config["learning_rate"]
-    except KeyError as error:
-        raise UserError(f"The server's message has no {error}.") from None
-    if version != VERSION:
-        raise UserError(f"The server has fedem {version}; allowed: {VERSION}, which this client has.")
-    if theirs != plan.fingerprint:
-        raise UserError(f"The server follows plan {theirs!r}; allowed: {plan.fingerprint!r}, which this client has.")
-    # On all machines u looks alike, so an own one shows what to expect.
-    layout = layout_of(plan.algorithm.init_shared(0))
-    shared = to_tree(arrays, layout)
-    try:
+    with _refusing("The server's message"):
+        try:
+            config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
+            experiment, run = str(config["experiment"]), str(config["run"])
+            done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
+        except KeyError as error:
+            raise UserError(f"it has no {error}") from None
+        _check_agreement(config, plan)
+        # On all machines u looks alike, so an own one shows what to expect.
+        layout = layout_of(plan.algorithm.init_shared(0))
+        shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
-    except UserError as error:
-        raise UserError(f"The server sent something else than the plan's model: {error}.") from None
-    return Request(shared, int(str(done)), float(str(rate)), experiment, run)
+    return Request(shared, done, rate, experiment, run)
 
 
-def write_upload(plan: Plan, client: str, num_samples: int, upload: Tree) -> RecordDict:
-    """Write a client's answer to a round."""
-    packed = plan.codec.pack(upload) if plan.codec else upload
-    return _reply(plan, client, {"num_samples": num_samples}, packed)
-
-
-def write_scores(plan: Plan, client: str, num_samples: int, scores: Mapping[str, ScoreSums]) -> RecordDict:
-    """Write a client's scores."""
+def write_reply(node: Node, scores: Mapping[str, ScoreSums], upload: Tree | None = None) -> RecordDict:
+    """Write a client's scores, or its answer to a round."""
+    config = ConfigRecord({"version": VERSION, "plan": node.plan.fingerprint, "client": node.name})
     sums = {f"{part}_{key}": value for part, entry in scores.items() for key, value in entry._asdict().items()}
-    return _reply(plan, client, {"num_samples": num_samples, **sums})
+    content = RecordDict({"config": config, "metrics": MetricRecord({"num_samples": node.num_samples, **sums})})
+    if upload is not None:
+        content["arrays"] = to_record(node.plan.codec.pack(upload) if node.plan.codec else upload)
+    return content
 
 
-def read_upload(reply: Message, plan: Plan, layout: Layout) -> TrainReply:
-    """Read a client's answer to a round, or refuse it: the error names the client and what is wrong."""
-    client, num_samples, _ = _read_head(reply, plan)
-    try:
+def read_reply(reply: Message, plan: Plan, layout: Layout | None = None) -> Reply:
+    """Read a client's answer, with an upload if a ``layout`` is expected; an error names the client and the fault."""
+    node = reply.metadata.src_node_id
+    if reply.has_error():
+        raise UserError(f"Node {node} did not answer: {reply.error.reason or f'error {reply.error.code}'}")
+    config = reply.content.config_records.get("config", ConfigRecord())
+    metrics = reply.content.metric_records.get("metrics", MetricRecord())
+    client, count = config.get("client"), metrics.get("num_samples")
+    if not isinstance(client, str) or not client:
+        raise UserError(f"Node {node} is refused: its client's name is {client!r}.")
+    with _refusing(f"Client {client!r}"):
+        _check_agreement(config, plan)
+        if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
+            raise UserError(f"its number of samples is {count!r}; allowed: from 1 to {_MOST_SAMPLES:,}")
+        scores = {part: _read_sums(metrics, part) for part in PARTS if f"{part}_samples" in metrics}
+        if layout is None:
+            return Reply(client, count, scores, {}, 0)
         if "arrays" not in reply.content.array_records:
             raise UserError("the upload is missing")
         packed = to_tree(reply.content.array_records["arrays"], layout)
@@ -180,53 +166,29 @@ def read_upload(reply: Message, plan: Plan, layout: Layout) -> TrainReply:
         except Exception as error:  # likewise: nothing is known of the leaves yet
             raise UserError(f"the upload can't be unpacked ({error})") from None
         check_leaves(upload, layout)
+        return Reply(client, count, scores, upload, tree_bytes(packed))
+
+
+def _read_sums(metrics: MetricRecord, part: str) -> ScoreSums:
+    samples, loss, value = (metrics.get(f"{part}_{key}") for key in ScoreSums._fields)
+    if not isinstance(samples, int) or samples < 1:
+        raise UserError(f"{part}_samples is {samples!r}; allowed: from 1")
+    sums = [number for number in (loss, value) if isinstance(number, int | float) and math.isfinite(number)]
+    if len(sums) < 2:
+        raise UserError(f"its sums of {part} are {loss!r} and {value!r}")
+    return ScoreSums(samples, *map(float, sums))
+
+
+@contextmanager
+def _refusing(who: str) -> Iterator[None]:
+    try:
+        yield
     except UserError as error:
-        raise UserError(f"Client {client!r} is refused: {error}.") from None
-    return TrainReply(client, num_samples, upload, tree_bytes(packed))
+        raise UserError(f"{who} is refused: {error}.") from None
 
 
-def read_scores(reply: Message, plan: Plan) -> ScoreReply:
-    """Read a client's scores, or refuse them likewise."""
-    client, num_samples, metrics = _read_head(reply, plan)
-    scores = {}
-    for part in PARTS:
-        if f"{part}_samples" not in metrics:
-            continue
-        samples, loss, value = (metrics.get(f"{part}_{key}") for key in ScoreSums._fields)
-        if not isinstance(samples, int) or samples < 1:
-            raise UserError(f"Client {client!r} is refused: {part}_samples is {samples!r}; allowed: from 1.")
-        sums = [number for number in (loss, value) if isinstance(number, int | float) and math.isfinite(number)]
-        if len(sums) < 2:
-            raise UserError(f"Client {client!r} is refused: its sums of {part} are {loss!r} and {value!r}.")
-        scores[part] = ScoreSums(samples, *map(float, sums))
-    return ScoreReply(client, num_samples, scores)
-
-
-def _reply(plan: Plan, client: str, metrics: Mapping[str, float], arrays: Tree | None = None) -> RecordDict:
-    """Write an answer that says whose it is."""
-    config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, "client": client})
-    content = RecordDict({"config": config, "metrics": MetricRecord(dict(metrics))})
-    if arrays is not None:
-        content["arrays"] = to_record(arrays)
-    return content
-
-
-def _read_head(reply: Message, plan: Plan) -> tuple[str, int, MetricRecord]:
-    """Return who answers, its number of training samples and all its numbers."""
-    node = reply.metadata.src_node_id
-    if reply.has_error():
-        raise UserError(f"Node {node} did not answer: {reply.error.reason or f'error {reply.error.code}'}")
-    config = reply.content.config_records.get("config", ConfigRecord())
-    metrics = reply.content.metric_records.get("metrics", MetricRecord())
-    client, theirs, count = config.get("client"), config.get("plan"), metrics.get("num_samples")
-    if not isinstance(client, str) or not client:
-        raise UserError(f"Node {node} is refused: its client's name is {client!r}.")
-    if theirs != plan.fingerprint:
-        raise UserError(f"Client {client!r} is refused: it follows plan {theirs!r}; allowed: {plan.fingerprint!r}.")
+def _check_agreement(config: ConfigRecord, plan: Plan) -> None:
     if (version := config.get("version")) != VERSION:
-        raise UserError(f"Client {client!r} is refused: it has fedem {version!r}; allowed: {VERSION!r}.")
-    if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
-        raise UserError(
-            f"Client {client!r} is refused: its number of samples is {count!r}; allowed: from 1 to {_MOST_SAMPLES:,}."
-        )
-    return client, count, metrics
+        raise UserError(f"it has fedem {version!r}; allowed: {VERSION!r}")
+    if (theirs := config.get("plan")) != plan.fingerprint:
+        raise UserError(f"it follows plan {theirs!r}; allowed: {plan.fingerprint!r}")

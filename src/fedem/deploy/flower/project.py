@@ -90,15 +90,10 @@ def check_server(plan: Plan) -> None:
             f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; "
             f"allowed: {names_where(lambda row: row.mixer.is_server_mean)}."
         )
-    chosen = {
-        "graph.name": config.name("graph"),
-        "run.local_layers": config.run.local_layers,
-        "compression.downloads": config.compression.downloads,
-    }
+    chosen = {"graph.name": config.name("graph"), "run.local_layers": config.run.local_layers}
+    chosen["compression.downloads"] = config.compression.downloads
     refused = " and ".join(f"{key} is {value!r}" for key, value in chosen.items() if value != "none")
-    raise UserError(
-        f"{refused}, but behind this server all clients get the same components, and whole; allowed there: none."
-    )
+    raise UserError(f"{refused}, but behind this server all clients get the same, whole models; allowed there: none.")
 
 
 def check_empty(folder: Path) -> None:
@@ -114,8 +109,7 @@ def write_app(folder: Path, plan: Plan) -> Path:
     name = re.sub(r"[^a-z0-9]+", "-", folder.absolute().name.lower()).strip("-") or "federation"
     if not name[0].isalpha():
         name = f"app-{name}"
-    title = METHODS[plan.config.name("method")].title
-    encoding = plan.format.encoding
+    title, encoding = METHODS[plan.config.name("method")].title, plan.format.encoding
     columns = "an npz file with arrays x and y, and client where it holds several clients."
     if encoding is not None:
         columns = (
@@ -124,20 +118,13 @@ def write_app(folder: Path, plan: Plan) -> Path:
         )
     # The plan goes first: a folder that was cut short has no project file, and Flower does not take it.
     plan.save(folder / "plan")
-    files = {
-        "app.py": _APP,
-        "README.md": _README.format(name=name, title=title, columns=columns),
-        "pyproject.toml": _PROJECT.format(name=name, title=title, config=_run_config(name)),
-    }
-    for file, content in files.items():
-        write_atomically(folder / file, content.encode())
-    return folder
-
-
-def _run_config(experiment: str) -> str:
-    """Return all keys of the run config: Flower lets a run change none that is not written here."""
-    values = {entry.name: entry.default for entry in fields(RunConfig)} | {"experiment": experiment}
-    return "\n".join(
+    write_atomically(folder / "app.py", _APP.encode())
+    write_atomically(folder / "README.md", _README.format(name=name, title=title, columns=columns).encode())
+    # All keys of the run config: Flower lets a run change none that is not written here.
+    values = {entry.name: entry.default for entry in fields(RunConfig)} | {"experiment": name}
+    config = "\n".join(
         f"{'continue' if key == 'continued' else key.replace('_', '-')} = {toml_literal(value)}"
         for key, value in values.items()
     )
+    write_atomically(folder / "pyproject.toml", _PROJECT.format(name=name, title=title, config=config).encode())
+    return folder

@@ -7,11 +7,11 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -22,18 +22,8 @@ from flwr.serverapp.strategy import Strategy
 from fedem.core.errors import UserError
 from fedem.core.random import COHORT, choose, client_keys
 from fedem.core.tree import tree_bytes, tree_index, tree_repeat, tree_to
-from fedem.deploy.flower.messages import (
-    EVALUATE,
-    KEEP,
-    TRAIN,
-    ScoreReply,
-    TrainReply,
-    read_scores,
-    read_upload,
-    to_record,
-    upload_layout,
-    write_request,
-)
+from fedem.deploy.flower import messages
+from fedem.deploy.flower.messages import Layout, Reply
 from fedem.deploy.flower.project import check_server
 from fedem.deploy.node import combine_scores
 from fedem.deploy.plan import Plan, RunConfig
@@ -43,11 +33,7 @@ from fedem.runs.folder import RunFolder
 from fedem.runs.rounds import DivergedError, RoundCosts, State, cohort_size, first_state, round_key, server_step
 
 log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
-_WAYS = ("bytes_up", "bytes_down")
-_POLL = 1.0
-"""seconds between looks at who is connected"""
-
-Reply = TypeVar("Reply", TrainReply, ScoreReply)
+_POLL = 1.0  # seconds between looks at who is connected
 
 
 class ClientRegistry:
@@ -56,13 +42,10 @@ class ClientRegistry:
     A name is a node's for as long as that node is connected: a node that starts again keeps its number if its key is
     registered, and has another if not. What is kept of names is their hashes: nothing else that the server writes
     shows who took part.
-
-    Attributes:
-        connected: the nodes that were, when those who answer were asked.
     """
 
     def __init__(self, token: str, nodes: Mapping[str, str]):
-        self.connected: frozenset[int] = frozenset()
+        self.connected: frozenset[int] = frozenset()  # when those who answer were asked
         self._token, self._nodes = token, {int(node): name for node, name in nodes.items()}
         self._warned: set[tuple[str, int]] = set()
 
@@ -82,38 +65,26 @@ class ClientRegistry:
         return True
 
     def to_json(self) -> dict[str, str]:
-        """Return the hashes of names by nodes, as JSON has them."""
         return {str(node): name for node, name in self._nodes.items()}
-
-
-class Start(NamedTuple):
-    """Where a run begins, or goes on."""
-
-    state: State
-    seconds: float = 0.0
-    """taken so far"""
-    token: str = ""
-    """what distinguishes it from other runs by the same name"""
-    nodes: Mapping[str, str] = {}
-    """which node has which client, as :meth:`ClientRegistry.to_json` has it"""
 
 
 class StoppedError(UserError, AppExitException):
     """What a user is to read of a run that fails; whatever its server raises, Flower has it fail."""
 
-    exit_code = 249
-    """none of Flower's own, which come with explanations that are wrong here"""
+    exit_code = 249  # none of Flower's own, which come with explanations that are wrong here
 
 
 class MethodStrategy(Strategy):
     """Flower's loop over rounds, with the method and the mixer of a plan inside. Rounds that are done stay done."""
 
-    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, start: Start, lines: IO[str]):
-        self.plan, self.run, self.folder, self.state, self.token = plan, run, folder, start.state, start.token
-        self.config = folder.config()
-        self._layout = upload_layout(plan, tree_index(start.state.shared, 0))
-        self._lines, self._started = lines, time.perf_counter() - start.seconds
-        self._registry = ClientRegistry(start.token, start.nodes)
+    def __init__(
+        self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, metadata: Mapping[str, Any], lines: IO[str]
+    ):
+        self.plan, self.run, self.folder, self.state, self.config = plan, run, folder, state, folder.config()
+        self.token = str(metadata["run"])  # what distinguishes it from other runs by the same name
+        self._layout = messages.upload_layout(plan, tree_index(state.shared, 0))
+        self._lines, self._started = lines, time.perf_counter() - metadata["seconds"]
+        self._registry = ClientRegistry(self.token, metadata.get("nodes", {}))
         self._round_started, self._num_asked = 0.0, 0
         self._record: Record = {}
 
@@ -124,16 +95,14 @@ class MethodStrategy(Strategy):
 
     @property
     def arrays(self) -> ArrayRecord:
-        """U as it is sent."""
-        return to_record(tree_index(self.state.shared, 0))
+        return messages.to_record(tree_index(self.state.shared, 0))
 
     @property
     def rate(self) -> float:
-        """The learning rate of the next round."""
+        # Of the next round; a run may have other rounds than its plan.
         return self.config.schedule.rate(self.state.round, self.config.run.rounds)
 
     def summary(self) -> None:
-        """Say what is run."""
         log.info("\t├── Method: %s, experiment %s", self.config.name("method"), self.run.experiment)
         log.info("\t├── Rounds done: %d of %d", self.state.round, self.config.run.rounds)
         log.info("\t└── Folder: %s", self.folder.path.absolute())
@@ -146,71 +115,54 @@ class MethodStrategy(Strategy):
         self._registry.connected = frozenset(nodes)
         return nodes
 
-    def messages(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
+    def requests(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
         """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
-        content = write_request(self.plan, arrays, self.state.round, self.rate, self.run.experiment, self.token)
-        group = str(self.state.round)
-        return [Message(content, node, kind, ttl=self.run.timeout, group_id=group) for node in nodes]
+        done, run = self.state.round, self.run
+        content = messages.write_request(self.plan, arrays, done, self.rate, run.experiment, self.token)
+        return [Message(content, node, kind, ttl=run.timeout, group_id=str(done)) for node in nodes]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the round's cohort, chosen by hashing the seed, the round and the nodes' numbers."""
-        nodes = self.connected(grid)
-        if len(nodes) < self.run.min_clients:
-            raise UserError(
-                f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients "
-                f"{self.run.min_clients}. `continue = true` goes on after round {self.state.round}."
-            )
-        wanted = self.config.run.clients_per_round
+        nodes, least = self.connected(grid), self.run.min_clients
+        if len(nodes) < least:
+            there = f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients {least}"
+            raise UserError(f"{there}. `continue = true` goes on after round {self.state.round}.")
+        wanted, keys = self.config.run.clients_per_round, client_keys([str(node) for node in nodes])
         # A number of clients is one to aim at: fewer may be connected. A mean over too few would show single ones.
-        count = max(self.run.min_clients, cohort_size(wanted, max(len(nodes), math.ceil(wanted))))
-        count = min(len(nodes), count)
-        keys = client_keys([str(node) for node in nodes])
+        count = min(len(nodes), max(least, cohort_size(wanted, max(len(nodes), math.ceil(wanted)))))
         cohort = [nodes[at] for at in choose(keys, count, COHORT, self.config.run.seed, self.state.round).tolist()]
         self._round_started, self._num_asked = time.perf_counter(), len(cohort)
-        return self.messages(TRAIN, arrays, cohort)
+        return self.requests(messages.TRAIN, arrays, cohort)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, None]:
         """Mix the good answers; with too few of them u stays as it is."""
-        answers = self._accepted(replies, lambda reply: read_upload(reply, self.plan, self._layout))
+        answers = self._accepted(replies, self._layout)
         before, rate, least = self.state, self.rate, self.run.min_clients
-        self.state, taken = replace(before, round=before.round + 1), 0
-        if len(answers) < least:
-            log.warning(
-                "Round %d: %d good answers, needed %d; the model stays as it is.", self.state.round, len(answers), least
-            )
+        done, count, taken = before.round + 1, len(answers), 0
+        self.state = replace(before, round=done)
+        if count < least:
+            log.warning("Round %d: %d good answers, needed %d; the model stays as it is.", done, count, least)
         else:
             try:
-                self.state, taken = self._mix(before, answers, rate), len(answers)
+                self.state, taken = self._mix(before, answers, rate), count
             except DivergedError:
-                log.warning("Round %d: the mean is not finite; the model stays as it is.", self.state.round)
-        self._record = RoundCosts(
-            self.state.round,
-            rate,
-            taken,
-            time.perf_counter() - self._round_started,
-            bytes_up=sum(answer.num_bytes for answer in answers),
-            bytes_down=tree_bytes(tree_index(before.shared, 0)) * self._num_asked,
-        )._asdict()
+                log.warning("Round %d: the mean is not finite; the model stays as it is.", done)
+        seconds, bytes_up = time.perf_counter() - self._round_started, sum(answer.num_bytes for answer in answers)
+        bytes_down = tree_bytes(tree_index(before.shared, 0)) * self._num_asked
+        self._record = RoundCosts(done, rate, taken, seconds, bytes_up, bytes_down)._asdict()
         return self.arrays, None
 
-    def _mix(self, state: State, answers: Sequence[TrainReply], rate: float) -> State:
-        """Take the server's step with some clients' answers.
-
-        How many samples those have who were not asked, the server does not know: what share of all took part is counted
-        by clients, of those that were connected.
-        """
+    def _mix(self, state: State, answers: Sequence[Reply], rate: float) -> State:
         sizes, connected = torch.tensor([answer.num_samples for answer in answers]), len(self._registry.connected)
         clients, key = torch.arange(len(answers)), round_key(self.config.run.seed, state.round)
-        trained = self.plan.model.trainable
-        this = Round(clients, sizes, connected, rate, key, float(sizes.double().mean()), trained)
-        uploads = (
-            (clients[at : at + 1], tree_repeat(tree_to(answer.upload, self.plan.device), 1))
-            for at, answer in enumerate(answers)
-        )
+        average, trained = float(sizes.double().mean()), self.plan.model.trainable
+        this = Round(clients, sizes, connected, rate, key, average, trained)
+        trees = (tree_repeat(tree_to(answer.upload, self.plan.device), 1) for answer in answers)
+        uploads = zip(clients[:, None], trees, strict=True)
+        # How many samples those have who were not asked, the server does not know: what share of all took part is
+        # counted by clients, of those that were connected.
         return server_step(self.plan.method, state, this, uploads, len(answers) / connected)[0]
 
     def configure_evaluate(
@@ -224,11 +176,11 @@ class MethodStrategy(Strategy):
         if len(nodes) < least:
             log.warning("Round %d is not scored: %d nodes are connected, needed %d.", done, len(nodes), least)
             return []
-        return self.messages(EVALUATE, arrays, nodes)
+        return self.requests(messages.EVALUATE, arrays, nodes)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average over clients; then the round is complete, and written down. No client's own figures are."""
-        scored, least = self._accepted(replies, lambda reply: read_scores(reply, self.plan)), self.run.min_clients
+        scored, least = self._accepted(replies), self.run.min_clients
         if scored and len(scored) < least:
             log.warning("%d clients sent scores, needed %d; they are not averaged.", len(scored), least)
         metric = self.plan.model.loss.metric
@@ -249,21 +201,20 @@ class MethodStrategy(Strategy):
         metadata["nodes"] = self._registry.to_json()
         self.folder.save({"last": self.state}, metadata)
 
-    def hand_over(self, grid: Grid) -> int:
-        """Give everybody the final tree to keep; returns how many clients have."""
+    def hand_over(self, grid: Grid) -> None:
+        """Give everybody the final tree to keep."""
         nodes = sorted(grid.get_node_ids())
         self._registry.connected = frozenset(nodes)
-        replies = grid.send_and_receive(self.messages(KEEP, self.arrays, nodes), timeout=self.run.timeout)
-        kept = len(self._accepted(replies, lambda reply: read_scores(reply, self.plan)))
-        log.info("%d clients keep their models; %d nodes were asked.", kept, len(nodes))
-        return kept
+        requests = self.requests(messages.KEEP, self.arrays, nodes)
+        replies = self._accepted(grid.send_and_receive(requests, timeout=self.run.timeout))
+        log.info("%d clients keep their models; %d nodes were asked.", len(replies), len(nodes))
 
-    def _accepted(self, replies: Iterable[Message], read: Callable[[Message], Reply]) -> list[Reply]:
+    def _accepted(self, replies: Iterable[Message], layout: Layout | None = None) -> list[Reply]:
         """Return the good answers, one for each client, in the order of the clients' names."""
         good: dict[str, Reply] = {}
         for reply in replies:
             try:
-                answer = read(reply)
+                answer = messages.read_reply(reply, self.plan, layout)
             except UserError as error:
                 log.warning("%s", error)
                 continue
@@ -273,16 +224,15 @@ class MethodStrategy(Strategy):
 
     def conclude(self) -> Record:
         """Sum the run up."""
-        history = self.folder.metrics()
-        scored = [line for line in history if f"train_{self.plan.model.loss.metric}" in line]
-        last = scored[-1] if scored else {}
+        history, ways = self.folder.metrics(), ("bytes_up", "bytes_down")
+        last = next((line for line in reversed(history) if f"train_{self.plan.model.loss.metric}" in line), {})
         return {
             **self.plan.describe(self.state),
             "num_clients": max((line["clients"] for line in history), default=0),
             "engine": "Flower",
             **{key: value for key, value in last.items() if key.startswith(("train_", "validation_", "test_"))},
             "seconds_per_round": statistics.median(line["seconds"] for line in history),
-            **{f"{way}_per_round": round(statistics.mean(line[way] for line in history)) for way in _WAYS},
+            **{f"{way}_per_round": round(statistics.mean(line[way] for line in history)) for way in ways},
             "seconds_total": self.seconds,
         }
 
@@ -297,12 +247,17 @@ def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
     elif not folder.exists():
         raise UserError(f"There is no run to continue in {folder.path} (no config.toml).")
     with folder.locked():
-        going_on = run.continued and folder.reopen(config)
-        start = _restored(plan, folder) if going_on else Start(first_server_state(plan), token=secrets.token_hex(8))
-        with folder.open_metrics(start.state.round) as lines, torch.no_grad():
-            strategy = MethodStrategy(plan, run, folder, start, lines)
+        if run.continued and folder.reopen(config):
+            states, metadata = folder.load()
+            if metadata.get("plan") != plan.fingerprint:
+                raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
+            start = states["last"].to(plan.device)
+        else:
+            start, metadata = first_server_state(plan), {"run": secrets.token_hex(8), "seconds": 0.0}
+        with folder.open_metrics(start.round) as lines, torch.no_grad():
+            strategy = MethodStrategy(plan, run, folder, start, metadata, lines)
             strategy.save()  # before anybody is asked: what clients keep goes by the run's token
-            strategy.start(grid, strategy.arrays, config.run.rounds - start.state.round, run.timeout)
+            strategy.start(grid, strategy.arrays, config.run.rounds - start.round, run.timeout)
         strategy.hand_over(grid)
         folder.finish(strategy.conclude(), [])
     return strategy.state
@@ -312,14 +267,6 @@ def first_server_state(plan: Plan) -> State:
     """Draw the server's first state, the simulator's for the same seed."""
     nobody = torch.zeros(0, dtype=torch.int64)
     return first_state(plan.method, nobody, plan.config.run.seed).to(plan.device)
-
-
-def _restored(plan: Plan, folder: RunFolder) -> Start:
-    """Read where a run stands."""
-    states, facts = folder.load()
-    if facts.get("plan") != plan.fingerprint:
-        raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")
-    return Start(states["last"].to(plan.device), facts["seconds"], facts["run"], facts.get("nodes", {}))
 
 
 def _in_one_line(record: logging.LogRecord) -> bool:

@@ -8,14 +8,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Self
+from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,24 +25,17 @@ from fedem.core.files import toml_literal
 from fedem.data.synthetic import Synthetic
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan
-from fedem.runs.config import Config, Layer, RunSettings
+from fedem.runs.config import Config, Layer, RunSettings, Values
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 
 EXPERIMENT = "trial"
-FEWEST, MOST = 2, 50
-"""nodes of a trial: a process or two each, and a federation is of several"""
-SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}
-"""what a trial has unless other settings are asked for: every message to a node takes seconds"""
-DIMENSION = 20
-"""features of the clients that are drawn"""
-_APP_STARTING, _BETWEEN = 120.0, 30.0
-"""seconds that a run may take to start, and the server between the answers to one message and the next"""
+FEWEST, MOST = 2, 50  # nodes of a trial: a process or two each, and a federation is of several
+SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}  # by default: every message to a node takes seconds
+DIMENSION = 20  # features of the clients that are drawn
+_APP_STARTING, _BETWEEN = 120.0, 30.0  # seconds that a run may take to start, and the server between two messages
 
-Listener = Callable[[Record], None]
-"""Called with each round's record."""
-Values = Mapping[str, str | int | float | bool]
-"""A run config, or a node config, of Flower."""
+Listener = Callable[[Record], object]  # called with each round's record
 
 
 class Client(NamedTuple):
@@ -52,13 +45,6 @@ class Client(NamedTuple):
     data: Path
 
 
-def check_nodes(nodes: int) -> int:
-    """Refuse a number of nodes that no trial has."""
-    if not FEWEST <= nodes <= MOST:
-        raise UserError(f"A trial of {nodes} nodes is asked for; allowed: {FEWEST} to {MOST}.")
-    return nodes
-
-
 def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
     """Draw a small synthetic mixture, a file for each client, by which it is named."""
     source = Synthetic(
@@ -66,12 +52,10 @@ def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
     )
     federation = source.make(seed).federation
     folder.mkdir(parents=True, exist_ok=True)
-    clients = []
-    for number in range(nodes):
+    clients = [Client(f"client-{number}", folder / f"client-{number}.npz") for number in range(nodes)]
+    for number, client in enumerate(clients):
         samples = federation.take(torch.tensor([number])).train
-        client = Client(f"client-{number}", folder / f"client-{number}.npz")
         np.savez(client.data, x=samples.inputs.numpy(), y=samples.targets.numpy())
-        clients.append(client)
     return clients
 
 
@@ -83,30 +67,21 @@ def choose_clients(names: Sequence[str], path: Path, nodes: int) -> list[Client]
 
 
 def run_trial(
-    folder: Path, config: Config, clients: Sequence[Client], *, timeout: float = 120.0, listener: Listener | None = None
+    folder: Path, config: Config, clients: Sequence[Client], listener: Listener, timeout: float = 120.0
 ) -> RunFolder:
     """Carry out a deployed run on this machine; every process that it started has ended when it returns or raises.
 
-    Args:
-        folder: where everything goes: the app, certificates and keys, logs, what the clients keep, and the run.
-        config: the run; its data are sample data, from which the plan is made.
-        clients: one a node.
-        timeout: seconds that a round waits for its slowest node.
-        listener: called with each round's record.
+    Everything goes into ``folder``: the app, certificates and keys, logs, what the clients keep, and the run. The plan
+    is made from the data of ``config``; each node has one client. A round waits ``timeout`` seconds for the slowest.
     """
     folder = folder.absolute()
     write_app(folder / "app", Plan.make(config, config.make_data()))
     run = RunFolder(folder / "runs" / EXPERIMENT)
+    settings: Values = {"experiment": EXPERIMENT, "folder": str(run.path.parent), "min-clients": len(clients)}
     with ended_as_interrupted(), Loopback(folder) as network:
         nodes = start_nodes(network, clients)
-        settings: Values = {
-            "experiment": EXPERIMENT,
-            "folder": str(run.path.parent),
-            "min-clients": len(clients),
-            "timeout": timeout,
-        }
-        limit = _longest_time(config.run, timeout)
-        _follow(network.submit(folder / "app", settings), network, nodes, run, listener, limit)
+        program = network.submit(folder / "app", {**settings, "timeout": timeout})
+        _follow(program, network, nodes, run, listener, _longest_time(config.run, timeout))
     return run
 
 
@@ -124,32 +99,22 @@ def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
     for client, key in zip(clients, keys, strict=True):
         state = str(network.folder / "state" / key.name)
         settings = {"data": str(client.data.absolute()), "client": client.name, "state": state}
-        nodes.append(network.start_node(key.name, settings, key, wait=False))
+        nodes.append(network.start_node(key.name, settings, key))
     for node in nodes:
-        node.wait_until_connected()
+        node.wait_for(CONNECTED)
     return nodes
 
 
 def _follow(
-    program: Program,
-    network: Loopback,
-    nodes: Sequence[Program],
-    run: RunFolder,
-    listener: Listener | None,
-    limit: float,
+    program: Program, network: Loopback, nodes: Sequence[Program], run: RunFolder, listener: Listener, limit: float
 ) -> None:
-    """Hand each round's record to the listener until the run is over.
-
-    Raises:
-        UserError: with logs, if the run did not come to its end, or not within ``limit`` seconds.
-    """
+    """Hand each round's record to the listener until the run is over, which must be within ``limit`` seconds."""
     num_rounds, is_over, deadline = 0, False, time.monotonic() + limit
     while not is_over:
         is_over = program.process.poll() is not None
         for record in run.metrics()[num_rounds:]:
             num_rounds += 1
-            if listener is not None:
-                listener(record)
+            listener(record)
         for other in (network.superlink, network.executor, *nodes):
             if other.process.poll() is not None:
                 raise other.failure(f"ended with code {other.process.returncode} amid the run")
@@ -166,51 +131,48 @@ def _follow(
         raise UserError("\n".join([message, *warnings, *errors]))
 
 
-@contextmanager
-def ended_as_interrupted() -> Iterator[None]:
+def ended_as_interrupted() -> AbstractContextManager[None]:
     """Treat a request to end this process like Ctrl-C, so that what it started is ended first."""
+    return _handled_by(signal.default_int_handler, signal.SIGTERM)
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, Any], Any], *signals: signal.Signals) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which alone gets signals
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {which: signal.signal(which, handler) for which in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for which, earlier in before.items():
+            signal.signal(which, earlier)
 
 
 # A SuperLink and SuperNodes of Flower on this machine, with TLS and keys as between real ones; all on 127.0.0.1.
 
 HOST = "127.0.0.1"
-CONNECTION = "loopback"
-"""what ``flwr`` calls our SuperLink"""
-QUIET_FLOWER = {
+CONNECTION = "loopback"  # what ``flwr`` calls our SuperLink
+CONNECTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
+QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""nothing is reported, looked up or installed over the network"""
 _PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
-_STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0
-"""seconds that a program has to start, a command to answer, and a program to end before it is killed"""
+_STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0  # seconds to start, for a command to answer, to end before being killed
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Program:
     """A process that was started here, in a group of its own, and its log."""
 
-    def __init__(self, name: str, command: list[str], log: Path, environment: Mapping[str, str]):
+    def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str]):
         self.name, self.log = name, log
         self._read_from = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as file:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                cwd=log.parent,
-                start_new_session=True,
+        with log.open("ab") as out:
+            self.process = Popen(
+                command, stdin=DEVNULL, stdout=out, stderr=STDOUT, env=env, cwd=log.parent, start_new_session=True
             )
 
     def output(self) -> str:
@@ -229,58 +191,46 @@ class Program:
                 raise self.failure(f"did not say {text!r} within {seconds:.0f} s")
             time.sleep(0.1)
 
-    def wait_until_connected(self, seconds: float = _STARTING) -> None:
-        """Wait until the SuperLink has let this SuperNode in."""
-        self.wait_for("SuperNode ID:", seconds)
-
     def finish(self, seconds: float) -> int:
         """Wait until it ends by itself; returns its exit code."""
         try:
             return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             raise self.failure(f"has not ended within {seconds:.0f} s") from None
 
-    def failure(self, why: str, lines: int = 15) -> UserError:
+    def failure(self, why: str) -> UserError:
         """Return the error that says what went wrong, with the tail of the log."""
-        tail = "\n".join(self.output().splitlines()[-lines:])
+        tail = "\n".join(self.output().splitlines()[-15:])
         return UserError(f"{self.name} {why}. Its log ends:\n{tail}")
 
     def kill(self) -> None:
         """End it and what it started in its group at once, as a crash would."""
-        self._signal(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         self.process.wait()
-
-    def terminate(self) -> None:
-        """Ask it, and what it started, to end; :meth:`end` waits for it."""
-        self._signal(signal.SIGTERM)
 
     def end(self) -> None:
         """End it: asked first, killed when it takes too long."""
-        self.terminate()
-        with suppress(subprocess.TimeoutExpired):
+        self.send(signal.SIGTERM)
+        with suppress(TimeoutExpired):
             self.process.wait(_ENDING)
         self.kill()
 
-    def _signal(self, which: signal.Signals) -> None:
+    def send(self, which: signal.Signals) -> None:
+        """Send a signal to it and to what it started."""
         # The group outlives its leader while the leader's children run; until then its number is not given anew.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, which)
 
 
-class Loopback:
-    """A SuperLink with a database, which is started at once, and SuperNodes that it knows by their keys.
-
-    Everything lies in one folder.
-    """
+class Loopback(AbstractContextManager["Loopback"]):
+    """A SuperLink with a database, started at once, and SuperNodes that it knows by their keys, all in one folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self._path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         for name in _PROGRAMS:
             if shutil.which(name, path=self._path) is None:
-                raise UserError(
-                    f"The program {name} is not installed; it comes with Flower: pip install 'fedem[flower]'."
-                )
+                raise UserError(f"The program {name} is not installed; Flower has it: pip install 'fedem[flower]'.")
         from fedem.deploy.flower.certificates import make_certificates
 
         self.keys, self.logs, home = self.folder / "keys", self.folder / "logs", self.folder / "flwr"
@@ -298,17 +248,14 @@ class Loopback:
             encoding="utf-8",
         )
         self.programs: list[Program] = []
-        self.superlink = self.start_superlink()
-
-    def __enter__(self) -> Self:
-        return self
+        self.start_superlink()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start_superlink(self) -> Program:
+    def start_superlink(self) -> None:
         """Start the SuperLink, also after it was killed: its database is where it was."""
-        superlink = self._start(
+        self.superlink = self._start(
             "flower-superlink",
             "--host", HOST, "--port", str(self.port),
             "--ssl-ca-certfile", str(self.certificates.authority),
@@ -319,7 +266,7 @@ class Loopback:
             "--isolation", "process",
         )  # fmt: skip
         try:
-            superlink.wait_for("Uvicorn running on")
+            self.superlink.wait_for("Uvicorn running on")
             # The SuperLink would start it in a session of its own, out of our reach; and what it starts, the server's
             # app, is not sure to end with it.
             self.executor = self._start(
@@ -330,25 +277,24 @@ class Loopback:
         except BaseException:
             self.close()
             raise
-        self.superlink = superlink
-        return superlink
 
     def register(self, name: str) -> Path:
         """Make a key for a node and register its public half with the SuperLink; returns the key."""
         from fedem.deploy.flower.certificates import make_node_key
 
         key = self.keys / name
-        self.command("supernode", "register", str(make_node_key(key)), CONNECTION)
+        words = ("supernode", "register", str(make_node_key(key)), CONNECTION)
+        command = self._start("flwr", *words, log="flwr-supernode-register")
+        if command.finish(_COMMAND):
+            raise command.failure("failed")
         return key
 
-    def start_node(
-        self, name: str, settings: Values, key: Path | None, *, verify: bool = True, wait: bool = True
-    ) -> Program:
-        """Start a SuperNode with its node config and private key, and ``wait`` until the SuperLink has let it in.
+    def start_node(self, name: str, settings: Values, key: Path | None, *, verify: bool = True) -> Program:
+        """Start a SuperNode with its node config and private key.
 
         One that does not ``verify`` lacks the authority's certificate, by which it knows the SuperLink.
         """
-        node = self._start(
+        return self._start(
             "flower-supernode",
             "--superlink", f"{HOST}:{self.port}",
             "--host", HOST, "--port", str(free_port()),
@@ -357,28 +303,18 @@ class Loopback:
             *(["--auth-supernode-private-key", str(key)] if key else []),
             log=name,
         )  # fmt: skip
-        if wait:
-            node.wait_until_connected()
-        return node
 
-    def submit(self, app: Path, settings: Values | None = None) -> Program:
+    def submit(self, app: Path, settings: Values) -> Program:
         """Hand an app to the SuperLink; the program returned shows the run's log and ends with the run."""
-        options = ["--run-config", _flat(settings)] if settings else []
-        run = self._start("flwr", "run", str(app), CONNECTION, "--stream", *options, log="run")
+        words = ("run", str(app), CONNECTION, "--stream", "--run-config", _flat(settings))
+        run = self._start("flwr", *words, log="run")
         run.wait_for("Successfully started run")
         return run
 
-    def command(self, *words: str) -> None:
-        """Run ``flwr`` with these words to its end."""
-        command = self._start("flwr", *words, log="-".join(["flwr", *words[:2]]))
-        if command.finish(_COMMAND):
-            raise command.failure("failed")
-
     def close(self) -> None:
-        """End everything that was started here, by its process group."""
         # Nodes first, so that they can take their leave; all are asked before any is waited for.
         for program in reversed(self.programs):
-            program.terminate()
+            program.send(signal.SIGTERM)
         for program in reversed(self.programs):
             program.end()
         self.programs.clear()
@@ -386,33 +322,17 @@ class Loopback:
     def _start(self, command: str, *arguments: str, log: str = "") -> Program:
         # Programs run in the folder of logs: flwr takes a folder where it runs for an app, if it is called like it.
         path, name = str(shutil.which(command, path=self._path)), log or command
-        with _uninterrupted():  # or a program that has just been started would be left behind
+        held: list[int] = []
+        # Interrupted, it would leave behind a program that has just been started.
+        with _handled_by(lambda which, _: held.append(which), signal.SIGINT, signal.SIGTERM):
             program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment)
             self.programs.append(program)
+        if held:
+            signal.raise_signal(held[0])
         return program
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold back Ctrl-C and the request to end until the block is over."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
-        yield
-        return
-    held: list[int] = []
-    before = {
-        which: signal.signal(which, lambda which, _: held.append(which)) for which in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-    if held:
-        signal.raise_signal(held[0])
-
-
 def _flat(values: Values) -> str:
-    """Write values as options of Flower's programs take them."""
     return " ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
 
 
@@ -421,7 +341,6 @@ def free_port() -> int:
     try:
         with socket.socket() as listener:
             listener.bind((HOST, 0))
-            port: int = listener.getsockname()[1]
-            return port
+            return int(listener.getsockname()[1])
     except OSError as error:
         raise UserError(f"No port of {HOST} can be had: {error.strerror}.") from None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class PeersChangedError(Exception):
     """Somebody is gone or must go: those who are left must meet again."""
 
 
-class ProcessGroup:
+class ProcessGroup(AbstractContextManager["ProcessGroup"]):
     """Processes that work together until one of them is gone; every call then raises :class:`PeersChangedError`."""
 
     def __init__(self, timeout: float):
@@ -30,12 +30,8 @@ class ProcessGroup:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _loss_noticed():
             store = (reach_store if self.rank else open_store)(host, port, timeout)
-            dist.init_process_group(
-                "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout)
-            )
-
-    def __enter__(self) -> Self:
-        return self
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # With somebody gone there is nothing left to leave in good order.
@@ -43,10 +39,8 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def gather(self, content: Any) -> list[Any]:
-        """Send something that JSON can hold to all processes; returns what each of them sent, by rank.
-
-        Torch's own function for objects would unpickle what others send.
-        """
+        """Send something that JSON can hold to all processes; returns what each of them sent, by rank."""
+        # Torch's own function for objects would unpickle what others send.
         message = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with _loss_noticed():

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,13 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousParameters, api
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
@@ -42,23 +36,16 @@ from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.core.settings import Settings
 
-KEY = "meeting.key"
-"""the file of a plan's folder with the secret that all who meet share"""
-_KEY_BYTES = 32
-"""of a key, and of a seal"""
-_RENDEZVOUS = "fedem"
-"""what torch calls the meeting of all who come to one store"""
-_BACKLOG = 1024
-"""processes that may connect to a store at the same time"""
-_RESTARTS = 10**9
-"""of a worker: it fails when its neighbours do, which is never its own fault"""
-_HEARTBEATS = 3
-"""that an agent may miss"""
-_RETRY = 0.5
-"""seconds between attempts to reach a store"""
+KEY = "meeting.key"  # the file of a plan's folder with the secret that all who meet share
+_KEY_BYTES = 32  # of a key, and of a seal
+_RENDEZVOUS = "fedem"  # what torch calls the meeting of all who come to one store
+_BACKLOG = 1024  # processes that may connect to a store at the same time
+_RESTARTS = 10**9  # of a worker: it fails when its neighbours do, which is never its own fault
+_HEARTBEATS = 3  # that an agent may miss
+_RETRY = 0.5  # seconds between attempts to reach a store
 
+# Shows a note to the user. It must be a function of a module where another process calls it.
 Notify = Callable[[str], None]
-"""Shows a note to the user. It must be a function of a module where another process calls it."""
 
 
 class MeetingOverError(UserError):
@@ -67,36 +54,24 @@ class MeetingOverError(UserError):
 
 @dataclass(frozen=True)
 class Meeting(Settings):
-    """Where and how peers meet.
-
-    Attributes:
-        host: where the store is.
-        port: of the store.
-        min_peers: processes without which nobody begins.
-        max_peers: processes at most. When they are there, nobody waits for more.
-        patience: seconds of silence after which a process counts as gone. Machines' clocks must agree to within it.
-        round_timeout: seconds that a process waits for its neighbours in a round, if they are silent but not gone.
-        join_timeout: seconds that a process waits for the store, and for ``min_peers``.
-    """
+    """Where and how peers meet: at a store on ``host``, whatever processes come there."""
 
     host: str = "127.0.0.1"
     port: int = field(default=29400, metadata={"min": 1, "max": 65535})
-    min_peers: int = field(default=2, metadata={"min": 1})
-    max_peers: int = field(default=1000, metadata={"min": 1})
+    min_peers: int = field(default=2, metadata={"min": 1})  # processes without which nobody begins
+    max_peers: int = field(default=1000, metadata={"min": 1})  # when they are there, nobody waits for more
+    # Seconds of silence after which a process counts as gone; machines' clocks must agree to within it.
     patience: int = field(default=15, metadata={"min": _HEARTBEATS})
-    round_timeout: int = field(default=600, metadata={"min": 1})
-    join_timeout: int = field(default=600, metadata={"min": 1})
+    round_timeout: int = field(default=600, metadata={"min": 1})  # seconds for neighbours that are silent but not gone
+    join_timeout: int = field(default=600, metadata={"min": 1})  # seconds to wait for the store, and for min_peers
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_peers < self.min_peers:
-            raise UserError(
-                f"Meeting.max_peers is {self.max_peers}; allowed: at least min_peers, which is {self.min_peers}."
-            )
+            raise UserError(f"Meeting.max_peers is {self.max_peers}; allowed: at least min_peers, {self.min_peers}.")
 
     @classmethod
     def at(cls, place: str, **settings: int) -> Meeting:
-        """Read ``HOST:PORT``."""
         host, _, port = place.rpartition(":")
         if not host or not port.isdecimal():
             raise UserError(f"The meeting place is {place!r}; allowed: HOST:PORT, such as 127.0.0.1:29400.")
@@ -104,7 +79,6 @@ class Meeting(Settings):
 
     @property
     def place(self) -> str:
-        """``HOST:PORT``."""
         return f"{self.host}:{self.port}"
 
     def reach(self) -> str:
@@ -115,14 +89,10 @@ class Meeting(Settings):
                 with socket.create_connection((self.host, self.port), timeout=self.join_timeout) as connection:
                     return str(connection.getsockname()[0])
             except OSError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"Nobody answers at {self.place} ({error}); `fedem peer meet` must run there."
-                    ) from None
-                time.sleep(_RETRY)
-
-
-# The store: torch's keys and values, by which processes find each other.
+                reason = f"Nobody answers at {self.place} ({error}); `fedem peer meet` must run there."
+            if time.monotonic() > deadline:
+                raise UserError(reason)
+            time.sleep(_RETRY)
 
 
 def host_meeting(port: int, host: str = "127.0.0.1") -> Any:
@@ -134,27 +104,17 @@ def host_meeting(port: int, host: str = "127.0.0.1") -> Any:
 
 
 def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
-    """Open a store on one address of this machine (port 0: any); it lives as long as what is returned.
-
-    Raises:
-        OSError: the system does not give the address or the port.
-    """
+    """Open a store on one address of this machine (port 0: any); OSError when the system does not give them."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # Left to itself, the store listens on all addresses, whichever it is given.
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-    chosen, timeout = listener.getsockname()[1], timedelta(seconds=seconds)
-    return TCPStore(
-        host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timeout
-    )
+    chosen, file, timeout = listener.getsockname()[1], listener.detach(), timedelta(seconds=seconds)
+    return TCPStore(host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=file, timeout=timeout)
 
 
 def reach_store(host: str, port: int, seconds: float) -> Any:
     """Connect to a store, which may be opened meanwhile."""
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
-
-
-# The secret: torch's agents unpickle what lies at the store, which runs whatever code its writer chose. A seal
-# (HMAC-SHA256), checked first, leaves that to those who have the key of the plan.
 
 
 def make_key(folder: Path) -> None:
@@ -166,27 +126,21 @@ def make_key(folder: Path) -> None:
 
 def read_key(folder: Path) -> bytes:
     """Return the key of the plan in a folder."""
-    path = folder / KEY
-    try:
+    path, key = folder / KEY, b""
+    if not path.exists():
+        raise UserError(f"{folder} holds no {KEY}, the secret of all peers; `fedem peer plan` makes one for all.")
+    with suppress(ValueError):
         key = bytes.fromhex(path.read_text(encoding="ascii"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder} holds no {KEY}, the secret by which peers know each other; `fedem peer plan` makes one for all."
-        ) from None
-    except ValueError:
-        key = b""
     if len(key) != _KEY_BYTES:
-        raise UserError(
-            f"{path} is not a key; allowed: the {2 * _KEY_BYTES} hexadecimal digits that `fedem peer plan` wrote."
-        )
+        raise UserError(f"{path} is not a key; allowed: {2 * _KEY_BYTES} hexadecimal digits from `fedem peer plan`.")
     return key
 
 
 class SealedBackend(RendezvousBackend):
-    """A backend of torch's rendezvous that returns no state that somebody without the key wrote.
+    """A backend of torch's rendezvous that refuses states that somebody without the key of the plan wrote.
 
-    Raises:
-        RendezvousStateError: a seal is wrong.
+    Torch's agents unpickle what lies at the store, which runs whatever code its writer chose. A seal (HMAC-SHA256) is
+    checked before.
     """
 
     def __init__(self, backend: RendezvousBackend, key: bytes):
@@ -210,11 +164,8 @@ class SealedBackend(RendezvousBackend):
     def _check(self, sealed: bytes) -> bytes:
         seal, state = sealed[:_KEY_BYTES], sealed[_KEY_BYTES:]
         if not hmac.compare_digest(seal, self._seal(state)):
-            raise RendezvousStateError("The seal is wrong.")
+            raise api.RendezvousStateError("The seal is wrong.")
         return state
-
-
-# The agent, and the workers that it starts one after the other.
 
 
 @dataclass(frozen=True)
@@ -222,8 +173,7 @@ class AgentFolder:
     """What an agent and its workers must know of each other, in files of a temporary folder."""
 
     path: Path
-    agent: int
-    """the agent's process"""
+    agent: int  # the agent's process
     round_timeout: int
 
     @classmethod
@@ -248,8 +198,7 @@ class AgentFolder:
     @property
     def run(self) -> str:
         """The run that a worker of this agent took part in; empty before the others accepted one."""
-        path = self.path / "run"
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return self.read("run")
 
     def save_run(self, run: str) -> None:
         """Remember that the others accepted a worker, and the run that they have in common."""
@@ -261,92 +210,64 @@ class AgentFolder:
         os.kill(self.agent, signal.SIGTERM)
         signal.pause()
 
-    @property
-    def stop_reason(self) -> str | None:
-        """Why a worker made the agent leave, if one did."""
-        path = self.path / "reason"
-        return path.read_text(encoding="utf-8") if path.exists() else None
+    def read(self, name: str) -> str:
+        """Return what a file says, such as the "reason" to stop; nothing where it is not there."""
+        path = self.path / name
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
+# Takes part until the run is over. It must be a function of a module, since it runs in a process of its own.
 Worker = Callable[[AgentFolder, Any], None]
-"""Takes part until the run is over. It must be a function of a module, since it runs in a process of its own."""
 
 
 def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: Notify) -> None:
-    """Meet and work until the worker returns, however often the peers change; ``key`` is the secret that all share.
-
-    Raises:
-        UserError: the others refuse this process, or have finished without it, or too few are there.
-        KeyboardInterrupt: this process was told to stop.
-    """
+    """Meet and work until the worker returns, however often the peers change; ``key`` is the secret that all share."""
+    place = meeting.place
     with AgentFolder.opened(meeting.round_timeout) as folder, _torch_settings():
         while True:
             try:
                 return _run_agent(meeting, key, worker, folder, task)
             except SignalException:
-                if (reason := folder.stop_reason) is not None:
+                if reason := folder.read("reason"):
                     raise UserError(reason) from None
-                raise KeyboardInterrupt from None
-            except RendezvousClosedError:
+                raise KeyboardInterrupt from None  # this process was told to stop
+            except api.RendezvousClosedError:
                 raise MeetingOverError(
-                    f"Those who met at {meeting.place} have finished. What this process has learnt is kept; to go on "
-                    "with others, a new meeting place is needed."
+                    f"Those who met at {place} have finished. What this process has learnt is kept; to go on with "
+                    "others, a new meeting place is needed."
                 ) from None
-            except RendezvousTimeoutError:
+            except api.RendezvousTimeoutError:
+                few = f"Fewer than {meeting.min_peers} peers came to {place} within {meeting.join_timeout} seconds."
+                raise UserError(few) from None
+            except api.RendezvousStateError:
                 raise UserError(
-                    f"Fewer than {meeting.min_peers} peers came to {meeting.place} within {meeting.join_timeout} "
-                    "seconds."
+                    f"What lies at the meeting place {place} is not sealed with the {KEY} of this plan, so it is not "
+                    "read: somebody with another plan, or a stranger, has written there. All peers need the same plan "
+                    "folder, and a new meeting place that nobody else can reach."
                 ) from None
-            except RendezvousStateError:
-                raise UserError(
-                    f"What lies at the meeting place {meeting.place} is not sealed with the {KEY} of this plan, so it "
-                    "is not read: somebody with another plan, or a stranger, has written there. All peers need the "
-                    "same plan folder, and a new meeting place that nobody else can reach."
-                ) from None
-            except RendezvousConnectionError:
+            except api.RendezvousConnectionError:
                 # Whoever opens the store again finds all of them waiting.
-                notify(f"warning: The meeting place {meeting.place} is gone; waiting for it.")
+                notify(f"warning: The meeting place {place} is gone; waiting for it.")
                 time.sleep(_RETRY)
-
-
-def _work(worker: Worker, folder: AgentFolder, task: Any) -> None:
-    """Run a worker, which ends with its agent: alone it would count as present, and nobody could stop it."""
-    folder.end_with_agent()
-    worker(folder, task)
 
 
 def _run_agent(meeting: Meeting, key: bytes, worker: Worker, folder: AgentFolder, task: Any) -> None:
     address = meeting.reach()
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(address)):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    heartbeat = meeting.patience // _HEARTBEATS
-    parameters = RendezvousParameters(
-        "c10d",
-        meeting.place,
-        _RENDEZVOUS,
-        meeting.min_peers,
-        meeting.max_peers,
-        address,
-        is_host=False,
-        join_timeout=meeting.join_timeout,
-        # All learn of a change within a heartbeat; those who come later make everybody meet once more.
-        last_call_timeout=heartbeat,
-        keep_alive_interval=heartbeat,
-        keep_alive_max_attempt=_HEARTBEATS,
-    )
+    sizes, heartbeat = (meeting.min_peers, meeting.max_peers), meeting.patience // _HEARTBEATS
+    # All learn of a change within a heartbeat; those who come later make everybody meet once more.
+    times = {"join_timeout": meeting.join_timeout, "last_call_timeout": heartbeat, "keep_alive_interval": heartbeat}
+    times["keep_alive_max_attempt"] = _HEARTBEATS
+    parameters = RendezvousParameters("c10d", meeting.place, _RENDEZVOUS, *sizes, address, is_host=False, **times)
     backend, store = create_backend(parameters)
     handler = create_handler(store, SealedBackend(backend, key), parameters)
-    spec = WorkerSpec("peer", 1, handler, entrypoint=_work, args=(worker, folder, task), max_restarts=_RESTARTS)
+    spec = WorkerSpec("peer", 1, handler, entrypoint=worker, args=(folder, task), max_restarts=_RESTARTS)
     spec.local_addr = address
     # A server that has imported what a worker needs makes one in no time, again and again.
     multiprocessing.set_forkserver_preload([worker.__module__])
-    LocalElasticAgent(
-        spec,
-        DefaultLogsSpecs(os.devnull),
-        start_method="forkserver",
-        exit_barrier_timeout=meeting.patience,
-        shutdown_timeout=meeting.patience,
-    ).run()
+    logs, patience = DefaultLogsSpecs(os.devnull), meeting.patience
+    LocalElasticAgent(spec, logs, "forkserver", exit_barrier_timeout=patience, shutdown_timeout=patience).run()
     # Torch's own launcher closes a meeting for everybody when one of them fails; here it ends when the run does.
     handler.shutdown()
 
@@ -382,11 +303,9 @@ def interface_of(address: str) -> str | None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):
                 # SIOCGIFADDR of Linux: a name of 16 bytes in, the address in bytes 20 to 24 out.
                 found = fcntl.ioctl(probe.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
-            except OSError:
-                continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
     return None

@@ -18,27 +18,20 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
 from fedem.graphs import Ring, Topology
-from fedem.graphs.weights import Edges, canonical
+from fedem.graphs.weights import Edges, canonical, component_labels
 
 
 class PresentClient(NamedTuple):
     """A client that is there, as its process describes it to the others."""
 
     name: str
-    samples: int
-    """n_t, to train on"""
-    round: int
-    """rounds of the run that it has done"""
-    version: str
-    """of fedem"""
-    plan: str
-    """the fingerprint of its plan"""
-    run: str
-    """which run those rounds were of; empty where there were none"""
-    met: bool
-    """whether its process has worked with others before, and is not a newcomer"""
-    rank: int
-    """of its process in this meeting"""
+    samples: int  # n_t, to train on
+    round: int  # rounds of the run that it has done
+    version: str  # of fedem
+    plan: str  # the fingerprint of its plan
+    run: str  # which run those rounds were of; empty where there were none
+    met: bool  # whether its process has worked with others before, and is not a newcomer
+    rank: int  # of its process in this meeting
 
 
 def run_to_go_on_with(present: Sequence[PresentClient]) -> str:
@@ -63,24 +56,17 @@ def refusals(present: Sequence[PresentClient], state: Path) -> dict[int, str]:
     first, names, found = ordered[0], set[str](), dict[int, str]()
     run = run_to_go_on_with([one for one in present if (one.version, one.plan) == (first.version, first.plan)])
     for client in ordered:
-        reason = ""
+        reason, name, others = "", repr(client.name), "and the others have"
         if client.version != first.version:
-            reason = (
-                f"Client {client.name!r} has fedem {client.version}, and the others have {first.version}; allowed: one "
-                "version for all."
-            )
+            reason = f"Client {name} has fedem {client.version}, {others} {first.version}; allowed: the same for all."
         elif client.plan != first.plan:
-            reason = (
-                f"The plan of client {client.name!r} is {client.plan}, and the others have {first.plan}; allowed: one "
-                "plan for all."
-            )
+            reason = f"The plan of client {name} is {client.plan}, {others} {first.plan}; allowed: the same for all."
         elif client.name in names:
-            reason = f"There is a client {client.name!r} already; allowed: a name for each, in one process."
+            reason = f"There is a client {name} already; allowed: a name for each, in one process."
         elif client.run not in ("", run):
             reason = (
-                f"Client {client.name!r} has done {client.round} rounds of another run than the others, kept in "
-                f"{state}; allowed: an empty folder for --state, or, to go on with that run, that most of those who "
-                "meet first are of it."
+                f"Client {name} has done {client.round} rounds of another run than the others, kept in {state}; "
+                "allowed: an empty folder for --state, or, to go on, that most of those who meet first are of that run."
             )
         if reason:
             found.setdefault(client.rank, reason)
@@ -91,33 +77,22 @@ def refusals(present: Sequence[PresentClient], state: Path) -> dict[int, str]:
 class Component(NamedTuple):
     """Clients that reach each other over the graph."""
 
-    members: Tensor
-    """``[c]`` int64, positions among those present"""
+    members: Tensor  # [c] int64, positions among those present
     topology: Topology
-    matrices: Tensor
-    """``[tau, c, c]``"""
+    matrices: Tensor  # [tau, c, c]
 
 
 @dataclass(frozen=True, eq=False)
 class PeerGraph:
-    """The graph over those who are there.
+    """The graph over those who are there."""
 
-    Attributes:
-        keys: ``[T]``, of their names.
-        components: one where the graph is connected, which it may no longer be after a loss.
-        remark: what differs from the plan; empty when nothing does.
-    """
-
-    keys: Tensor
-    components: tuple[Component, ...]
-    remark: str = ""
+    keys: Tensor  # [T], of their names
+    components: tuple[Component, ...]  # one where the graph is connected, which it may no longer be after a loss
+    remark: str = ""  # what differs from the plan; empty when nothing does
 
     @classmethod
     def over(cls, topology: Topology, names: Sequence[str], seed: int) -> PeerGraph:
-        """Lay a graph over those who are there.
-
-        Where it falls apart, they go on in its components; where there is none for so many clients, in a ring.
-        """
+        """Lay a graph over those who are there; its pieces if it falls apart, a ring if there is none for so many."""
         keys = client_keys(names)
         everybody = torch.arange(len(keys))
         shared = {entry.name: getattr(topology, entry.name) for entry in fields(Topology)}
@@ -131,13 +106,13 @@ class PeerGraph:
             ring = Ring(**shared)
             remark = f"{reason} Until others come, the {len(keys)} who are there average over a ring."
             return cls(keys, (Component(everybody, ring, ring.matrices(keys, seed)),), remark)
-        components = []
-        for members in _connected(len(keys), phases):
+        components, labels = [], component_labels(len(keys), np.concatenate(phases))
+        for label in range(labels.max() + 1):
+            members = torch.from_numpy(np.flatnonzero(labels == label))
             inside = _GivenEdges(**shared, phases=tuple(_among(len(keys), members, edges) for edges in phases))
             try:
                 matrices = inside.matrices(keys[members], seed)
-            except UserError:
-                # The fastest weights need a connected graph in every single round.
+            except UserError:  # the fastest weights need a connected graph in every single round
                 inside = replace(inside, weights="metropolis")
                 matrices = inside.matrices(keys[members], seed)
             components.append(Component(members, inside, matrices))
@@ -177,9 +152,7 @@ def routes(matrix: Tensor, ranks: Sequence[int], rank: int) -> Routes:
 @final
 @dataclass(frozen=True)
 class _GivenEdges(Topology):
-    """Edges that are known already, ``[E, 2]`` in each phase."""
-
-    phases: tuple[Edges, ...] = ()
+    phases: tuple[Edges, ...] = ()  # known already, [E, 2] in each
 
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
         return list(self.phases)
@@ -190,14 +163,3 @@ def _among(count: int, members: Tensor, edges: Edges) -> Edges:
     positions = np.full(count, -1, dtype=np.int64)
     positions[members.numpy()] = np.arange(len(members))
     return canonical(positions[edges][(positions[edges] >= 0).all(1)])
-
-
-def _connected(count: int, phases: Sequence[Edges]) -> list[Tensor]:
-    """Return the positions that reach each other over all phases together, ``[c]`` each in ascending order."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    first, second = np.concatenate(phases).T
-    links = coo_array((np.ones(len(first)), (first, second)), shape=(count, count))
-    number, labels = connected_components(links, directed=False)
-    return [torch.from_numpy(np.flatnonzero(labels == label)) for label in range(number)]

@@ -30,16 +30,10 @@ from fedem.core.tree import Tree, tree_index, tree_repeat, tree_sorted, tree_sta
 from fedem.data.federation import PARTS
 from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.node import Node, combine_scores
+from fedem.deploy.peers import neighbours
 from fedem.deploy.peers.group import PeersChangedError, ProcessGroup, pack, unpack
 from fedem.deploy.peers.meeting import AgentFolder, Meeting, MeetingOverError, Notify, read_key, take_part
-from fedem.deploy.peers.neighbours import (
-    PeerGraph,
-    PresentClient,
-    refusals,
-    round_to_go_on_with,
-    routes,
-    run_to_go_on_with,
-)
+from fedem.deploy.peers.neighbours import PeerGraph, PresentClient, routes
 from fedem.deploy.plan import Plan
 from fedem.graphs import File, Ring, Topology, among
 from fedem.methods import names_where
@@ -61,10 +55,8 @@ class Task:
 
     plan: Path
     data: Path
-    clients: tuple[str, ...]
-    """names; none where the data are of one client that has its name there"""
-    state: Path
-    """a folder for what the clients learn"""
+    clients: tuple[str, ...]  # names; none where the data are of one client that has its name there
+    state: Path  # a folder for what the clients learn
     notify: Notify
 
     def open(self) -> list[PeerClient]:
@@ -99,6 +91,7 @@ def _are_done(clients: Sequence[PeerClient]) -> bool:
 
 def work(folder: AgentFolder, task: Task) -> None:
     """Take part in one meeting, in a process of its own, until the run is over or the peers change."""
+    folder.end_with_agent()  # alone it would count as present, and nobody could stop it
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the agent answers to the keyboard, and the worker just ends
     try:
         clients = task.open()
@@ -118,27 +111,21 @@ class Peer:
 
     def __init__(self, group: ProcessGroup, clients: Sequence[PeerClient], folder: AgentFolder, notify: Notify):
         self.group, self.clients, self.notify, self.plan = group, clients, notify, clients[0].node.plan
-        described = group.gather(
-            {
-                "version": VERSION,
-                "plan": self.plan.fingerprint,
-                "met": bool(folder.run),
-                "new_run": secrets.token_hex(8),
-                "clients": [(one.node.name, one.node.num_samples, one.round, folder.run or one.run) for one in clients],
-            }
-        )
+        here = [(one.node.name, one.node.num_samples, one.round, folder.run or one.run) for one in clients]
+        process = {"version": VERSION, "plan": self.plan.fingerprint, "met": bool(folder.run), "clients": here}
+        described = group.gather(process | {"new_run": secrets.token_hex(8)})
         present = [
-            PresentClient(name, samples, done, process["version"], process["plan"], run, process["met"], rank)
-            for rank, process in enumerate(described)
-            for name, samples, done, run in process["clients"]
+            PresentClient(name, samples, done, other["version"], other["plan"], run, other["met"], rank)
+            for rank, other in enumerate(described)
+            for name, samples, done, run in other["clients"]
         ]
-        refused = refusals(present, clients[0].path.parent)
+        refused = neighbours.refusals(present, clients[0].path.parent)
         if group.rank in refused:
             raise UserError(refused[group.rank])
         if refused:
             raise PeersChangedError("somebody must leave")
         # Where nobody has done a round yet, the run is called what the first process proposes.
-        common_run = run_to_go_on_with(present) or str(described[0]["new_run"])
+        common_run = neighbours.run_to_go_on_with(present) or str(described[0]["new_run"])
         for client in clients:
             client.run = common_run
         folder.save_run(common_run)
@@ -146,7 +133,7 @@ class Peer:
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
         self.own = {self.names.index(client.node.name): client for client in clients}
-        self.done = round_to_go_on_with(present)
+        self.done = neighbours.round_to_go_on_with(present)
         self.graph = PeerGraph.over(self.topology, self.names, mixer_seed(run.seed))
         share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
         self.cohort_size = cohort_size(share, len(present))
@@ -171,7 +158,8 @@ class Peer:
                 if run.is_scored(self.done):
                     averages, own = self._score()
                     line |= averages
-                    self.notify(f"Round {self.done} of {run.rounds}: {_in_words(averages)}.")
+                    tests = [f"{key.replace('_', ' ')} {value:.4f}" for key, value in averages.items() if "test" in key]
+                    self.notify(f"Round {self.done} of {run.rounds}: {', '.join(tests)}.")
                 for client, log in logs:
                     log.write(RunFolder.line(line | own.get(client.node.name, {})))
                     log.flush()
@@ -182,19 +170,14 @@ class Peer:
         started = time.perf_counter()
         seed, algorithm = self.plan.config.run.seed, self.plan.algorithm
         cohort = choose(self.graph.keys, self.cohort_size, COHORT, seed, round_index)
-        key, rate, average = (
-            round_key(seed, round_index),
-            self.plan.rate(round_index),
-            float(self.sizes.double().mean()),
-        )
+        key, rate = round_key(seed, round_index), self.plan.rate(round_index)
+        average = float(self.sizes.double().mean())
         this = Round(cohort, self.sizes[cohort], len(self.sizes), rate, key, average, algorithm.model.trainable)
         matrix = among(self.graph.matrix(round_index, key), cohort)
         scales = Graph(self.topology).step_scales(this.sizes, average)
         members = {row: self.own[client] for row, client in enumerate(cohort.tolist()) if client in self.own}
-        uploads = {
-            row: client.train(round_index, rate, 1.0 if scales is None else float(scales[row]))
-            for row, client in members.items()
-        }
+        steps = torch.ones(len(cohort)) if scales is None else scales
+        uploads = {row: client.train(round_index, rate, float(steps[row])) for row, client in members.items()}
         common = {row: self._common(upload) for row, upload in uploads.items()}
         if self.topology.scale == "updates":
             common = {row: self._scaled(this, row, members[row], tree) for row, tree in common.items()}
@@ -207,8 +190,8 @@ class Peer:
             mixed = Mixed(_HERE, means, len(heard))
             shared = step_groups(algorithm, tree_repeat(self._common(client.shared), 1), mixed, share)
             client.shared = tree_sorted(uploads[row] | tree_index(shared, 0))
-        seconds = time.perf_counter() - started
-        costs = RoundCosts(round_index + 1, rate, len(cohort), seconds, bytes_up, bytes_down)
+        seconds, count = time.perf_counter() - started, len(cohort)
+        costs = RoundCosts(round_index + 1, rate, count, seconds, bytes_up, bytes_down)
         return costs._asdict() | {"peers": self.group.size}
 
     def _common(self, tree: Tree) -> Tree:
@@ -246,14 +229,10 @@ class Peer:
         """
         metric = self.plan.model.loss.metric
         sums = {one.node.name: (one.node.num_samples, one.node.score(one.shared, one.personal)) for one in self.clients}
-        own = {
-            name: {
-                f"own_{part}_{key}": value / entry.samples
-                for part, entry in scores.items()
-                for key, value in (("loss", entry.loss), (metric, entry.value))
-            }
-            for name, (_, scores) in sums.items()
-        }
+        own: dict[str, Record] = {name: {} for name in sums}
+        for name, (_, scores) in sums.items():
+            for part, (count, loss, value) in scores.items():
+                own[name] |= {f"own_{part}_loss": loss / count, f"own_{part}_{metric}": value / count}
         here, totals = combine_scores(metric, list(sums.values())), torch.zeros(len(PARTS), 3, dtype=torch.float64)
         for row, part in enumerate(PARTS):
             if entry := here.get(part):
@@ -263,13 +242,6 @@ class Peer:
             if weight:
                 averages |= {f"{part}_{metric}": value / weight, f"{part}_loss": loss / weight}
         return averages, own
-
-
-def _in_words(averages: Record) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in averages.items() if "test" in name)
-
-
-# The clients of a peer's process, and what they have learnt.
 
 
 def graph_of(plan: Plan) -> Topology:
@@ -283,9 +255,7 @@ def graph_of(plan: Plan) -> Topology:
             f"graph (graph.name) {others}."
         )
     if isinstance(graph, File):
-        raise UserError(
-            "graph.name is 'file', a graph of certain clients; allowed among peers, who come and go: others."
-        )
+        raise UserError("graph.name is 'file', a graph of certain clients; allowed: others, since peers come and go.")
     return graph
 
 
@@ -305,12 +275,10 @@ class PeerClient:
 
     node: Node
     path: Path
-    round: int
-    """rounds of the run that it has done"""
+    round: int  # rounds of the run that it has done
     shared: Tree
     personal: Tree
-    run: str = ""
-    """which run that was, by a word that those who began it agreed on; empty before the first round"""
+    run: str = ""  # which run that was, by a word that those who began it agreed on; empty before the first round
 
     @classmethod
     def open(cls, node: Node, state: Path) -> PeerClient:
@@ -328,26 +296,20 @@ class PeerClient:
         return cls(node, path, 0, tree_index(first.shared, 0), tree_index(first.personal, 0))
 
     def keep(self) -> None:
-        """Write what it has learnt."""
-        Kept(self.node.plan, self.round, self.personal, self.shared, run=self.run, client=self.node.name).save(
-            self.path
-        )
+        node = self.node
+        Kept(node.plan, self.round, self.personal, self.shared, run=self.run, client=node.name).save(self.path)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes off its file."""
         path = self.path.with_suffix(".lock")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(path) as is_mine:
             if not is_mine:
-                raise UserError(
-                    f"What client {self.node.name!r} has learnt is in use by another process, which holds {path}; "
-                    "allowed: one process at a time."
-                )
+                other = f"in use by another process, which holds {path}; allowed: one at a time"
+                raise UserError(f"What client {self.node.name!r} has learnt is {other}.")
             yield
 
     def open_log(self) -> IO[str]:
-        """Open its metrics.jsonl to append."""
         folder = RunFolder(self.path.with_suffix(""))
         folder.path.mkdir(parents=True, exist_ok=True)
         return folder.open_metrics(self.round)
