@@ -94,7 +94,7 @@ def test_an_app_that_is_there_already_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "app" / "app.py").write_text("mine")
     config = Config.build(SHORT, {"data": {"name": "file", "path": str(tmp_path / "data")}})
     with pytest.raises(UserError, match="app is there already"):
-        run_trial(tmp_path, config, clients, print)
+        run_trial(tmp_path, config, clients, print, 120.0)
 
 
 class FakeProgram:

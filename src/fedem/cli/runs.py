@@ -286,7 +286,7 @@ def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
     mixture = plan.algorithm.predictor(kept.shared, split_residual(kept.personal)[0])
     personal = PersonalModel(plan.model, mixture, plan.format)
     facts = {"client": kept.client or None, "state": "last", "round": kept.round}
-    return export_personal(personal, config, out, formats, facts)
+    return export_personal(personal, config, out, formats, **facts)
 
 
 def report(

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
 
-
 __all__ = ["client_app", "server_app"]
 
 

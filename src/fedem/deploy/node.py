@@ -107,8 +107,7 @@ class Node:
 
         ``scale`` multiplies the learning rate. Returns what is uploaded, and the client's next personal tree.
         """
-        here = torch.zeros(1, dtype=torch.int64)
-        cohort = Cohort(self._one(shared), here, self._one(personal), self._own.train)
+        cohort = Cohort(self._one(shared), torch.zeros(1, dtype=torch.int64), self._one(personal), self._own.train)
         scales = None if scale == 1.0 else torch.tensor([scale], dtype=torch.float64)
         with self.plan.products():
             (done,) = self._local.train(cohort, self._own.keys, round_index, learning_rate, scales=scales)
@@ -116,8 +115,7 @@ class Node:
 
     def fit(self, shared: Tree) -> Tree:
         """Return the personal tree of a client that never trained, fitted beside ``shared``."""
-        # What fine-tuning makes belongs to a predictor, not to what is kept.
-        plain = replace(self._personalizer, fine_tune_epochs=0)
+        plain = replace(self._personalizer, fine_tune_epochs=0)  # which belongs to a predictor, not to what is kept
         with torch.no_grad(), self.plan.products():
             found = plain.personalize(State(0, self._one(shared), {}), self._own.train, self._own.keys)
         return tree_index(found.personal, 0)
@@ -147,8 +145,7 @@ class Node:
 
     @cached_property
     def _own(self) -> Federation:
-        """The client alone."""
-        return self.federation.take(torch.tensor([self.federation.position(self.name)]))
+        return self.federation.take(torch.tensor([self.federation.position(self.name)]))  # the client alone
 
     @cached_property
     def _local(self) -> LocalTraining:

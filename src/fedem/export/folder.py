@@ -38,7 +38,7 @@ from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
-_FACTS, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
+_DESCRIPTION, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
 _START = {"weights": "", "jitter": 0.0}  # where training starts from: a file that an exported model does not need
 
 
@@ -54,30 +54,22 @@ class Exported:
 def export_client(
     result: Result, client: str | None, out: str | Path, formats: Iterable[str] = (TENSORS,), which: str = "last"
 ) -> Exported:
-    """Write the model of a client, fine-tuned if the run fine-tunes, to a new folder.
+    """Write the model of a client, fine-tuned if the run fine-tunes, to a new folder ``out``.
 
-    Args:
-        result: the trained federation.
-        client: its name; None for the components alone, uniformly weighted, as a newcomer without samples gets them.
-        out: the folder, which must not be there yet.
-        formats: some of "safetensors", which :func:`load_exported` reads, "torchscript" and "onnx".
-        which: "last" or "best".
+    For the ``client`` None: the components alone, uniformly weighted, as a newcomer without samples gets them. Formats
+    are "safetensors", which :func:`load_exported` reads, "torchscript" and "onnx"; ``which`` is "last" or "best".
     """
     if client is None:
         nothing = torch.zeros(0, *result.recipe.format.inputs, dtype=result.recipe.format.input_dtype)
         personal = result.personalize(nothing, [], which=which)
     else:
         personal = result.client(client, which)
-    about = {"client": client, "state": which, "round": result.state(which).round}
-    return export_personal(personal, result.config, out, formats, about)
+    done = result.state(which).round
+    return export_personal(personal, result.config, out, formats, client=client, state=which, round=done)
 
 
 def export_personal(
-    personal: PersonalModel,
-    config: Config,
-    out: str | Path,
-    formats: Iterable[str] = (TENSORS,),
-    about: Mapping[str, Any] | None = None,
+    personal: PersonalModel, config: Config, out: str | Path, formats: Iterable[str] = (TENSORS,), **about: Any
 ) -> Exported:
     """Write a personal model to a new folder; ``about`` is what else model.json is to say of it.
 
@@ -99,7 +91,7 @@ def export_personal(
         raise UserError("The model predicts NaN or infinite numbers, so it can't be exported.")
     differences, refused = dict[str, float](), dict[str, str]()
     with _appearing(place) as folder:
-        _write_facts(folder, own, config, about or {})
+        _write_description(folder, own, config, about)
         if TENSORS in asked:
             tensors = add_prefix("components", own.mixture.components) | {"log_weights": own.mixture.log_weights}
             content = {name: leaf.detach().contiguous() for name, leaf in tensors.items()}
@@ -135,40 +127,41 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
 
     folder = Path(path)
     try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-        if facts["version"] != _VERSION:
-            raise UserError(f"{folder} has version {facts['version']!r} of the format; allowed: {_VERSION}.")
-        recipe = _recipe(facts, model, device)
+        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
+        if description["version"] != _VERSION:
+            raise UserError(f"{folder} has version {description['version']!r} of the format; allowed: {_VERSION}.")
+        recipe = _recipe(description, model, device)
         tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
         mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
     except FileNotFoundError as error:
-        hint = " (export it with the format safetensors)" if (folder / _FACTS).is_file() else ""
+        hint = " (export it with the format safetensors)" if (folder / _DESCRIPTION).is_file() else ""
         raise UserError(f"There is no exported model in {folder}: {error.filename} is missing{hint}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
     except (KeyError, TypeError, AttributeError) as error:
-        described = f"{folder / _FACTS} is not a description of a model"
+        described = f"{folder / _DESCRIPTION} is not a description of a model"
         raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
-    count = len(mixture.log_weights)
+    count, name = len(mixture.log_weights), recipe.config.name("model")
     wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
     if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
-        raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {facts['model']['name']!r}.")
+        raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {name!r}.")
     components, log_weights = tree_to(mixture.components, recipe.device), mixture.log_weights.to(recipe.device)
     return PersonalModel(recipe.model, Mixture(components, log_weights), recipe.format)
 
 
-def _recipe(facts: Mapping[str, Any], model: ModelSource | None, device: str) -> Recipe:
-    if model is None and facts["model"]["name"] == GIVEN:
+def _recipe(description: Mapping[str, Any], model: ModelSource | None, device: str) -> Recipe:
+    if model is None and description["model"]["name"] == GIVEN:
         raise UserError("This model was passed from Python when it was trained; pass model=... again to load it.")
-    run = {key: facts[key] for key in ("dtype", "precision")} | {"label_shares": facts.get("label_shares", False)}
-    config = Config.build({"model": facts["model"], "loss": facts["loss"], "run": run}, preset=False)
-    recipe = Recipe(config, SampleFormat.from_json(facts), model, device_name=device)
-    recipe.model.not_stackable = facts["not_stackable"]
+    run = {"dtype": description["dtype"], "precision": description["precision"]}
+    run["label_shares"] = description.get("label_shares", False)
+    config = Config.build({"model": description["model"], "loss": description["loss"], "run": run}, preset=False)
+    recipe = Recipe(config, SampleFormat.from_json(description), model, device_name=device)
+    recipe.model.not_stackable = description["not_stackable"]
     return recipe
 
 
-def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
-    facts = {
+def _write_description(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:
+    description = {
         "version": _VERSION,
         "fedem": VERSION,
         "method": config.name("method"),
@@ -180,7 +173,7 @@ def _write_facts(folder: Path, personal: PersonalModel, config: Config, about: M
         "not_stackable": personal.model.not_stackable,
         **personal.format.to_json(),
     }
-    write_json(folder / _FACTS, facts)
+    write_json(folder / _DESCRIPTION, description)
 
 
 def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]) -> str:

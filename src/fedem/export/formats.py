@@ -32,7 +32,6 @@ from fedem.runs.result import PersonalModel
 TENSORS = "safetensors"
 # How far a file's predictions may be from the model's, relative to the largest of them; by the parameters' type.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
-_SAMPLES = 5
 _INPUT, _OUTPUT = "inputs", "predictions"
 _TORCHSCRIPT = "TorchScript, needs torch alone: torch.jit.load(path)(inputs)."
 _ONNX = f"ONNX, from {_INPUT!r} to {_OUTPUT!r}, for onnxruntime and others."
@@ -65,7 +64,7 @@ def check_formats(names: Iterable[str]) -> tuple[str, ...]:
 
 def sample_inputs(personal: PersonalModel) -> Tensor:
     """Draw inputs of the kind that the model was trained on, ``[5, ...]``; the same each time."""
-    shape, dtype = (_SAMPLES, *personal.format.inputs), personal.format.input_dtype
+    shape, dtype = (5, *personal.format.inputs), personal.format.input_dtype
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=dtype)

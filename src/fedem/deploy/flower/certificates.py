@@ -1,9 +1,8 @@
 """Certificates for the server and keys for the nodes, by which both know each other before anything is said.
 
 A folder holds the federation's own authority (``ca.crt``, which every node gets, and ``ca.key``, which never leaves it)
-and the server's certificate, signed by it. A node has a key of its own; the server gets the public half.
-
-It imports cryptography, which the extra ``fedem[flower]`` installs: import it late.
+and the server's certificate, signed by it. A node has a key of its own; the server gets the public half. This module
+imports cryptography, which the extra ``fedem[flower]`` installs: import it late.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically
 
+Key = ec.EllipticCurvePrivateKey
 LOOPBACK = ("127.0.0.1", "localhost")
 _AUTHORITY_DAYS = 3650
 _LEEWAY = timedelta(hours=1)  # clocks differ a little among machines
@@ -53,7 +53,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int =
     signer, authority = _authority(files.authority, folder / "ca.key")
     key = _make_key(files.key, PrivateFormat.PKCS8)
     extensions = (x509.SubjectAlternativeName(alternatives), x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]))
-    _write_certificate(files.certificate, hosts[0], key, signer, authority.subject, days, extensions)
+    _write_certificate(files.certificate, hosts[0], key, signer, authority.subject, days, *extensions)
     return files
 
 
@@ -69,7 +69,7 @@ def make_node_key(path: Path) -> Path:
     return public
 
 
-def _authority(path: Path, key_path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _authority(path: Path, key_path: Path) -> tuple[Key, x509.Certificate]:
     """Return the authority's key and certificate from their files, which are made when both are missing."""
     if not path.exists() and not key_path.exists():
         key, name = _make_key(key_path, PrivateFormat.PKCS8), "fedem authority"
@@ -82,7 +82,7 @@ def _authority(path: Path, key_path: Path) -> tuple[ec.EllipticCurvePrivateKey, 
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
     except (ValueError, TypeError):
         raise UserError(f"{path} and {key_path} can't be read as a certificate and its key.") from None
-    if not isinstance(signer, ec.EllipticCurvePrivateKey) or signer.public_key() != certificate.public_key():
+    if not isinstance(signer, Key) or signer.public_key() != certificate.public_key():
         raise UserError(f"{key_path} is not the key of {path}.")
     return signer, certificate
 
@@ -92,13 +92,7 @@ def _subject(name: str) -> x509.Name:
 
 
 def _write_certificate(
-    path: Path,
-    name: str,
-    key: ec.EllipticCurvePrivateKey,
-    signer: ec.EllipticCurvePrivateKey,
-    issuer: x509.Name,
-    days: int,
-    extensions: Sequence[x509.ExtensionType] = (),
+    path: Path, name: str, key: Key, signer: Key, issuer: x509.Name, days: int, *extensions: x509.ExtensionType
 ) -> None:
     """Sign and write the certificate of ``key``; the authority's is the one that its own key signs."""
     now, signs = datetime.now(UTC), key is signer
@@ -136,7 +130,7 @@ def _alternative(host: str) -> x509.GeneralName:
         raise UserError(f"The server's host is {host!r}; allowed: an address or a name of plain letters.") from None
 
 
-def _make_key(path: Path, form: PrivateFormat) -> ec.EllipticCurvePrivateKey:
+def _make_key(path: Path, form: PrivateFormat) -> Key:
     key = ec.generate_private_key(ec.SECP384R1())
     write_atomically(path, key.private_bytes(Encoding.PEM, form, serialization.NoEncryption()), private=True)
     return key

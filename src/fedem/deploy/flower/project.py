@@ -86,10 +86,8 @@ def check_server(plan: Plan) -> None:
     if mixer.is_server_mean and config.compression.downloads == "none":
         return
     if not find_method(method).mixer.is_server_mean:
-        raise UserError(
-            f"Method {method} needs {type(mixer).__name__} between its clients, and not a server that averages; "
-            f"allowed: {names_where(lambda row: row.mixer.is_server_mean)}."
-        )
+        needs, allowed = type(mixer).__name__, names_where(lambda row: row.mixer.is_server_mean)
+        raise UserError(f"Method {method} needs {needs} between clients, not an averaging server; allowed: {allowed}.")
     chosen = {"graph.name": config.name("graph"), "run.local_layers": config.run.local_layers}
     chosen["compression.downloads"] = config.compression.downloads
     refused = " and ".join(f"{key} is {value!r}" for key, value in chosen.items() if value != "none")
@@ -112,10 +110,8 @@ def write_app(folder: Path, plan: Plan) -> Path:
     title, encoding = METHODS[plan.config.name("method")].title, plan.format.encoding
     columns = "an npz file with arrays x and y, and client where it holds several clients."
     if encoding is not None:
-        columns = (
-            f"a CSV, Parquet or npz file, target column `{encoding.target.name}`; where it has a column "
-            f"`{encoding.client}`, the rows of `client` are taken."
-        )
+        target, own = encoding.target.name, f"where it has a column `{encoding.client}`, the rows of `client` are taken"
+        columns = f"a CSV, Parquet or npz file, target column `{target}`; {own}."
     # The plan goes first: a folder that was cut short has no project file, and Flower does not take it.
     plan.save(folder / "plan")
     write_atomically(folder / "app.py", _APP.encode())

@@ -202,7 +202,6 @@ class MethodStrategy(Strategy):
         self.folder.save({"last": self.state}, metadata)
 
     def hand_over(self, grid: Grid) -> None:
-        """Give everybody the final tree to keep."""
         nodes = sorted(grid.get_node_ids())
         self._registry.connected = frozenset(nodes)
         requests = self.requests(messages.KEEP, self.arrays, nodes)
@@ -223,9 +222,8 @@ class MethodStrategy(Strategy):
         return [good[name] for name in sorted(good)]
 
     def conclude(self) -> Record:
-        """Sum the run up."""
         history, ways = self.folder.metrics(), ("bytes_up", "bytes_down")
-        last = next((line for line in reversed(history) if f"train_{self.plan.model.loss.metric}" in line), {})
+        last: Record = next((line for line in reversed(history) if f"train_{self.plan.model.loss.metric}" in line), {})
         return {
             **self.plan.describe(self.state),
             "num_clients": max((line["clients"] for line in history), default=0),

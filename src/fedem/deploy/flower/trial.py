@@ -34,6 +34,17 @@ FEWEST, MOST = 2, 50  # nodes of a trial: a process or two each, and a federatio
 SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}  # by default: every message to a node takes seconds
 DIMENSION = 20  # features of the clients that are drawn
 _APP_STARTING, _BETWEEN = 120.0, 30.0  # seconds that a run may take to start, and the server between two messages
+HOST = "127.0.0.1"
+CONNECTION = "loopback"  # what ``flwr`` calls our SuperLink
+CONNECTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
+QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+_PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
+_STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0  # seconds to start, for a command to answer, to end before being killed
+_STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 Listener = Callable[[Record], object]  # called with each round's record
 
@@ -47,9 +58,7 @@ class Client(NamedTuple):
 
 def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
     """Draw a small synthetic mixture, a file for each client, by which it is named."""
-    source = Synthetic(
-        num_clients=nodes, dimension=DIMENSION, size_mean=6.0, size_sigma=0.5, num_validation=0, num_test=0
-    )
+    source = Synthetic(nodes, dimension=DIMENSION, size_mean=6.0, size_sigma=0.5, num_validation=0, num_test=0)
     federation = source.make(seed).federation
     folder.mkdir(parents=True, exist_ok=True)
     clients = [Client(f"client-{number}", folder / f"client-{number}.npz") for number in range(nodes)]
@@ -66,9 +75,7 @@ def choose_clients(names: Sequence[str], path: Path, nodes: int) -> list[Client]
     return [Client(name, path) for name in names[:nodes]]
 
 
-def run_trial(
-    folder: Path, config: Config, clients: Sequence[Client], listener: Listener, timeout: float = 120.0
-) -> RunFolder:
+def run_trial(folder: Path, config: Config, clients: Sequence[Client], listener: Listener, timeout: float) -> RunFolder:
     """Carry out a deployed run on this machine; every process that it started has ended when it returns or raises.
 
     Everything goes into ``folder``: the app, certificates and keys, logs, what the clients keep, and the run. The plan
@@ -149,21 +156,6 @@ def _handled_by(handler: Callable[[int, Any], Any], *signals: signal.Signals) ->
             signal.signal(which, earlier)
 
 
-# A SuperLink and SuperNodes of Flower on this machine, with TLS and keys as between real ones; all on 127.0.0.1.
-
-HOST = "127.0.0.1"
-CONNECTION = "loopback"  # what ``flwr`` calls our SuperLink
-CONNECTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
-QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
-_PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
-_STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0  # seconds to start, for a command to answer, to end before being killed
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-
-
 class Program:
     """A process that was started here, in a group of its own, and its log."""
 
@@ -209,21 +201,22 @@ class Program:
         self.process.wait()
 
     def end(self) -> None:
-        """End it: asked first, killed when it takes too long."""
         self.send(signal.SIGTERM)
         with suppress(TimeoutExpired):
             self.process.wait(_ENDING)
         self.kill()
 
     def send(self, which: signal.Signals) -> None:
-        """Send a signal to it and to what it started."""
         # The group outlives its leader while the leader's children run; until then its number is not given anew.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, which)
 
 
 class Loopback(AbstractContextManager["Loopback"]):
-    """A SuperLink with a database, started at once, and SuperNodes that it knows by their keys, all in one folder."""
+    """A SuperLink with a database, started at once, and SuperNodes that it knows by their keys.
+
+    Everything lies in one folder, and all on 127.0.0.1, with TLS and keys as between real machines.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
@@ -241,12 +234,10 @@ class Loopback(AbstractContextManager["Loopback"]):
         self.environment = {**os.environ, **QUIET_FLOWER, "PATH": self._path, "FLWR_HOME": str(home)}
         # Everybody shares this machine's cores: with one thread for each core, they would wait for one another.
         self.environment.setdefault("OMP_NUM_THREADS", "1")
-        address, authority = f"{HOST}:{self.port}", str(self.certificates.authority)
-        (home / "config.toml").write_text(
-            f"[superlink]\ndefault = {toml_literal(CONNECTION)}\n\n[superlink.{CONNECTION}]\n"
-            f"address = {toml_literal(address)}\nroot-certificates = {toml_literal(authority)}\n",
-            encoding="utf-8",
-        )
+        known = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
+        table = "\n".join(f"{key} = {toml_literal(value)}" for key, value in known.items())
+        content = f"[superlink]\ndefault = {toml_literal(CONNECTION)}\n\n[superlink.{CONNECTION}]\n{table}\n"
+        (home / "config.toml").write_text(content, encoding="utf-8")
         self.programs: list[Program] = []
         self.start_superlink()
 
@@ -290,10 +281,7 @@ class Loopback(AbstractContextManager["Loopback"]):
         return key
 
     def start_node(self, name: str, settings: Values, key: Path | None, *, verify: bool = True) -> Program:
-        """Start a SuperNode with its node config and private key.
-
-        One that does not ``verify`` lacks the authority's certificate, by which it knows the SuperLink.
-        """
+        """Start a SuperNode; one that does not ``verify`` lacks the certificate by which it knows the SuperLink."""
         return self._start(
             "flower-supernode",
             "--superlink", f"{HOST}:{self.port}",

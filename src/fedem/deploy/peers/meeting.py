@@ -44,8 +44,7 @@ _RESTARTS = 10**9  # of a worker: it fails when its neighbours do, which is neve
 _HEARTBEATS = 3  # that an agent may miss
 _RETRY = 0.5  # seconds between attempts to reach a store
 
-# Shows a note to the user. It must be a function of a module where another process calls it.
-Notify = Callable[[str], None]
+Notify = Callable[[str], None]  # shows a note to the user; a function of a module where another process calls it
 
 
 class MeetingOverError(UserError):
@@ -179,7 +178,6 @@ class AgentFolder:
     @classmethod
     @contextmanager
     def opened(cls, round_timeout: int) -> Iterator[AgentFolder]:
-        """Open the folder of this process, an agent."""
         with tempfile.TemporaryDirectory(prefix="fedem-") as folder, locked(Path(folder) / "agent"):
             yield cls(Path(folder), os.getpid(), round_timeout)
 
@@ -216,8 +214,7 @@ class AgentFolder:
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-# Takes part until the run is over. It must be a function of a module, since it runs in a process of its own.
-Worker = Callable[[AgentFolder, Any], None]
+Worker = Callable[[AgentFolder, Any], None]  # takes part until the run is over: a module's function, in a process
 
 
 def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: Notify) -> None:
@@ -232,10 +229,8 @@ def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: N
                     raise UserError(reason) from None
                 raise KeyboardInterrupt from None  # this process was told to stop
             except api.RendezvousClosedError:
-                raise MeetingOverError(
-                    f"Those who met at {place} have finished. What this process has learnt is kept; to go on with "
-                    "others, a new meeting place is needed."
-                ) from None
+                advice = "What this process has learnt is kept; to go on with others, a new meeting place is needed."
+                raise MeetingOverError(f"Those who met at {place} have finished. {advice}") from None
             except api.RendezvousTimeoutError:
                 few = f"Fewer than {meeting.min_peers} peers came to {place} within {meeting.join_timeout} seconds."
                 raise UserError(few) from None

@@ -190,8 +190,8 @@ class Peer:
             mixed = Mixed(_HERE, means, len(heard))
             shared = step_groups(algorithm, tree_repeat(self._common(client.shared), 1), mixed, share)
             client.shared = tree_sorted(uploads[row] | tree_index(shared, 0))
-        seconds, count = time.perf_counter() - started, len(cohort)
-        costs = RoundCosts(round_index + 1, rate, count, seconds, bytes_up, bytes_down)
+        seconds = time.perf_counter() - started
+        costs = RoundCosts(round_index + 1, rate, len(cohort), seconds, bytes_up, bytes_down)
         return costs._asdict() | {"peers": self.group.size}
 
     def _common(self, tree: Tree) -> Tree:
@@ -216,10 +216,9 @@ class Peer:
             for row, buffer in zip(rows, incoming[rank].split(size), strict=True):
                 trees[row] = unpack(buffer, like)
                 if (leaf := not_finite(trees[row])) is not None:
-                    raise UserError(
-                        f"Client {self.names[cohort[row]]!r} sent {leaf!r} with numbers that are not finite, which "
-                        "would spoil whoever averages with it; what was learnt before is kept. Stop that client."
-                    )
+                    sent = f"Client {self.names[cohort[row]]!r} sent {leaf!r} with numbers that are not finite"
+                    why = "would spoil whoever averages with it; what was learnt before is kept. Stop that client"
+                    raise UserError(f"{sent}, which {why}.")
         return sum(map(len, outgoing.values())), sum(map(len, incoming.values()))
 
     def _score(self) -> tuple[Record, dict[str, Record]]:
@@ -250,10 +249,8 @@ def graph_of(plan: Plan) -> Topology:
     if graph is None:
         decentralised = names_where(lambda row: row.mixer.over_graph)
         others = names_where(lambda row: row.goes_over_graph and not row.mixer.over_graph)
-        raise UserError(
-            f"Method {plan.config.name('method')} needs a server; allowed among peers: {decentralised}, and with a "
-            f"graph (graph.name) {others}."
-        )
+        allowed = f"{decentralised}, and with a graph (graph.name) {others}"
+        raise UserError(f"Method {plan.config.name('method')} needs a server; allowed among peers: {allowed}.")
     if isinstance(graph, File):
         raise UserError("graph.name is 'file', a graph of certain clients; allowed: others, since peers come and go.")
     return graph
@@ -263,10 +260,9 @@ def check_start(config: Config) -> None:
     """Refuse a start from a file that others may not have, or have another one of: each peer draws its own."""
     weights = config.values("model").get("weights", "")
     if weights not in ("", INSTALLED):
-        raise UserError(
-            f"model.weights is {weights!r}, a file of this machine, and there is no server to send it to all; allowed "
-            f"among peers: none, or {INSTALLED!r}, which a package brings (efficientnet_lite0)."
-        )
+        why = "a file of this machine, and there is no server to send it to all"
+        allowed = f"none, or {INSTALLED!r}, which a package brings (efficientnet_lite0)"
+        raise UserError(f"model.weights is {weights!r}, {why}; allowed among peers: {allowed}.")
 
 
 @dataclass
@@ -319,8 +315,7 @@ class PeerClient:
         trained = self.node.train(self.shared, self.personal, round_index, rate, scale)
         upload, self.personal = (tree_to(tree, _CPU) for tree in trained)
         if (name := not_finite(upload)) is not None:
-            raise UserError(
-                f"Training of client {self.node.name!r} diverged in round {self.round + 1}: {name!r} is no longer "
-                f"finite at learning rate {rate:g}; a plan with a smaller schedule.learning_rate is needed."
-            )
+            diverged = f"diverged in round {self.round + 1}: {name!r} is no longer finite at learning rate {rate:g}"
+            advice = "a plan with a smaller schedule.learning_rate is needed"
+            raise UserError(f"Training of client {self.node.name!r} {diverged}; {advice}.")
         return upload
