@@ -97,9 +97,9 @@ def _write_certificate(
     """Sign and write the certificate of ``key``; the authority's is the one that its own key signs."""
     now, signs = datetime.now(UTC), key is signer
     # A certificate that signs others signs nothing else, and the other way round.
-    unused = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
+    no = dict.fromkeys(("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False)
     usage = x509.KeyUsage(
-        not signs, key_cert_sign=signs, crl_sign=signs, encipher_only=False, decipher_only=False, **unused
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, encipher_only=False, decipher_only=False, **no
     )
     builder = (
         x509.CertificateBuilder()
