@@ -105,7 +105,7 @@ class TestTrainingRowsAlone:
         table = table_of(a=[1, 2, 4], y=[0.5, 1.5, 7.0])
         encoding = Encoding.fit(table, all_rows(table), standardize=False)
         assert encoding.inputs(table)[:, 0].tolist() == [1, 2, 4]
-        assert encoding.targets(table).tolist() == [0.5, 1.5, 7.0]
+        assert encoding.target.encode(table).tolist() == [0.5, 1.5, 7.0]
 
 
 class TestNewTables:
@@ -162,7 +162,7 @@ class TestWordsForNothing:
         assert encoding.inputs(new).argmax(1).tolist() == [
             sorted(["12", "B", word]).index(text) for text in (word, "12")
         ]
-        assert encoding.targets(new).tolist() == [encoding.classes.index(text) for text in ("5", word)]
+        assert encoding.target.encode(new).tolist() == [encoding.target.classes.index(text) for text in ("5", word)]
 
     def test_numbers_of_training_want_numbers(self) -> None:
         table = table_of(a=[1, 2], y=[0, 1])
@@ -175,8 +175,8 @@ def test_an_encoding_has_a_hash_of_what_it_learnt() -> None:
     first, second = (Encoding.fit(table, np.array(rows)) for rows in ([0, 1], [0, 2]))
     assert first.fingerprint == Encoding.fit(table, np.arange(2)).fingerprint != second.fingerprint
     assert first.fingerprint == Encoding.from_json(json.loads(json.dumps(first.to_json()))).fingerprint
-    assert first.target_deviation == 10
-    assert Encoding.fit(table, np.arange(2), standardize=False).target_deviation == 1
+    assert first.target.deviation == 10
+    assert Encoding.fit(table, np.arange(2), standardize=False).target.deviation == 1
 
 
 class TestTooManyCategories:
@@ -238,4 +238,4 @@ def test_plain_json_gives_the_same_encoding_back(rows: list[tuple[float, str, bo
         again = Encoding.from_json(json.loads(json.dumps(encoding.to_json(), allow_nan=False)))
         assert again == encoding
         assert np.array_equal(again.inputs(own), encoding.inputs(own))
-        assert np.array_equal(again.targets(own), encoding.targets(own))
+        assert np.array_equal(again.target.encode(own), encoding.target.encode(own))

@@ -28,16 +28,16 @@ class TestTargets:
     def test_classes_keep_their_names(self, values: list[str], classes: tuple[str, ...], codes: list[int]) -> None:
         table = table_of(a=[1, 2, 3], y=values)
         encoding = Encoding.fit(table, all_rows(table))
-        assert encoding.classes == classes
-        assert encoding.targets(table).tolist() == codes
-        assert encoding.targets(table).dtype == np.int64
+        assert encoding.target.classes == classes
+        assert encoding.target.encode(table).tolist() == codes
+        assert encoding.target.encode(table).dtype == np.int64
 
     def test_floats_are_regression_and_come_back(self) -> None:
         values = [1.0, 2.0, 40.5, -3.25]
         table = table_of(a=[1, 2, 3, 4], y=values)
         encoding = Encoding.fit(table, np.arange(3))
-        targets = encoding.targets(table)
-        assert encoding.classes is None
+        targets = encoding.target.encode(table)
+        assert encoding.target.classes is None
         assert targets.dtype == np.float32
         expected = StandardScaler().fit(np.array(values[:3])[:, None]).transform(np.array(values)[:, None])[:, 0]
         np.testing.assert_allclose(targets, expected, rtol=1e-6)
@@ -74,19 +74,19 @@ class TestTargets:
     def test_new_targets_are_matched_by_value(self) -> None:
         table = table_of(a=[1, 2], y=["7", "8"])
         encoding = Encoding.fit(table, all_rows(table))
-        assert encoding.targets(table_of(a=[1, 2, 3], y=["8.0", "+7", "8"])).tolist() == [1, 0, 1]
+        assert encoding.target.encode(table_of(a=[1, 2, 3], y=["8.0", "+7", "8"])).tolist() == [1, 0, 1]
         for values in ([8, 7], [8.0, 7.0], np.array([8, 7], dtype=np.uint8)):
             assert encoding.accept_targets(values).tolist() == [1, 0]
         with pytest.raises(UserError, match=r"t\.csv, line 3, column 'y': '9' is none of the 2 classes .*\(7, 8\)"):
-            encoding.targets(table_of(a=[1, 2], y=["8", "9"]))
+            encoding.target.encode(table_of(a=[1, 2], y=["8", "9"]))
         with pytest.raises(UserError, match="the targets, row 1, column 'y': 9 is none of the 2 classes"):
             encoding.accept_targets([7, 9])
         with pytest.raises(UserError, match="no column 'y' of targets"):
-            encoding.targets(table_of(a=[1]))
+            encoding.target.encode(table_of(a=[1]))
 
     def test_text_is_compared_as_it_stands(self) -> None:
         table = table_of(a=["01", "1", "x"], y=["01", "1", "x"])
         encoding = Encoding.fit(table, all_rows(table))
         new = table_of(a=["1", "01"], y=["1", "01"])  # numbers all, but not in training
         assert encoding.inputs(new).tolist() == [[0, 1, 0], [1, 0, 0]]
-        assert encoding.targets(new).tolist() == [1, 0]
+        assert encoding.target.encode(new).tolist() == [1, 0]

@@ -177,7 +177,7 @@ class TestMissing:
         path = write_csv(tmp_path / "samples.csv", HEADER, "1,a,yes,ann", f"1,{text},{text},ann", f"1,7,yes,{text}")
         made = FromFile(path=str(path), validation=0, test=0).make(0)
         assert made.encoding is not None
-        assert made.encoding.classes == tuple(sorted(["yes", text]))
+        assert made.encoding.target.classes == tuple(sorted(["yes", text]))
         assert made.feature_names == ("first", *sorted([f"second={word}" for word in ("7", "a", text)]))
         assert text in made.federation.names
 

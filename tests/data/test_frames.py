@@ -217,7 +217,7 @@ class TestHuggingFace:
         }
         found = from_huggingface(parts, "sold", features=["weekday", "price"])
         assert found.federation.names == tuple(shops)
-        assert found.encoding.classes == ("few", "many", "some")
+        assert found.encoding.target.classes == ("few", "many", "some")
         assert found.feature_names == ("weekday=Friday", "weekday=Monday", "weekday=Saturday", "price")
         assert len(from_huggingface(list(parts.values()), "sold").feature_names) == 7
 
@@ -230,7 +230,7 @@ class TestHuggingFace:
         found = from_huggingface([data, data], validation=0, test=0)
         assert np.array_equal(found.federation.train.pool.inputs.numpy(), np.concatenate([images, images]))
         assert found.federation.train.pool.inputs.dtype == torch.uint8
-        assert [found.encoding.classes[code] for code in found.federation.train.pool.targets[:4]] == [
+        assert [found.encoding.target.classes[code] for code in found.federation.train.pool.targets[:4]] == [
             "dog",
             "cat",
             "cat",

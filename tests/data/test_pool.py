@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedem.core.errors import UserError
+from fedem.core.random import client_keys
 from fedem.data.dataset import Pooled
 from fedem.data.federation import PARTS, Federation
 from fedem.data.partitions import Collection, Dirichlet, Natural, Uniform, content_ids, from_arrays
@@ -98,7 +99,7 @@ def test_every_row_is_in_one_part_and_shares_are_kept(
     rows = torch.randperm(int(offsets[-1]), generator=torch.Generator().manual_seed(seed))
     ids = torch.from_numpy(np.random.default_rng(seed).integers(-(2**62), 2**62, len(rows)))
     names = [str(t) for t in range(len(sizes))]
-    parts = split_rows(names, rows, offsets, ids, validation, test, seed)
+    parts = split_rows(client_keys(names), rows, offsets, ids, validation, test, seed)
     assert sorted(torch.cat([own for own, _ in parts]).tolist()) == list(range(len(rows)))
     for position, size in enumerate(sizes):
         mine = set(rows[int(offsets[position]) : int(offsets[position + 1])].tolist())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.graphs import Grid, Ring, check_mixing, fastest_mixing, second_modulus
 from fedem.graphs import weights as fastest
-from fedem.graphs.weights import canonical, from_edges, max_degree, metropolis, project
+from fedem.graphs.weights import canonical, from_edges, project, weigh
 
 TOLERANCE = 1e-5
 
@@ -70,8 +70,8 @@ def test_complete_graphs_average_everything(count: int) -> None:
     found = fastest_mixing(count, edges)
     assert np.array_equal(found.matrix, np.full((count, count), 1 / count))
     assert (found.value, found.bound) == (0, 0)
-    np.testing.assert_allclose(metropolis(count, edges), 1 / count, atol=1e-15)
-    np.testing.assert_allclose(max_degree(count, edges), 1 / count, atol=1e-15)
+    np.testing.assert_allclose(weigh("metropolis", count, edges), 1 / count, atol=1e-15)
+    np.testing.assert_allclose(weigh("max_degree", count, edges), 1 / count, atol=1e-15)
 
 
 def fastest_mixing_sdp(num_nodes: int, edges: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -104,17 +104,17 @@ def test_the_bound_is_below_and_the_rules_are_above(count: int, seed: int, proba
     found = fastest_mixing(count, edges, 1e-4)
     check_mixing(torch.from_numpy(found.matrix), edges)
     assert 0 <= found.bound <= found.value <= found.bound + 1e-4
-    for rule in (metropolis, max_degree):
-        check_mixing(torch.from_numpy(rule(count, edges)), edges)
-        assert found.bound <= second_modulus(rule(count, edges)) + 1e-12
-    assert found.value <= second_modulus(metropolis(count, edges)) + 1e-12
+    for rule in ("metropolis", "max_degree"):
+        check_mixing(torch.from_numpy(weigh(rule, count, edges)), edges)
+        assert found.bound <= second_modulus(weigh(rule, count, edges)) + 1e-12
+    assert found.value <= second_modulus(weigh("metropolis", count, edges)) + 1e-12
 
 
 def test_the_search_improves_upon_the_rule_it_starts_from() -> None:
     edges = random_graph(40, 3, 0.1)
     found = fastest_mixing(40, edges, 1e-4)
     assert found.value - found.bound <= 1e-4
-    assert found.value < second_modulus(metropolis(40, edges)) - 0.01
+    assert found.value < second_modulus(weigh("metropolis", 40, edges)) - 0.01
 
 
 @settings(max_examples=30, deadline=None)
@@ -128,7 +128,7 @@ def test_a_projection_is_nearest(count: int, seed: int, scale: float) -> None:
     target += target.T
     nearest, _ = project(target, support, np.zeros(count))
     check_mixing(torch.from_numpy(nearest), edges)
-    for other in (np.eye(count), metropolis(count, edges), max_degree(count, edges)):
+    for other in (np.eye(count), weigh("metropolis", count, edges), weigh("max_degree", count, edges)):
         assert ((target - nearest) * (other - nearest)).sum() <= 1e-7 * (1 + scale) ** 2
 
 

@@ -110,7 +110,7 @@ def personalize(
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
     owners, encoding = table.owners(), result.recipe.format.encoding
     clients = np.full(len(table), data.stem) if owners is None else owners
-    targets = plain_targets(table) if encoding is None else encoding.targets(table)
+    targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
         fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which, beside=beside)

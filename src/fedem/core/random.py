@@ -29,8 +29,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _scramble(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to each word; int64 products wrap around as the algorithm wants."""
+def scramble(x: Tensor) -> Tensor:
+    """Apply splitmix64's finaliser to each word, so that a change of one bit changes them all; int64 wraps around."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -44,7 +44,7 @@ def derive(key: Tensor | int, *words: Tensor | int) -> Tensor:
     """
     state = torch.as_tensor(key, dtype=torch.int64)
     for word in words:
-        state = _scramble(state * _MIX_1 + word + _GOLDEN)
+        state = scramble(state * _MIX_1 + word + _GOLDEN)
     return state
 
 

@@ -1,11 +1,9 @@
 """Handwritten characters, 28 x 28, 62 classes: EMNIST by class, and FEMNIST by writer.
 
 EMNIST (Cohen and others 2017), 814,255 digits and letters, is read from the official files in MNIST's idx format,
-training images first, then test images. Those store an image column by column; here it stands upright. Strokes are
-white on black.
+training images first, then test images. Those store an image column by column; here it stands upright, white on black.
 
-FEMNIST (Caldas and others 2018, LEAF) are the characters of NIST's Special Database 19 by writer. Three sources are
-read. Strokes are black on white in all of them.
+FEMNIST (Caldas and others 2018, LEAF) are the characters of NIST's Special Database 19 by writer, black on white, from
 
 - LEAF's json files, as its scripts write them (they are published nowhere): a folder of ``all_data_*.json``, or one
   with ``train`` and ``test`` folders, whose samples are put together again. Pixels become bytes by rounding 255 x.
@@ -15,8 +13,7 @@ read. Strokes are black on white in all of them.
 - A tree of images WRITER/CLASS/NAME.png, the class again as a hexadecimal ASCII code.
 
 Images are turned to grey and, where they are larger (NIST's are 128 x 128), resized by Pillow's Lanczos filter, as LEAF
-does; newer versions of Pillow shrink in two steps where LEAF calls them, here it is always one. LEAF's scripts also
-repeat the first image of nearly every writer; this is not reproduced.
+does, but always in one step. That LEAF's scripts repeat the first image of nearly every writer is not reproduced.
 
 Shapes: n images of a block.
 """
@@ -35,7 +32,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +45,7 @@ CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # 
 
 _BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
+_LEAF = (("all_data",), ("",), ("train", "test"))  # folders of json files, the first that are there count
 
 
 def idx_blocks(file: IO[bytes] | gzip.GzipFile, rows: int = ROWS) -> Iterator[NDArray[np.uint8]]:
@@ -74,15 +72,13 @@ def _exactly(file: IO[bytes] | gzip.GzipFile, count: int) -> bytes:
 class Emnist(Public):
     """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""
 
-    name: ClassVar[str] = "emnist"
-    title: ClassVar[str] = "EMNIST by class, 28 x 28 images of characters, 62 classes"
-    usual: ClassVar[str] = "dirichlet"
-    remotes: ClassVar[tuple[Remote, ...]] = (
-        Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),
-    )
-    patterns: ClassVar[tuple[str, ...]] = ("emnist",)
-    labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
-    images: ClassVar[tuple[int, int, int]] = SHAPE
+    name = "emnist"
+    title = "EMNIST by class, 28 x 28 images of characters, 62 classes"
+    usual = "dirichlet"
+    remotes = (Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),)
+    patterns = ("emnist",)
+    labels = tuple(CHARACTERS)
+    images = SHAPE
 
     def read(self, source: Path) -> Iterator[Block]:
         with opened(source) as files, ExitStack() as stack:
@@ -99,13 +95,11 @@ class Emnist(Public):
                     yield Block(images.transpose(0, 2, 1)[:, None], labels)
 
 
-def _leaf_files(names: list[str]) -> list[str]:
+def _leaf_files(files: Files) -> list[str]:
     """Choose the json files that hold every sample once; LEAF leaves several stages of its work beside each other."""
-    by_folder = {name: PurePosixPath(name).parent.name for name in names if name.endswith(".json")}
-    for folders in ({"all_data"}, {""}, {"train", "test"}):
-        if chosen := [name for name, folder in by_folder.items() if folder in folders]:
-            return chosen
-    return []
+    by_folder = {name: PurePosixPath(name).parent.name for name in files if name.endswith(".json")}
+    stages = [[name for name in by_folder if by_folder[name] in folders] for folders in _LEAF]
+    return next(filter(None, stages), [])
 
 
 def _leaf_blocks(content: dict[str, Any]) -> Iterator[Block]:
@@ -122,7 +116,6 @@ def _leaf_blocks(content: dict[str, Any]) -> Iterator[Block]:
 
 
 def _label(code: str, path: str) -> int:
-    """Turn a hexadecimal ASCII code into a label."""
     try:
         return CHARACTERS.index(chr(int(code, 16)))
     except ValueError:
@@ -130,7 +123,6 @@ def _label(code: str, path: str) -> int:
 
 
 def _image(content: bytes) -> NDArray[np.uint8]:
-    """Decode an image and bring it to ``[1, 28, 28]``."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
@@ -148,15 +140,6 @@ def _hash(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _known_classes(files: Files) -> dict[bytes, int]:
-    """Map the hash of each image in ``by_class`` to its label; the folders train_* repeat images of hsf_*."""
-    labels: dict[bytes, int] = {}
-    for name, path in _images(files).items():
-        if path.parent.name.startswith("hsf_"):
-            labels.setdefault(_hash(read_bytes(files, name)), _label(path.parts[-3], name))
-    return labels
-
-
 def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Block]:
     """Yield the images of each writer; the label is in the path, or known by the image's content."""
     found = sorted((path.parts[-3], name, path) for name, path in _images(files).items())
@@ -164,12 +147,10 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
         images, labels = [], []
         for _, name, path in group:
             content = read_bytes(files, name)
-            if classes is None:
-                labels.append(_label(path.parts[-2], name))
-            elif (known := classes.get(_hash(content))) is None:
+            label = _label(path.parts[-2], name) if classes is None else classes.get(_hash(content))
+            if label is None:
                 raise ValueError(f"{name} of by_write is not in by_class")
-            else:
-                labels.append(known)
+            labels.append(label)
             images.append(_image(content))
         yield Block(np.stack(images), np.array(labels), writer)
 
@@ -178,30 +159,31 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
 class Femnist(Public):
     """FEMNIST, all writers; a part of them is chosen when it is partitioned."""
 
-    name: ClassVar[str] = "femnist"
-    title: ClassVar[str] = "FEMNIST, 28 x 28 images of characters, 62 classes, by writer"
-    usual: ClassVar[str] = "natural"
-    remotes: ClassVar[tuple[Remote, ...]] = (
+    name = "femnist"
+    title = "FEMNIST, 28 x 28 images of characters, 62 classes, by writer"
+    remotes = (
         Remote("https://s3.amazonaws.com/nist-srd/SD19/by_class.zip"),
         Remote("https://s3.amazonaws.com/nist-srd/SD19/by_write.zip"),
     )
-    patterns: ClassVar[tuple[str, ...]] = ("femnist",)
-    labels: ClassVar[tuple[str, ...]] = tuple(CHARACTERS)
-    images: ClassVar[tuple[int, int, int]] = SHAPE
-    hint: ClassVar[str] = "Or make LEAF's json files with LEAF's scripts (they have no address) and name their folder."
+    patterns = ("femnist",)
+    labels = tuple(CHARACTERS)
+    images = SHAPE
+    hint = "Or make LEAF's json files with LEAF's scripts (they have no address) and name their folder."
 
     def read(self, source: Path) -> Iterator[Block]:
         folder = source if source.is_dir() else source.parent
-        pair = [
-            next((path for path in (folder / f"{name}.zip", folder / name) if path.exists()), None) for name in _NIST
-        ]
+        pair = [next(filter(Path.exists, (folder / f"{name}.zip", folder / name)), None) for name in _NIST]
         if (source.is_dir() or source.stem in _NIST) and all(pair):
             with ExitStack() as stack:
                 by_class, by_write = (stack.enter_context(opened(path)) for path in pair if path is not None)
-                yield from _tree_blocks(by_write, _known_classes(by_class))
+                labels: dict[bytes, int] = {}  # by the hash of an image
+                for name, path in _images(by_class).items():
+                    if path.parent.name.startswith("hsf_"):  # the folders train_* repeat images of these
+                        labels.setdefault(_hash(read_bytes(by_class, name)), _label(path.parts[-3], name))
+                yield from _tree_blocks(by_write, labels)
             return
         with opened(source) as files:
-            if chosen := _leaf_files(list(files)):
+            if chosen := _leaf_files(files):
                 for name in chosen:
                     yield from _leaf_blocks(json.loads(read_bytes(files, name)))
             elif _images(files):

@@ -30,21 +30,14 @@ pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose
 skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
 tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
 """
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
+_ALLOWED: dict[tuple[str, str], Any] = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype}
 # numpy's modules were renamed; a pickle may name the old ones, and importing those would warn.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-}
+for _core in ("core", "_core"):
+    _ALLOWED[f"numpy.{_core}.multiarray", "_reconstruct"] = np.empty(0).__reduce__()[0]
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads data and refuses everything else."""
-
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the few names that arrays need."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not data")
         return _ALLOWED[module, name]
@@ -62,15 +55,15 @@ def unpickle(content: bytes) -> dict[bytes, Any]:
 class Cifar10(Public):
     """CIFAR-10: ten classes."""
 
-    name: ClassVar[str] = "cifar10"
-    title: ClassVar[str] = "CIFAR-10, 32 x 32 colour images, 10 classes"
-    usual: ClassVar[str] = "dirichlet"
-    remotes: ClassVar[tuple[Remote, ...]] = (
+    name = "cifar10"
+    title = "CIFAR-10, 32 x 32 colour images, 10 classes"
+    usual = "dirichlet"
+    remotes = (
         Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),
     )
-    patterns: ClassVar[tuple[str, ...]] = ("cifar-10-batches-py",)
-    labels: ClassVar[tuple[str, ...]] = tuple(_TEN.split())
-    images: ClassVar[tuple[int, int, int]] = _SHAPE
+    patterns = ("cifar-10-batches-py",)
+    labels = tuple(_TEN.split())
+    images = _SHAPE
     files: ClassVar[tuple[str, ...]] = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
     keys: ClassVar[tuple[bytes, ...]] = (b"labels",)  # of labels and, where there are, of their groups
 
@@ -89,14 +82,14 @@ class Cifar10(Public):
 class Cifar100(Cifar10):
     """CIFAR-100: a hundred classes in twenty groups of five."""
 
-    name: ClassVar[str] = "cifar100"
-    title: ClassVar[str] = "CIFAR-100, 32 x 32 colour images, 100 classes in 20 groups"
-    usual: ClassVar[str] = "pachinko"
-    remotes: ClassVar[tuple[Remote, ...]] = (
+    name = "cifar100"
+    title = "CIFAR-100, 32 x 32 colour images, 100 classes in 20 groups"
+    usual = "pachinko"
+    remotes = (
         Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
     )
-    patterns: ClassVar[tuple[str, ...]] = ("cifar-100-python",)
-    labels: ClassVar[tuple[str, ...]] = tuple(_HUNDRED.split())
-    has_coarse: ClassVar[bool] = True
-    files: ClassVar[tuple[str, ...]] = ("train", "test")
-    keys: ClassVar[tuple[bytes, ...]] = (b"fine_labels", b"coarse_labels")
+    patterns = ("cifar-100-python",)
+    labels = tuple(_HUNDRED.split())
+    has_coarse = True
+    files = ("train", "test")
+    keys = (b"fine_labels", b"coarse_labels")

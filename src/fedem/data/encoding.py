@@ -40,7 +40,6 @@ class Feature:
 
     @classmethod
     def fit(cls, table: Table, name: str, rows: NDArray[np.int64], standardize: bool, max_categories: int) -> Feature:
-        """Learn from the training ``rows`` of a column."""
         column = table.columns[name]
         if column.kind == BOOLEAN:
             return cls(name, BOOLEAN)
@@ -48,10 +47,10 @@ class Feature:
             texts = column.texts(TEXT)
             categories = tuple(sorted({texts[row] for row in rows.tolist()}))
             if len(categories) > max_categories:
-                raise too_many(table, name, len(categories), max_categories)
+                raise _too_many(table, name, len(categories), max_categories)
             return cls(name, TEXT, categories=categories)
         numbers = table.numbers(name)
-        return cls(name, NUMBER, *(scale_of(numbers[rows]) if standardize else (0.0, 1.0)))
+        return cls(name, NUMBER, *(_scale_of(numbers[rows]) if standardize else (0.0, 1.0)))
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -75,21 +74,19 @@ class Feature:
             out[:, 0] = scaled
 
 
-def scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
+def _scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
     """Return mean and deviation of ``values`` ``[n]``; equal values have deviation 1."""
     if values.min() == values.max():  # rounding may give them one of 1e-17
         return float(values[0]), 1.0
     return float(values.mean()), float(values.std()) or 1.0  # it is 0 where squares are too small for a float
 
 
-def too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
-    """Return the error for a column of text that has too many categories."""
+def _too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
     column = table.columns[name]
-    numbers = np.isfinite(column.parsed) if column.written else np.zeros(len(table), dtype=bool)
-    odd = int((~numbers).argmax())
     hint = f"such as {column.values[0]!r}; dates and identifiers are text as well"
-    if numbers.any():
-        hint = f"{numbers.sum():,} of its values are numbers; the first that is none: {table.place(odd)}"
+    if column.written and (numbers := np.isfinite(column.parsed)).any():
+        odd = table.place(int((~numbers).argmax()))
+        hint = f"{numbers.sum():,} of its values are numbers; the first that is none: {odd}"
     return UserError(
         f"Column {name!r} is text with {count:,} categories ({hint}); allowed: at most {allowed} "
         f"(data.max_categories). Leave it out with data.ignore={name}, or turn it into numbers."
@@ -110,7 +107,7 @@ class Target:
     distinct: int  # number of different values
     classes: tuple[str, ...] | None  # names of the classes, whose positions are the targets; None for regression
     mean: float = 0.0
-    deviation: float = 1.0
+    deviation: float = 1.0  # how large an error of 1 is in the targets' own units
 
     @classmethod
     def fit(cls, table: Table, *, task: str = "auto", max_categories: int = 100) -> Target:
@@ -126,14 +123,17 @@ class Target:
         if task == "regression" and kind == TEXT:
             table.numbers(name)  # raises, naming the first value that is not a number
         if task == "auto" and kind == TEXT and len(found) > max_categories:
-            raise too_many(table, name, len(found), max_categories)
-        regression = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
-        regression = task == "regression" or (task == "auto" and regression)
+            raise _too_many(table, name, len(found), max_categories)
+        many = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
+        regression = task == "regression" or (task == "auto" and many)
         if len(found) < 2:
-            allowed = "" if regression else " classes, or numbers (data.task=regression)"
-            value = next(iter(found), None)
-            expected = f"at least two{allowed}"
-            raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: {expected}.")
+            value, allowed = (
+                next(iter(found), None),
+                "" if regression else " classes, or numbers (data.task=regression)",
+            )
+            raise UserError(
+                f"The target column {name!r} has one value only ({value!r}); allowed: at least two{allowed}."
+            )
         if regression:
             return cls(name, kind, len(found), None)
         order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
@@ -143,7 +143,7 @@ class Target:
         """Standardise numbers by the training ``rows``, as the E-step's Gaussian of variance 1 wants them."""
         if self.classes is not None or table.columns[self.name].values.ndim > 1:
             return self
-        mean, deviation = scale_of(table.numbers(self.name)[rows])
+        mean, deviation = _scale_of(table.numbers(self.name)[rows])
         return replace(self, mean=mean, deviation=deviation)
 
     def encode(self, table: Table) -> NDArray[np.generic]:
@@ -165,16 +165,15 @@ class Target:
         return np.array(codes, dtype=np.int64)
 
     def describe(self) -> str:
-        """Say what was made of the column."""
         if self.classes is not None:
             return f"target {self.name!r}: {len(self.classes)} classes ({some(self.classes)})"
         why = "whole numbers" if self.kind == WHOLE else "numbers"
         if self.kind == WHOLE or self.distinct <= _FEW:
             why += "; data.task=classification makes them classes"
-        size = f"{self.deviation:.4g}"
-        scale = f", standardised by mean {self.mean:.4g} and deviation {size}: an error of 1 is {size}"
-        scale = "" if (self.mean, self.deviation) == (0.0, 1.0) else scale
-        return f"target {self.name!r}: regression ({self.distinct:,} distinct {why}){scale}"
+        said, size = f"target {self.name!r}: regression ({self.distinct:,} distinct {why})", f"{self.deviation:.4g}"
+        if (self.mean, self.deviation) == (0.0, 1.0):
+            return said
+        return f"{said}, standardised by mean {self.mean:.4g} and deviation {size}: an error of 1 is {size}"
 
 
 @dataclass(frozen=True)
@@ -208,16 +207,6 @@ class Encoding:
         return cls(features, target, table.client, tuple(ignored))
 
     @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes; None for regression."""
-        return self.target.classes
-
-    @property
-    def target_deviation(self) -> float:
-        """How large an error of 1 is in the targets' own units; 1 for classes and for targets that are not scaled."""
-        return self.target.deviation
-
-    @property
     def fingerprint(self) -> str:
         """A hash of all that was learnt: 32 hexadecimal digits."""
         content = json.dumps(self.to_json(), sort_keys=True)
@@ -247,10 +236,6 @@ class Encoding:
             feature.encode(own, inputs[:, end - width : end])
         return inputs
 
-    def targets(self, table: Table) -> NDArray[np.generic]:
-        """Encode a table's targets: classes ``[n]`` int64, or float32."""
-        return self.target.encode(table)
-
     def decode(self, predictions: Tensor) -> Tensor:
         """Return predicted means in the targets' own units; probabilities ``[n, K]`` stay as they are."""
         return predictions * self.target.deviation + self.target.mean
@@ -267,9 +252,8 @@ class Encoding:
         if array.dtype.kind in "US":
             array = array.astype(object)
         blank = [value is None or value != value for value in array.reshape(len(array), -1)[:, 0].tolist()]
-        column = Column(array, np.array(blank, dtype=bool))
-        pieces = (Piece("the targets", len(array)),)
-        return self.target.encode(Table({self.target.name: column}, self.target.name, self.client, pieces))
+        columns = {self.target.name: Column(array, np.array(blank, dtype=bool))}
+        return self.target.encode(Table(columns, self.target.name, self.client, (Piece("the targets", len(array)),)))
 
     def unseen(self, table: Table) -> dict[str, list[str]]:
         """Return, by column, the categories that no training row had; their inputs are all zeros."""
@@ -289,19 +273,15 @@ class Encoding:
             for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN))
             if (count := sum(feature.kind == kind for feature in self.features))
         ]
-        texts = [f"{f.name!r} with {len(f.categories)} categories" for f in self.features if f.kind == TEXT]
-        if texts:
+        if texts := [f"{f.name!r} with {len(f.categories)} categories" for f in self.features if f.kind == TEXT]:
             said.append(f"{len(texts)} categorical ({some(texts)})")
-        names = self.input_names or ()
-        return f"{self.target.describe()}; {', '.join(said)}; {len(names)} inputs in all"
+        return f"{self.target.describe()}; {', '.join(said)}; {len(self.input_names or ())} inputs in all"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Encoding:
-        """Return the encoding that :meth:`to_json` wrote."""
         features, target = content["features"], content["target"]
         if features is not None:
             features = tuple(Feature(**{**entry, "categories": tuple(entry["categories"])}) for entry in features)

@@ -6,7 +6,7 @@ Shapes: T clients, N samples of all clients together, n of one client.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -33,7 +33,7 @@ class Federation:
     train: Samples
     validation: Samples
     test: Samples
-    unseen: Federation | None = field(default=None)
+    unseen: Federation | None = None
     ids: Tensor | None = None
     """``[P]`` int64: a hash of each of the pool's samples, where they are rows of one pool"""
     origin: str = ""
@@ -67,7 +67,8 @@ class Federation:
         labels = check_names(names, len(pairs))
         whole = _join(labels, pairs)
         ranks = torch.cat([torch.arange(size) for size in whole.sizes.tolist()])
-        cuts = split_rows(labels, torch.arange(len(whole)), whole.offsets, ranks, validation, test, seed)
+        keys, rows = client_keys(labels), torch.arange(len(whole))
+        cuts = split_rows(keys, rows, whole.offsets, ranks, validation, test, seed)
         train, validating, testing = (Samples(whole.pool.read(rows), offsets) for rows, offsets in cuts)
         return cls(labels, train, validating, testing).check()
 
@@ -108,36 +109,25 @@ class Federation:
     ) -> Federation:
         """Build from parts that are split already: one pair (inputs, targets) per client in each part given."""
         labels = check_names(names, len(train))
-        parts: dict[str, Samples] = {}
         for part, pairs in zip(PARTS, (train, validation, test), strict=True):
-            if pairs is None:
-                first = parts["train"]
-                parts[part] = Samples.of(first.inputs[:0], first.targets[:0], torch.zeros(len(labels) + 1).long())
-                continue
-            if len(pairs) != len(labels):
+            if pairs is not None and len(pairs) != len(labels):
                 raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
-            parts[part] = _join(labels, pairs)
-        return cls(labels, parts["train"], parts["validation"], parts["test"]).check()
+        first = _join(labels, train)
+        empty = Samples(first.span(0, 0), torch.zeros_like(first.offsets))
+        validating, testing = (empty if pairs is None else _join(labels, pairs) for pairs in (validation, test))
+        return cls(labels, first, validating, testing).check()
 
     @classmethod
     def from_pool(
-        cls,
-        pool: Pool,
-        names: Sequence[str],
-        rows: Tensor,
-        offsets: Tensor,
-        ids: Tensor,
-        *,
-        validation: float = 0.2,
-        test: float = 0.2,
-        seed: int = 0,
+        cls, pool: Pool, names: Sequence[str], rows: Tensor, offsets: Tensor, ids: Tensor, **options: Any
     ) -> Federation:
         """Build from a pool of P samples and who owns which, as :func:`split_rows` has them; nothing is read or copied.
 
-        The split and the order of a client's samples go by ``ids`` ``[P]`` int64, hashes of the samples' content.
+        The split and the order of a client's samples go by ``ids`` ``[P]`` int64, hashes of the samples' content;
+        ``options`` are those of :meth:`from_clients`.
         """
         labels = check_names(names, len(offsets) - 1)
-        cuts = split_rows(labels, rows, offsets, ids, validation, test, seed)
+        cuts = split_rows(client_keys(labels), rows, offsets, ids, **options)
         training, validating, testing = (Samples(pool, starts, own) for own, starts in cuts)
         return cls(labels, training, validating, testing, ids=ids).check()
 
@@ -191,8 +181,7 @@ class Federation:
         """Return the part called ``name``: train, validation or test."""
         if name not in PARTS:
             raise unknown("part", name, PARTS)
-        samples: Samples = getattr(self, name)
-        return samples
+        return getattr(self, name)
 
     def take(self, clients: Tensor) -> Federation:
         """Return the federation of ``clients`` (positions) in that order."""
@@ -225,8 +214,9 @@ class Federation:
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
         if self.unseen is not None:
-            count = self.unseen.num_clients
-            raise UserError(f"{count} clients are held out already; hold out from the whole federation.")
+            raise UserError(
+                f"{len(self.unseen.names)} clients are held out already; hold out from the whole federation."
+            )
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         count = round(share * self.num_clients)

@@ -57,7 +57,6 @@ class FromFile(Pooled):
     table: Table | None = field(default=None, repr=False)
 
     def read(self) -> Table:
-        """Read the table."""
         if self.table is not None:
             return self.table
         if not self.path:
@@ -81,14 +80,10 @@ class FromFile(Pooled):
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
-        return Dataset(
-            _encoded(federation, table, encoding),
-            feature_names=encoding.input_names,
-            encoding=encoding,
-            partition_hash=fingerprint(assignment, collection),
-            label_names=encoding.classes,
-            seed=seed,
-            unseen=unseen,
+        owned = fingerprint(assignment, collection)
+        made = Dataset(_encoded(federation, table, encoding), encoding=encoding, seed=seed, unseen=unseen)
+        return made._replace(
+            feature_names=encoding.input_names, label_names=encoding.target.classes, partition_hash=owned
         )
 
     def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
@@ -110,9 +105,8 @@ class FromFile(Pooled):
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
         """Return the table without the columns left out, and what its targets are."""
-        if owned and self.target_column == self.client_column:
-            said = f"data.target_column and data.client_column are both {self.target_column!r}"
-            raise UserError(f"{said}; allowed: two columns.")
+        if owned and (both := self.target_column) == self.client_column:
+            raise UserError(f"data.target_column and data.client_column are both {both!r}; allowed: two columns.")
         table = self.read()
         self._need(table, table.target, "targets are needed to train")
         if owned:
@@ -150,7 +144,7 @@ class FromFile(Pooled):
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:
     """Return the federation with the table's rows as ``encoding`` makes them inputs and targets."""
-    pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.targets(table)))
+    pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.target.encode(table)))
     train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
     return replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)
 
@@ -214,7 +208,6 @@ def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None, *
 
 
 def _read_dataset(name: str, dataset: Any) -> tuple[Tensor, Tensor]:
-    """Return all items of one client's data set, ``[n, ...]`` and ``[n]``."""
     # Without __iter__ a data set would be read until it raises an IndexError, which not all do.
     walk = dataset if isinstance(dataset, IterableDataset) else (dataset[row] for row in range(len(dataset)))
     columns: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -228,10 +221,11 @@ def _read_dataset(name: str, dataset: Any) -> tuple[Tensor, Tensor]:
             except TypeError:
                 said = f"Client {name!r}, item {row} has an {what} of type {type(value).__name__}"
                 raise UserError(f"{said}; allowed: numbers, arrays or tensors (a transform can make them).") from None
-            first, last = ((list(tensor.shape), tensor.dtype) for tensor in (column[0], column[row]))
+            first, last = (f"shape {list(tensor.shape)} and type {tensor.dtype}" for tensor in (column[0], column[row]))
             if first != last:
-                said = f"Client {name!r}, item {row} has an {what} of shape {last[0]} and type {last[1]}"
-                raise UserError(f"{said}; allowed: {first[0]} and {first[1]}, as the first has.")
+                raise UserError(
+                    f"Client {name!r}, item {row} has an {what} of {last}; allowed: {first}, as the first has."
+                )
     if not columns[0]:
         raise UserError(f"Client {name!r} has an empty data set; at least 1 item is needed.")
     return torch.stack(columns[0]), torch.stack(columns[1])
@@ -275,15 +269,14 @@ def from_huggingface(
 
 def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None) -> Table:
     """Return one client's table, with a column that names the client."""
-    for wanted in (target, *([features] if isinstance(features, str) else features or ())):
+    chosen = [features] if isinstance(features, str) else features
+    for wanted in (target, *(chosen or ())):
         if wanted not in data.column_names:
             raise unknown(f"column of client {name!r}", wanted, data.column_names)
-    columns = [column for column in data.column_names if column != target] if features is None else features
-    columns = [columns] if isinstance(columns, str) else list(columns)
+    columns = [column for column in data.column_names if column != target] if chosen is None else list(chosen)
     client = "client" if "client" not in (target, *columns) else "(client)"
-    owner = Column.of_text([name] * len(data))
-    source, pieces = f"client {name!r}", (Piece(f"client {name!r}", len(data)),)
-    targets = _column(source, data, target)
+    source, owner = f"client {name!r}", Column.of_text([name] * len(data))
+    pieces, targets = (Piece(source, len(data)),), _column(source, data, target)
     if len(columns) == 1 and not _is_value(data.features[columns[0]]):
         array = np.asarray(data.select_columns(columns).with_format("numpy")[:][columns[0]])
         if array.dtype == object:
@@ -294,21 +287,19 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
         return Table({target: targets, client: owner}, target, client, pieces, array)
     if column := next((column for column in columns if not _is_value(data.features[column])), None):
         said = f"Client {name!r}, column {column!r} holds {data.features[column]}"
-        allowed = f"numbers and text. features={column!r} takes it alone"
-        raise UserError(f"{said}; allowed beside other features: {allowed}.")
+        raise UserError(f"{said}; allowed beside other features: numbers and text. features={column!r} takes it alone.")
     found = {column: _column(source, data, column) for column in columns}
     return Table({**found, target: targets, client: owner}, target, client, pieces)
 
 
 def _column(source: str, data: Any, name: str) -> Column:
     """Return one column; that of a ClassLabel by the labels' names."""
-    series = data.select_columns([name]).to_pandas()[name]
-    kind = data.features[name]
+    series, kind = data.select_columns([name]).to_pandas()[name], data.features[name]
     if not hasattr(kind, "int2str"):
         return frame_column(source, name, series)
-    codes = series.fillna(-1).astype(int).tolist()
-    texts = np.array([kind.int2str(code) if code >= 0 else "" for code in codes], dtype=object)
-    return Column(texts, np.array([code < 0 for code in codes]))
+    codes = series.fillna(-1).astype(int).to_numpy()
+    texts = [kind.int2str(code) if code >= 0 else "" for code in codes.tolist()]
+    return Column(np.array(texts, dtype=object), codes < 0)
 
 
 def _is_value(feature: Any) -> bool:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.core.random import choose, client_keys, derive
+from fedem.core.random import choose, client_keys, derive, scramble
 from fedem.core.settings import Settings
 from fedem.data.samples import Pool, describe, offsets_of
 
@@ -42,9 +42,7 @@ class Collection:
     """All samples of a data set, before anybody owns them, with what a partition may go by."""
 
     pool: Pool
-    ids: (
-        Tensor  # [N] int64, a hash of each sample's content and of which one it is among equal ones, whatever the order
-    )
+    ids: Tensor  # [N] int64: a hash of each sample's content and of which one it is among equal ones
     fingerprint: str  # a hash of all samples, whatever their order
     owners: Tensor | None = None  # [N] int64, each sample's own client (writer, role, ...), a position in owner_names
     owner_names: tuple[str, ...] = ()  # names of those clients; empty when the data set has none
@@ -65,18 +63,19 @@ def content_ids(*columns: NDArray[np.generic]) -> Integers:
     Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
     """
     rng = np.random.default_rng(_SEED)
-    ids = np.zeros(len(columns[0]), dtype=np.uint64)
+    ids = torch.zeros(len(columns[0]), dtype=torch.int64)
     for column in columns:
         width = int(np.prod(column.shape[1:])) * column.dtype.itemsize
-        factors = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+        draws = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64)
+        factors = torch.from_numpy(draws.view(np.int64)) * 2 + 1  # products of words wrap around
         for start in range(0, len(column), _ROWS):
             block = np.ascontiguousarray(column[start : start + _ROWS]).reshape(-1)
             content = np.zeros((len(block) * column.dtype.itemsize // max(width, 1), 8 * len(factors)), np.uint8)
             content[:, :width] = block.view(np.uint8).reshape(-1, width)
-            words = _scramble(content.view(np.uint64))
-            ids[start : start + _ROWS] += (words * factors).sum(1, dtype=np.uint64)
-        ids = _scramble(ids)
-    return ids.view(np.int64)
+            words = scramble(torch.from_numpy(content.view(np.int64)))
+            ids[start : start + _ROWS] += (words * factors).sum(1)
+        ids = scramble(ids)
+    return ids.numpy()
 
 
 def numbered(ids: Integers) -> Integers:
@@ -85,21 +84,9 @@ def numbered(ids: Integers) -> Integers:
     Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
     ids belong to the same content.
     """
-    order = np.argsort(ids, kind="stable")
-    places = np.arange(len(ids))
-    first = np.ones(len(ids), dtype=bool)
-    first[1:] = ids[order[1:]] != ids[order[:-1]]
-    counts = np.empty(len(ids), dtype=np.int64)
-    counts[order] = places - np.maximum.accumulate(np.where(first, places, 0))
-    return content_ids(ids, counts)
+    import pandas
 
-
-def _scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finaliser, so that a change of one bit changes them all."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = words ^ (words >> np.uint64(31))
-    return mixed
+    return content_ids(ids, pandas.Series(ids).groupby(ids).cumcount().to_numpy())
 
 
 def fingerprint_of(ids: Integers) -> str:
@@ -112,8 +99,7 @@ def from_arrays(
 ) -> Collection:
     """Make a collection of arrays in memory; ``owners`` ``[N]`` are names of clients."""
     ids = content_ids(inputs, targets)
-    names: tuple[str, ...] = ()
-    positions = None
+    names, positions = (), None
     if owners is not None:
         unique, codes = np.unique(owners.astype(str), return_inverse=True)
         names, positions = tuple(unique.tolist()), torch.from_numpy(codes.astype(np.int64))
@@ -142,8 +128,7 @@ class Partition(Settings, ABC):
         return self._assign(collection, seed)
 
     @abstractmethod
-    def _assign(self, collection: Collection, seed: int) -> Assignment:
-        """Assign by a seed that is allowed."""
+    def _assign(self, collection: Collection, seed: int) -> Assignment: ...
 
 
 @dataclass(frozen=True)
@@ -161,11 +146,8 @@ class Dealing(Partition):
     def _assign(self, collection: Collection, seed: int) -> Assignment:
         count = round(self.share * len(collection.ids))
         if self.num_clients * self._needed > count:
-            most, why = (
-                count // self._needed,
-                f"{count} of {len(collection.ids)} samples are dealt and each client needs",
-            )
-            allowed = f"at most {most}, since {why} at least {self._needed}"
+            why = f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {self._needed}"
+            allowed = f"at most {count // self._needed}, since {why}"
             raise UserError(f"partition.num_clients is {self.num_clients}; allowed: {allowed}.")
         tickets = derive(derive(SAMPLES, seed), collection.ids)
         rows = np.argsort(tickets.numpy(), kind="stable")[:count]
@@ -200,8 +182,9 @@ def labels_of(collection: Collection, rows: Integers) -> Integers:
     """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
     targets = collection.pool.targets
     if targets.is_floating_point() or targets.ndim != 1:
-        allowed = "allowed, as this partition goes by labels: integers of shape [n]"
-        raise UserError(f"The targets are {describe(targets)}; {allowed}.")
+        raise UserError(
+            f"The targets are {describe(targets)}; allowed, for a partition by labels: integers of shape [n]."
+        )
     return np.unique(targets.numpy()[rows], return_inverse=True)[1]
 
 
@@ -223,8 +206,7 @@ def log_gammas(rng: Generator, concentration: float, *shape: int) -> NDArray[np.
 def normalized(logs: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the shares, of sum 1 over the last dimension."""
     shares = np.exp(logs - logs.max(-1, keepdims=True))
-    result: NDArray[np.float64] = shares / shares.sum(-1, keepdims=True)
-    return result
+    return shares / shares.sum(-1, keepdims=True)
 
 
 def fingerprint(assignment: Assignment, collection: Collection) -> str:
@@ -285,10 +267,9 @@ class LabelGroups(Dirichlet):
     def _groups(self, labels: Integers, rng: Generator) -> Integers:
         num_labels = int(labels.max()) + 1
         if self.num_groups > num_labels:
-            allowed = f"at most {num_labels}, the number of labels"
-            raise UserError(f"partition.num_groups is {self.num_groups}; allowed: {allowed}.")
-        groups: Integers = (rng.permutation(num_labels) % self.num_groups)[labels]
-        return groups
+            said = f"partition.num_groups is {self.num_groups}"
+            raise UserError(f"{said}; allowed: at most {num_labels}, the number of labels.")
+        return (rng.permutation(num_labels) % self.num_groups)[labels]
 
 
 @dataclass(frozen=True)
@@ -349,8 +330,7 @@ def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: Inte
     """Return the probability of each fine label: logarithms ``[C]`` and ``[f]`` of those still there -> ``[f]``."""
     there, starts, members = np.unique(parents, return_index=True, return_counts=True)
     within = fine - np.repeat(np.logaddexp.reduceat(fine, starts), members)
-    probabilities: NDArray[np.float64] = np.exp(within) * np.repeat(normalized(coarse[there]), members)
-    return probabilities
+    return np.exp(within) * np.repeat(normalized(coarse[there]), members)
 
 
 def _valid(draws: Integers, unused: Integers) -> int:
@@ -414,18 +394,16 @@ class Natural(Partition):
             raise UserError(f"{said}; allowed: a partition that deals samples, such as dirichlet or uniform.")
         owners = collection.owners.numpy()
         sizes = np.bincount(owners, minlength=len(collection.owner_names)).tolist()
-        large = sorted(
-            name for name, size in zip(collection.owner_names, sizes, strict=True) if size >= self.min_samples
-        )
+        names = collection.owner_names
+        large = sorted(name for name, size in zip(names, sizes, strict=True) if size >= self.min_samples)
         if not large:
             allowed = f"at most {max(sizes, default=0)}, what the largest client has"
             raise UserError(f"partition.min_samples is {self.min_samples}; allowed: {allowed}.")
         count = max(1, round(self.share * len(large)))
         chosen = choose(client_keys(large), min(count, self.max_clients or count), CLIENTS, seed)
-        names = [large[position] for position in chosen.tolist()]
-        positions = {name: position for position, name in enumerate(names)}
-        clients = np.array([positions.get(name, NOBODY) for name in collection.owner_names])[owners]
-        return assignment_of(names, np.arange(len(owners)), clients)
+        positions = {large[place]: position for position, place in enumerate(chosen.tolist())}
+        clients = np.array([positions.get(name, NOBODY) for name in names])[owners]
+        return assignment_of([*positions], np.arange(len(owners)), clients)
 
 
 PARTITIONS: dict[str, type[Partition]] = {

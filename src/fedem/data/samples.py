@@ -8,7 +8,6 @@ Shapes: P samples of the pool, T clients, N samples of all clients together, n o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.core.random import SPLIT, client_keys, derive
+from fedem.core.random import SPLIT, derive
 
 
 class Pool(NamedTuple):
@@ -30,21 +29,16 @@ class Pool(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
         return self.inputs.device
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of inputs and targets."""
         return sum(array.numel() * array.element_size() for array in self)
 
     def read(self, rows: Tensor) -> Pool:
         """Read ``rows`` (positions of any shape, on the pool's device)."""
         # index_select is several times faster than indexing on a CPU.
-        inputs, targets = (
-            array.index_select(0, rows.flatten()).reshape(*rows.shape, *array.shape[1:]) for array in self
-        )
-        return Pool(inputs, targets)
+        return Pool(*(array.index_select(0, rows.flatten()).reshape(*rows.shape, *array.shape[1:]) for array in self))
 
     def to(self, device: torch.device) -> Pool:
         """Move to ``device``; integers stay as small as they are."""
@@ -110,8 +104,7 @@ class Samples:
         if len(clients) == self.num_clients and bool((clients == torch.arange(len(clients))).all()):
             return self
         if len(clients) and not 0 <= int(clients.min()) <= int(clients.max()) < self.num_clients:
-            allowed = f"0 to {self.num_clients - 1}"
-            raise UserError(f"Positions run from {int(clients.min())} to {int(clients.max())}; allowed: {allowed}.")
+            raise UserError(f"Positions are {clients.min()} to {clients.max()}; allowed: 0 to {self.num_clients - 1}.")
         sizes = self.sizes[clients]
         offsets = offsets_of(sizes)
         shift = np.repeat((self.offsets[clients] - offsets[:-1]).numpy(), sizes.numpy())
@@ -141,7 +134,7 @@ def offsets_of(sizes: Tensor) -> Tensor:
 
 
 def describe(x: Tensor) -> str:
-    """Say what kind of array this is."""
+    """Say what kind of array this is, such as "float32 of shape [n, 3]"."""
     return f"{str(x.dtype).removeprefix('torch.')} of shape [n, {', '.join(map(str, x.shape[1:]))}]".replace(", ]", "]")
 
 
@@ -156,8 +149,7 @@ def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
     elif inputs.dtype in (torch.float16, torch.bfloat16):
         inputs = inputs.float()
     elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
-        allowed = "uint8, int64 or float (32 or 64 bit)"
-        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: {allowed}.")
+        raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: uint8, int64, float32, float64.")
     if finite:
         check_finite(name, "inputs", inputs)
     return inputs[:, None] if inputs.ndim == 1 else inputs
@@ -173,15 +165,13 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
     if targets.dtype in (torch.float16, torch.bfloat16):
         targets = targets.float()
     elif not targets.is_floating_point():
-        whole = targets.long()
-        if targets.dtype == torch.uint64 and bool((whole < 0).any()):
+        targets, dtype = targets.long(), targets.dtype
+        if dtype == torch.uint64 and bool((targets < 0).any()):
             raise UserError(f"Client {name!r} has integer targets above {2**63 - 1}, the largest allowed.")
-        targets = whole
     if targets.ndim > 2:
         raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
     if len(inputs) != len(targets):
-        allowed = "as many of each"
-        raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: {allowed}.")
+        raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: one for each.")
     if finite:
         check_finite(name, "targets", targets)
     return inputs, targets
@@ -206,30 +196,26 @@ def check_finite(name: str | NDArray[np.str_], what: str, values: Tensor) -> Non
     if values.is_floating_point() and not bool(torch.isfinite(values).all()):
         row = int((~torch.isfinite(values.reshape(len(values), -1))).any(1).nonzero()[0])
         owner = name if isinstance(name, str) else str(name[row])
-        where = f"first in row {row}"
-        raise UserError(f"Client {owner!r} has NaN or infinite {what}, {where}; only finite numbers are allowed.")
+        raise UserError(f"Client {owner!r} has NaN or infinite {what}, first in row {row}; allowed: finite numbers.")
 
 
 def split_rows(
-    names: Sequence[str], rows: Tensor, offsets: Tensor, ids: Tensor, validation: float, test: float, seed: int
+    keys: Tensor, rows: Tensor, offsets: Tensor, ids: Tensor, validation: float = 0.2, test: float = 0.2, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Split every client's rows at random, by the seed, the client's name and the ids of its samples.
+    """Split every client's rows at random, by the seed, the client's key ``[T]`` and the ids of its samples.
 
     ``rows`` ``[N]`` of the pool stand one client after the other, by ``offsets`` ``[T + 1]``; ``ids`` are ``[P]``;
-    ``validation`` and ``test`` are shares of each client's samples, at least one of which stays for training.
-
-    Returns:
-        for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets
+    ``validation`` and ``test`` are shares of each client's samples, at least one of which stays for training. Returns
+    for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets.
     """
     if not (validation >= 0 and test >= 0 and validation + test < 1):
-        allowed = "not negative, together below 1"
-        raise UserError(f"The shares of validation and test are {validation} and {test}; allowed: {allowed}.")
+        raise UserError(f"The shares of validation and test are {validation} and {test}; allowed: at least 0, sum < 1.")
     sizes = offsets.diff()
     num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
     num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
     num_train = sizes - num_validation - num_test
     # Whatever the pool's order, a client's samples stand in that of random words.
-    order, owner, rank = _shuffled(client_keys(names), offsets, ids[rows], seed)
+    order, owner, rank = _shuffled(keys, offsets, ids[rows], seed)
     first_validation, first_test = num_train[owner], (num_train + num_validation)[owner]
     chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
     counts = (num_train, num_validation, num_test)

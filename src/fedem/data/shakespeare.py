@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,12 +38,8 @@ UNKNOWN = len(LETTERS) - 1
 FEWEST_LINES = 3
 
 _AUTHOR = "by William Shakespeare"
-_TITLE_ABOVE = (2, 7)  # the title is the nearest line with text, this many lines above the author
 _NOT_INDENTED = "THE COMEDY OF ERRORS"
-_SPEECH = re.compile(r"  ([a-zA-Z][a-zA-Z ]*)\. (.*)")
-_CONTINUED = re.compile(r"    (.*)")
-_SPEECH_NOT_INDENTED = re.compile(r"([a-zA-Z][a-zA-Z ]*)\. (.*)")
-_CONTINUED_NOT_INDENTED = re.compile(r"(.*)")
+_SPEECH = re.compile(r"([a-zA-Z][a-zA-Z ]*)\. (.*)")
 _CODES = np.full(256, UNKNOWN, dtype=np.int8)
 _CODES[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
 
@@ -55,34 +50,31 @@ def plays(text: str) -> list[tuple[str, dict[str, list[str]]]]:
     lines = text.splitlines()
     roles: dict[str, list[str]] = {}
     speaker, flat = None, False
-    nearest, farthest = _TITLE_ABOVE
     for number, line in enumerate(lines):
         if _AUTHOR in line:
-            above = lines[max(0, number - farthest) : max(0, number - nearest + 1)]
+            above = lines[max(0, number - 7) : max(0, number - 1)]  # the title is the nearest of these lines with text
             title = next((line.strip() for line in reversed(above) if line.strip()), "")
             roles, speaker, flat = defaultdict(list), None, title == _NOT_INDENTED
             found.append((title, roles))
         elif not found:
             continue
-        elif speech := (_SPEECH_NOT_INDENTED if flat else _SPEECH).match(line):
+        elif (flat or line.startswith("  ")) and (speech := _SPEECH.match(line if flat else line[2:])):
             speaker = speech[1].upper()
             if flat and speaker.startswith("ACT "):
                 speaker = None
             else:
                 roles[speaker].append(speech[2])
-        elif speaker and (continued := (_CONTINUED_NOT_INDENTED if flat else _CONTINUED).match(line)):
-            if flat and line.startswith("<"):
-                speaker = None  # the publisher's notice, which elsewhere is not indented
-            else:
-                roles[speaker].append(continued[1])
+        elif speaker and flat and line.startswith("<"):
+            speaker = None  # the publisher's notice, which elsewhere is not indented
+        elif speaker and (flat or line.startswith("    ")):
+            roles[speaker].append(line if flat else line[4:])
     return [(title, roles) for title, roles in found if len(roles) > 1]
 
 
 def encode(text: str) -> NDArray[np.int8]:
     """Code characters by their position among LETTERS."""
     points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
-    codes: NDArray[np.int8] = _CODES[np.minimum(points, len(_CODES) - 1)]
-    return codes
+    return _CODES[np.minimum(points, len(_CODES) - 1)]
 
 
 def _text(source: Path) -> str:
@@ -110,13 +102,12 @@ class Shakespeare(Public):
     window: int = field(default=80, metadata={"min": 1, "max": 1000})
     min_lines: int = field(default=FEWEST_LINES, metadata={"min": FEWEST_LINES})
 
-    name: ClassVar[str] = "shakespeare"
-    title: ClassVar[str] = "Shakespeare's plays, the next of 80 characters, by role"
-    usual: ClassVar[str] = "natural"
+    name = "shakespeare"
+    title = "Shakespeare's plays, the next of 80 characters, by role"
     # An early edition's layout is needed: later ones write the names of the roles above their speeches.
-    remotes: ClassVar[tuple[Remote, ...]] = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
-    patterns: ClassVar[tuple[str, ...]] = ("*pg100.txt", "*pg100.txt.gz", "100.txt", "100-0.txt")
-    labels: ClassVar[tuple[str, ...]] = tuple(LETTERS)
+    remotes = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
+    patterns = ("*pg100.txt", "*pg100.txt.gz", "100.txt", "100-0.txt")
+    labels = tuple(LETTERS)
 
     @property
     def variant(self) -> str:
@@ -150,8 +141,7 @@ class Shakespeare(Public):
         if bool(stays.all()):
             return whole
         if not bool(stays.any()):
-            allowed = f"at most {int(lines.max())}, the longest role's"
-            raise UserError(f"data.min_lines is {self.min_lines}; allowed: {allowed}.")
+            raise UserError(f"data.min_lines is {self.min_lines}; allowed: at most {lines.max()}, the longest role's.")
         end = int(stays[whole.owners].sum())
         return replace(
             whole,

@@ -20,7 +20,6 @@ import struct
 import tarfile
 import time
 import zipfile
-import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,15 +38,14 @@ from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import Collection, Partition, content_ids, fingerprint_of, numbered
 from fedem.data.samples import Pool
+from fedem.data.tables import DAMAGED
 
 FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
 ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
-# What readers raise for a file that is damaged, or another than was hoped for; and RuntimeError is zipfile's, for a
-# password or a compression that it does not know.
-_DAMAGED: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, RuntimeError)
-_DAMAGED += (pickle.UnpicklingError, struct.error, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+# What readers raise for a file that is damaged, or another than was hoped for.
+_DAMAGED = (*DAMAGED, KeyError, IndexError, pickle.UnpicklingError, struct.error, tarfile.TarError)
 
 Files = dict[str, Callable[[], Any]]  # paths within a source, with slashes, and how each is opened: IO[bytes]
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
@@ -84,8 +82,7 @@ def opened(path: Path) -> Iterator[Files]:
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
     with files[name]() as file:
-        content: bytes = file.read()
-    return content
+        return file.read()
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -104,8 +101,8 @@ def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse
     with np.load(path, allow_pickle=False) as archive:
         found = {name: np.asarray(archive[name]) for name in ("x", "y", "client", "coarse") if name in archive}
         present = ", ".join(archive.files)
-    for name in ("x", "y", *(("client",) if owned else ()), *(("coarse",) if coarse else ())):
-        if name not in found:
+    for name, wanted in (("x", True), ("y", True), ("client", owned), ("coarse", coarse)):
+        if wanted and name not in found:
             raise UserError(f"{path} has no array {name!r} (it has: {present}); this data set needs it.")
     inputs = _channels_first(path, found["x"], shape)
     for name, column in found.items():
@@ -128,12 +125,10 @@ def _channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, i
     channels, height, width = shape
     if images.dtype == np.uint8:
         pixels = images.view(np.uint8)
-        if images.shape[1:] == shape:
-            return pixels
-        if images.shape[1:] == (height, width, channels):
-            return pixels.transpose(0, 3, 1, 2)
         if images.shape[1:] == (height, width) and channels == 1:
             return pixels[:, None]
+        if images.shape[1:] in (shape, (height, width, channels)):
+            return pixels if images.shape[1:] == shape else pixels.transpose(0, 3, 1, 2)
     allowed = f"uint8 images of {height} x {width} with {channels} channel{'s' if channels > 1 else ''}, first or last"
     raise UserError(f"{path}: x is {images.dtype} of shape {images.shape}; allowed: {allowed}.")
 
@@ -162,8 +157,7 @@ class About:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(int(entry["bytes"]) for entry in self.files.values())
+        return sum(entry["bytes"] for entry in self.files.values())
 
 
 def _is(kind: Any, value: Any) -> bool:
@@ -201,25 +195,21 @@ def read_about(place: Path) -> About:
 
 def open_canonical(place: Path) -> tuple[Collection, About]:
     """Map the arrays from their files; raises OSError or ValueError when they are damaged."""
-    about = read_about(place)
-    arrays = {name: torch.from_numpy(_mapped(place, name, entry)) for name, entry in about.files.items()}
+    about, arrays = read_about(place), {}
+    for name, entry in about.files.items():
+        path = place / f"{name}.npy"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            raise ValueError(f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}")
+        # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
+        if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"]:
+            raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
+        arrays[name] = torch.from_numpy(array)
     owners, names = arrays.get("owners"), tuple(about.owners)
     if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
         raise ValueError(f"some samples belong to none of the {len(names):,} clients")
     pool = Pool(arrays["inputs"], arrays["targets"])
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
-
-
-def _mapped(place: Path, name: str, entry: Described) -> NDArray[Any]:
-    path = place / f"{name}.npy"
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise ValueError(f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}")
-    # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
-    array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
-    if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"]:
-        raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
-    return array
 
 
 def _write_canonical(
@@ -278,8 +268,7 @@ def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progre
         whole = numbered(np.concatenate(ids))
         append("ids", whole)
     finally:
-        for column in columns.values():
-            column.close()
+        files = {name: column.close() for name, column in columns.items()}
     if len({column.count for column in columns.values()}) != 1:
         raise UserError("Some samples have a client or a group of labels, others have none.")
     return {
@@ -287,7 +276,7 @@ def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progre
         "fingerprint": fingerprint_of(whole),
         "owners": owners,
         "lines": [lines[owner] for owner in owners if lines],
-        "files": {name: column.describe() for name, column in columns.items()},
+        "files": files,
     }
 
 
@@ -295,8 +284,7 @@ class _Column:
     """An npy file of rows of one kind, that grows by blocks: numpy leaves room in the header for the number of rows."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.count, self._path, self._kind = 0, path, (shape, dtype)
-        self._file = path.open("wb")
+        self.count, self._file, self._kind = 0, path.open("wb"), (shape, dtype)
         self._write_header()
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -311,18 +299,16 @@ class _Column:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.count, *shape)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
-    def close(self) -> None:
-        """Write the number of rows, and all of it to the disk."""
+    def close(self) -> Described:
+        """Write the number of rows, and all of it to the disk; returns what ``about.json`` says of the file."""
+        size = self._file.tell()
         self._file.seek(0)
         self._write_header()
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-
-    def describe(self) -> dict[str, Any]:
-        """Return what ``about.json`` says of the file."""
         shape, dtype = self._kind
-        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": self._path.stat().st_size}
+        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": size}
 
 
 class Remote(NamedTuple):
@@ -333,28 +319,27 @@ class Remote(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of the file."""
         return self.address.rpartition("/")[2]
 
 
 def digest_of(path: Path, algorithm: str = "sha256") -> str:
     """Hash a file, or all files of a folder with their names: hexadecimal digits."""
-    digest = hashlib.new(algorithm, usedforsecurity=False)
+    new = partial(hashlib.new, algorithm, usedforsecurity=False)
     if path.is_dir():
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
-            digest.update(f"{file.relative_to(path).as_posix()}\0{digest_of(file, algorithm)}\n".encode())
-        return digest.hexdigest()
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, partial(hashlib.new, algorithm, usedforsecurity=False)).hexdigest()
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        lines = (f"{file.relative_to(path).as_posix()}\0{digest_of(file, algorithm)}\n" for file in files)
+        return new("".join(lines).encode()).hexdigest()
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, new).hexdigest()
 
 
 def check(path: Path, remote: Remote) -> None:
     """Refuse a file that is not what its owner published."""
     algorithm, _, expected = remote.checksum.partition(":")
     if expected and (found := digest_of(path, algorithm)) != expected:
+        said = f"{path} is damaged or another file: its {algorithm} is {found}"
         allowed = f"{expected}, as published for {remote.address}"
-        remedy = "Remove it to download it again, or name your own file with --from"
-        raise UserError(f"{path} is damaged or another file: its {algorithm} is {found}; allowed: {allowed}. {remedy}.")
+        raise UserError(f"{said}; allowed: {allowed}. Remove it to download it again, or name your own with --from.")
 
 
 def download(
@@ -390,7 +375,10 @@ def download(
             except RequestException as error:
                 status = None if error.response is None else error.response.status_code
                 if not left or (status is not None and status < 500):
-                    reason = f"HTTP {status}" if status else _cause(error)
+                    cause: BaseException = error  # at the bottom lies a refused connection, a time limit, ...
+                    while cause.__context__ is not None:
+                        cause = cause.__context__
+                    reason = f"HTTP {status}" if status else str(cause) or type(cause).__name__
                     remedy = f"Fetch {remote.file} by other means and put it at {path}, or name it with --from."
                     check_by = f" Its {remote.checksum.replace(':', ' is ')}." if remote.checksum else ""
                     raise UserError(f"{remote.address} can't be downloaded ({reason}). {remedy}{check_by}") from None
@@ -400,13 +388,6 @@ def download(
     finally:
         part.unlink(missing_ok=True)
     return path
-
-
-def _cause(error: BaseException) -> str:
-    """Say what lies at the bottom of an error of the network: a refused connection, a time limit, ..."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error) or type(error).__name__
 
 
 class _Progress:
@@ -422,8 +403,7 @@ class _Progress:
         self._done = min(self._done + count, self.total) if self.total else self._done + count
         self._listen(self._done, self.total or None)
 
-    def reset(self) -> None:
-        """Do nothing."""
+    def reset(self) -> None: ...
 
     close = reset
 
@@ -490,7 +470,6 @@ class Public(Pooled):
 
     @property
     def command(self) -> str:
-        """The command that prepares it."""
         return f"fedem data prepare {self.name}"
 
     def place(self) -> Path | None:
@@ -500,7 +479,6 @@ class Public(Pooled):
         return next((place for place in places if (place / ABOUT).exists()), None)
 
     def opened(self) -> tuple[Collection, About]:
-        """Map the canonical form's arrays from their files."""
         place = self.place()
         if place is None:
             where = f"in {self.folder} (data.folder)" if self.folder else f"in {data_folder()}"
@@ -548,7 +526,7 @@ def prepare(
         place.parent.mkdir(parents=True, exist_ok=True)
         with locked(place.parent / f".{data.name}.lock", wait=True):
             if again or not (place / ABOUT).exists():
-                raw = _raw_files(data, source) or _downloaded(data, progress)
+                raw = _raw_files(data, source, progress)
                 hashes = {path.name: digest_of(path) for path in raw}
                 _write_canonical(place, data.variant, data.labels, hashes, data.blocks(raw[0]), progress)
     except OSError as error:
@@ -556,24 +534,22 @@ def prepare(
     return place
 
 
-def _raw_files(data: Public, source: Path | None) -> list[Path]:
-    """Return the raw files: those named, or those found; none when they must be downloaded."""
+def _raw_files(data: Public, source: Path | None, progress: Progress) -> list[Path]:
+    """Return the raw files: those named, found or downloaded."""
     official = {remote.file: remote for remote in data.remotes}
     if source is not None:
         beside = [source.parent / name for name in official if (source.parent / name).exists()]
         return beside if source.name in official else [source]
     folders = [folder for base in (data_folder(), cache_folder()) for folder in (base, base / data.name)]
     for folder in folders:
-        found = [folder / name for name in official]
+        found = {folder / name: remote for name, remote in official.items()}
         if all(path.exists() for path in found):
-            for path in found:
-                check(path, official[path.name])
-            return found
+            for path, remote in found.items():
+                check(path, remote)
+            return list(found)
     matches = (path for folder in folders for pattern in data.patterns for path in sorted(folder.glob(pattern)))
-    return [path for path in [next(matches, None)] if path is not None]
-
-
-def _downloaded(data: Public, progress: Progress) -> list[Path]:
+    if match := next(matches, None):
+        return [match]
     folder = _writable_folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:

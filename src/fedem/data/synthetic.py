@@ -66,8 +66,8 @@ class Synthetic(DataSource):
         if seed < 0:
             raise UserError(f"The seed is {seed}; allowed: at least 0.")
         if self.max_samples < self.min_samples:
-            allowed = f"at least data.min_samples ({self.min_samples})"
-            raise UserError(f"data.max_samples is {self.max_samples}; allowed: {allowed}.")
+            least = f"at least data.min_samples ({self.min_samples})"
+            raise UserError(f"data.max_samples is {self.max_samples}; allowed: {least}.")
         streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)]
         parameters, sizes = streams[:2]
         names = tuple(map(str, range(self.num_clients)))
@@ -80,10 +80,8 @@ class Synthetic(DataSource):
         extra = np.minimum(sizes.lognormal(self.size_mean, self.size_sigma, self.num_clients), self.max_samples)
         counts = np.clip(self.min_samples + extra.astype(np.int64), 1, self.max_samples)
         sizes_of_parts = (counts, np.full_like(counts, self.num_validation), np.full_like(counts, self.num_test))
-        train, validation, test = (
-            self._samples(stream, components, weights, part)
-            for stream, part in zip(streams[2:], sizes_of_parts, strict=True)
-        )
+        parts = zip(streams[2:], sizes_of_parts, strict=True)
+        train, validation, test = (self._samples(stream, components, weights, part) for stream, part in parts)
         truth = Truth(names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale)
         return Dataset(Federation(names, train, validation, test).check(), truth)
 
@@ -101,7 +99,6 @@ class Synthetic(DataSource):
         component = (rng.random(total)[:, None] >= cumulative).sum(axis=1)
         logits = np.take_along_axis(inputs @ components.T, component[:, None], axis=1)[:, 0]
         logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
-        labels = rng.random(total) < (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
-        return Samples.of(
-            torch.from_numpy(inputs), torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(offsets)
-        )
+        probabilities = (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
+        labels = (rng.random(total) < probabilities).astype(np.int64)
+        return Samples.of(*map(torch.from_numpy, (inputs, labels, offsets)))

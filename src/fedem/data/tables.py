@@ -39,10 +39,8 @@ _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
 _NAMED = 5  # columns with missing values that an error lists
-_INT64 = np.iinfo(np.int64)
-
 # What numpy and zipfile raise for an archive that is damaged; the last for a password or an unknown compression.
-_DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
+DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,6 @@ class Column:
 
     @classmethod
     def of_text(cls, texts: Sequence[str]) -> Column:
-        """Make a column of texts that are text, whatever stands in them; none is missing."""
         return cls(np.array(texts, dtype=object), np.zeros(len(texts), dtype=bool))
 
     @cached_property
@@ -68,12 +65,12 @@ class Column:
 
     @cached_property
     def kind(self) -> str:
-        """What the column holds: one value that is not a number makes it text."""
         if self.values.dtype != object:
             return {"b": BOOLEAN, "f": NUMBER}.get(self.values.dtype.kind, WHOLE)
         return self._kind_of(~self.missing) if self.written and not self.missing.all() else TEXT
 
     def _kind_of(self, rows: NDArray[np.bool_]) -> str:
+        """Return what the texts of ``rows`` are: one that is not a number makes them text."""
         texts = self.values[rows]
         if all(text.strip().lower() in ("true", "false") for text in texts):
             return BOOLEAN
@@ -123,15 +120,12 @@ class Table:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names of the columns that are neither targets nor clients."""
         return tuple(name for name in self.columns if name not in (self.target, self.client))
 
     def without(self, names: Sequence[str]) -> Table:
-        """Leave columns out; names that are not there do not matter."""
         return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
 
     def as_text(self, names: Sequence[str]) -> Table:
-        """Take columns for text, whatever stands in them."""
         texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
         return replace(self, columns={**self.columns, **texts})
 
@@ -149,8 +143,8 @@ class Table:
         raise IndexError(row)
 
     def complete(self, names: Sequence[str]) -> Table:
-        """Refuse missing values in the columns called ``names``: all such columns are named, with their numbers."""
-        missing = {name: self.columns[name].missing for name in names if self.columns[name].missing.any()}
+        """Refuse missing values in the columns called ``names``."""
+        missing = {name: rows for name in names if (rows := self.columns[name].missing).any()}
         if missing:
             found = ", ".join(
                 f"{rows.sum()} in column {name!r} (first: {self.place(int(rows.argmax()))})"
@@ -192,7 +186,6 @@ class Table:
         return np.stack([self.numbers(name) for name in self.features], axis=1).astype(np.float32)
 
     def refusal(self, name: str, row: int, why: str) -> UserError:
-        """Return the error for one value."""
         value = self.columns[name].values[row]
         shown = value if isinstance(value, str) else np.asarray(value).tolist()
         return UserError(f"{self.place(row)}, column {name!r}: {shown!r} {why}.")
@@ -204,24 +197,21 @@ def joined(tables: Sequence[Table]) -> Table:
     for table in tables[1:]:
         for name in sorted(set(first.columns) ^ set(table.columns)):
             one, other = (own.pieces[0].source for own in ((first, table) if name in first.columns else (table, first)))
-            same = "all files of a folder must have the same columns"
-            raise UserError(f"{one} has the column {name!r} and {other} has not; {same}.")
-    columns = {name: _joined([table.columns[name] for table in tables]) for name in first.columns}
+            raise UserError(f"{one} has the column {name!r} and {other} has not; all files must have the same columns.")
+    columns = {}
+    for name in first.columns:
+        pieces = [table.columns[name] for table in tables]
+        values = [column.values for column in pieces]
+        if len({array.dtype == object for array in values}) > 1:  # where some are text, all are
+            values = [np.array(column.texts(TEXT), dtype=object) for column in pieces]
+        blank = np.concatenate([column.blank for column in pieces])
+        columns[name] = Column(np.concatenate(values), blank, all(column.written for column in pieces))
     arrays = [table.array for table in tables if table.array is not None]
     kinds = {(array.shape[1:], array.dtype) for array in arrays}
     if len(kinds) > 1:
         raise UserError(f"The arrays of inputs differ in shape or type: {', '.join(sorted(map(str, kinds)))}.")
-    pieces = tuple(piece for table in tables for piece in table.pieces)
-    return Table(columns, first.target, first.client, pieces, np.concatenate(arrays) if arrays else None)
-
-
-def _joined(columns: Sequence[Column]) -> Column:
-    """Join the pieces of one column; where some are text, all are."""
-    values = [column.values for column in columns]
-    if len({array.dtype == object for array in values}) > 1:
-        values = [np.array(column.texts(TEXT), dtype=object) for column in columns]
-    blank = np.concatenate([column.blank for column in columns])
-    return Column(np.concatenate(values), blank, all(column.written for column in columns))
+    places = tuple(piece for table in tables for piece in table.pieces)
+    return Table(columns, first.target, first.client, places, np.concatenate(arrays) if arrays else None)
 
 
 def _parse(text: str) -> float:
@@ -247,7 +237,16 @@ def _written(value: Any) -> str:
 def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
     """Read a file of samples, whose ending says how, or a folder of such files."""
     if path.is_dir():
-        return _read_folder(path, target, client)
+        # Names that start with a dot or an underscore are bookkeeping of whatever wrote the folder.
+        paths = sorted(inside for inside in path.iterdir() if not inside.name.startswith((".", "_")))
+        endings = sorted({inside.suffix.lower() for inside in paths})
+        if len(endings) != 1 or endings[0] not in READERS:
+            found, allowed = ", ".join(map(repr, endings)) or "no", f"files of one kind, {', '.join(READERS)}"
+            raise UserError(f"The folder {path} holds {found} files; allowed: {allowed}.")
+        tables = [read_table(inside, target, client) for inside in paths]
+        whole = joined(tables)
+        owners = [inside.stem for inside, table in zip(paths, tables, strict=True) for _ in range(len(table))]
+        return whole if client in whole.columns else whole.owned_by(owners)
     if path.suffix.lower() not in READERS:
         raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(READERS)}, or a folder of such files.")
     if not path.is_file():
@@ -255,37 +254,24 @@ def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
     return READERS[path.suffix.lower()](path, target, client)
 
 
-def _read_folder(folder: Path, target: str, client: str) -> Table:
-    # Names that start with a dot or an underscore are bookkeeping of whatever wrote the folder.
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
-    endings = sorted({path.suffix.lower() for path in paths})
-    if len(endings) != 1 or endings[0] not in READERS:
-        allowed = f"files of one kind, {', '.join(READERS)}"
-        raise UserError(f"The folder {folder} holds {', '.join(map(repr, endings)) or 'no'} files; allowed: {allowed}.")
-    tables = [read_table(path, target, client) for path in paths]
-    whole = joined(tables)
-    if client in whole.columns:
-        return whole
-    return whole.owned_by([path.stem for path, table in zip(paths, tables, strict=True) for _ in range(len(table))])
-
-
 def _read_npz(path: Path, target: str, client: str) -> Table:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = {name: np.asarray(archive[name]) for name in ("x", target, client) if name in archive}
             present = ", ".join(archive.files)
-    except _DAMAGED as error:
-        why = f"({type(error).__name__})"
-        raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged {why}.") from None
+    except DAMAGED as error:
+        why = type(error).__name__
+        raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged ({why}).") from None
     if "x" not in found:
         raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")
+    inputs = found["x"]
     for name, array in found.items():
         if array.ndim == 0:
             raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry per sample.")
-    inputs = found.pop("x")
-    for name, what in ((target, "targets"), (client, "clients")):
-        if name in found and len(found[name]) != len(inputs):
-            raise UserError(f"{path} has {len(inputs)} inputs but {len(found[name])} {what}; allowed: as many of each.")
+        if len(array) != len(inputs):
+            what = "clients" if name == client else "targets"
+            raise UserError(f"{path} has {len(inputs)} inputs but {len(array)} {what}; allowed: as many of each.")
+    del found["x"]
     if client in found and found[client].ndim > 1:
         raise UserError(f"{path}: there must be one client name per row: got shape {found[client].shape}.")
     columns = {name: _array_column(path, name, array, text=name == client) for name, array in found.items()}
@@ -349,7 +335,7 @@ def _line_of(path: Path, row: int) -> int:
 
 
 def _check_lines(path: Path, content: bytes) -> None:
-    """Name the first line of a CSV file that is not like the others."""
+    """Refuse the first line of a CSV file that is not like the others."""
     try:
         rows = list(_lines(content, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -396,17 +382,13 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
     """Read one column of a data frame, a pandas series; ``text``: numbers are names, however large."""
     import pandas
 
-    types, missing = pandas.api.types, series.isna().to_numpy(dtype=bool)
+    missing = series.isna().to_numpy(dtype=bool)
     text = text or isinstance(series.dtype, pandas.CategoricalDtype)
-    for holds, dtype, blank in (
-        (types.is_bool_dtype, bool, False),
-        (types.is_integer_dtype, np.int64, 0),
-        (types.is_float_dtype, np.float64, np.nan),
-    ):
-        if holds(series.dtype) and not text:
-            if str(series.dtype).lower() == "uint64":  # the one type that int64 does not hold
-                _whole(source, name, series.fillna(0).tolist())
-            return Column(series.to_numpy(dtype=dtype, na_value=blank), missing)
+    if series.dtype.kind in "biuf" and not text:
+        if str(series.dtype).lower() == "uint64":  # the one type that int64 does not hold
+            _whole(source, name, series.fillna(0).tolist())
+        dtype, blank = {"b": (bool, False), "f": (np.float64, np.nan)}.get(series.dtype.kind, (np.int64, 0))
+        return Column(series.to_numpy(dtype=dtype, na_value=blank), missing)
     values = [None if gone else value for value, gone in zip(series.tolist(), missing, strict=True)]
     strange = next((value for value in values if isinstance(value, list | dict | set | bytes | np.ndarray)), None)
     if strange is not None:
@@ -433,9 +415,8 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
 
 
 def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
-    """Return whole numbers as int64, ``[n]``; refuse those that it does not hold."""
     for row, value in enumerate(values):
-        if not _INT64.min <= value <= _INT64.max:
+        if not -(2**63) <= value < 2**63:
             said = f"{source}, row {row}, column {name!r}: {value} does not fit in 64 bits with a sign"
             raise UserError(f"{said}; allowed: smaller whole numbers, floats, or text.")
     return np.array(values, dtype=np.int64)
@@ -450,8 +431,4 @@ def _checked(piece: Piece, header: list[str], columns: dict[str, Column], target
     return table
 
 
-READERS: dict[str, Callable[[Path, str, str], Table]] = {
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".npz": _read_npz,
-}
+READERS = {".csv": _read_csv, ".parquet": _read_parquet, ".npz": _read_npz}

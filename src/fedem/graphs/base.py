@@ -51,8 +51,7 @@ class Topology(Settings, ABC):
         start: whether all clients start from the same models ("alike") or each from its own ("apart").
     """
 
-    remedy: ClassVar[str] = "another graph"
-    """what helps where the graph is not connected, with names of settings in braces"""
+    remedy: ClassVar[str] = "another graph"  # where the graph is not connected; with names of settings in braces
 
     weights: str = field(default="fmmc", metadata={"choices": ("fmmc", "max_degree", "metropolis")})
     laziness: float = field(default=0.0, metadata={"min": 0, "below": 1})
@@ -81,13 +80,17 @@ class Topology(Settings, ABC):
         For random matchings they say by positive weights who may meet, and :meth:`draw` says who does.
         """
         num_clients = len(keys)
-        self._check_size(num_clients, 1)
+        _check_size(num_clients, 1)
         ranks = keys.cpu().argsort(stable=True).argsort()
         phases = [canonical(ranks.numpy()[edges]) for edges in self.edges(keys, seed)]
-        self._check_connected(num_clients, phases)
+        together = canonical(np.concatenate(phases))
+        if (components := num_components(num_clients, together)) > 1:
+            least, remedy = int(degrees(num_clients, together).min()), self.remedy.format(**vars(self))
+            said = f"The graph has {components} components, and the client with the fewest neighbours has {least}"
+            raise UserError(f"{said}; allowed: a connected graph, or clients could never agree. What helps: {remedy}.")
         if self.activity == "matchings":
             phases = [matching for edges in phases for matching in matchings(num_clients, edges)]
-        self._check_size(num_clients, len(phases))
+        _check_size(num_clients, len(phases))
         rule = {"matchings": "pairs", "random_matching": "metropolis"}.get(self.activity, self.weights)
         found = torch.empty(len(phases), num_clients, num_clients, dtype=torch.float64)
         for place, edges in enumerate(phases):
@@ -108,8 +111,13 @@ class Topology(Settings, ABC):
         matrix: Matrix = given.cpu()[order][:, order].numpy()
         if self.activity == "random_matching":
             matrix = self._lazy(weigh("pairs", len(keys), random_matching(edges_of(matrix), keys, key)))
-        if self.link_failure:
-            matrix = without_failures(matrix, keys, key, self.link_failure)
+        if self.link_failure:  # the weight of an edge that fails goes back to the diagonal at both ends
+            edges = edges_of(matrix)
+            first, second = edges[edge_numbers(edges, keys, key, _FAILURE) < self.link_failure].T
+            lost, matrix = matrix[first, second], matrix.copy()
+            matrix[first, second] = matrix[second, first] = 0
+            np.add.at(matrix, (first, first), lost)
+            np.add.at(matrix, (second, second), lost)
         ranks = order.argsort()
         return torch.from_numpy(matrix)[ranks][:, ranks].to(given.device)
 
@@ -124,9 +132,9 @@ class Topology(Settings, ABC):
         rest, product = np.eye(len(keys)) - 1 / len(keys), np.eye(len(keys))
         for phase in reversed(range(len(matrices))):
             if is_estimate:
-                words = derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist()
                 outer, mean = np.zeros_like(rest), np.zeros_like(rest)
-                for word in words:  # one draw is in memory at a time
+                # One draw is in memory at a time.
+                for word in derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist():
                     matrix = self._drawn_among(matrices, phase, keys, word, present)
                     outer += matrix @ rest @ matrix
                     mean += matrix
@@ -149,18 +157,11 @@ class Topology(Settings, ABC):
     def _lazy(self, matrix: Matrix) -> Matrix:
         return (1 - self.laziness) * matrix + self.laziness * np.eye(len(matrix))
 
-    def _check_connected(self, num_clients: int, phases: list[Edges]) -> None:
-        """Refuse phases whose edges together leave clients apart."""
-        together = canonical(np.concatenate(phases))
-        if (components := num_components(num_clients, together)) > 1:
-            least, remedy = int(degrees(num_clients, together).min()), self.remedy.format(**vars(self))
-            said = f"The graph has {components} components, and the client with the fewest neighbours has {least}"
-            raise UserError(f"{said}; allowed: a connected graph, or clients could never agree. What helps: {remedy}.")
 
-    def _check_size(self, num_clients: int, num_phases: int) -> None:
-        if (count := num_phases * num_clients**2) > MOST_WEIGHTS:
-            made = f"{num_clients:,} clients and {num_phases:,} phases make {count:,} weights"
-            raise UserError(f"{made}; allowed: at most {MOST_WEIGHTS:,}.")
+def _check_size(num_clients: int, num_phases: int) -> None:
+    if (count := num_phases * num_clients**2) > MOST_WEIGHTS:
+        made = f"{num_clients:,} clients and {num_phases:,} phases make {count:,} weights"
+        raise UserError(f"{made}; allowed: at most {MOST_WEIGHTS:,}.")
 
 
 def edges_of(matrix: Matrix) -> Edges:
@@ -211,29 +212,17 @@ def among(matrix: Tensor, present: Tensor) -> Tensor:
     return part
 
 
-def without_failures(matrix: Matrix, keys: Tensor, key: int, probability: float) -> Matrix:
-    """Let each edge fail with ``probability``; its weight goes back to the diagonal at both ends."""
-    edges = edges_of(matrix)
-    first, second = edges[edge_numbers(edges, keys, key, _FAILURE) < probability].T
-    lost = matrix[first, second]
-    left = matrix.copy()
-    left[first, second] = left[second, first] = 0
-    np.add.at(left, (first, first), lost)
-    np.add.at(left, (second, second), lost)
-    return left
-
-
 class Consensus(NamedTuple):
-    """How fast clients agree."""
+    """How fast clients agree: in expectation a cycle of ``tau`` rounds leaves 1 - p of their squared distance at most.
+
+    The spectral gap is 1 less the second largest modulus of an eigenvalue of E[W], of the product over a cycle where it
+    has phases. Where expectations are estimates, means over draws, the chance in them makes both rather too small.
+    """
 
     spectral_gap: float
-    """1 less the second largest modulus of an eigenvalue of E[W], of the product over a cycle where it has phases"""
     p: float
-    """of the assumption: in expectation a cycle leaves at most 1 - p of the squared distance from the mean"""
     tau: int
-    """rounds of a cycle"""
     is_estimate: bool
-    """whether expectations are means over draws; the chance in them makes both figures rather too small"""
 
 
 def with_failures(matrix: Matrix, probability: float, inner: Matrix) -> tuple[Matrix, Matrix]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -52,7 +51,7 @@ class ErdosRenyi(Laid):
     probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
-        pairs = _all_pairs(len(keys))
+        pairs = np.column_stack(np.triu_indices(len(keys), 1))
         best, least = pairs[:0], len(keys) + 1
         for again in range(_DRAWS):
             drawn = pairs[edge_numbers(pairs, keys, seed, _GRAPH, *([again] if again else [])) < self.probability]
@@ -68,7 +67,7 @@ class Complete(Laid):
     """Everybody is everybody's neighbour."""
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
-        return _all_pairs(len(keys))
+        return np.column_stack(np.triu_indices(len(keys), 1))
 
 
 @dataclass(frozen=True)
@@ -156,19 +155,11 @@ class Regular(Laid):
         return np.array(random_regular_graph(self.degree, len(keys), seed=seed).edges, np.int64)
 
 
-def _all_pairs(count: int) -> NDArray[np.int64]:
-    return np.column_stack(np.triu_indices(count, 1))
-
-
 def _circle(places: NDArray[np.int64], closed: bool) -> NDArray[np.int64]:
     """Pair each place with the next one along the first dimension, the last with the first where it is ``closed``."""
     following = np.roll(places, -1, axis=0)
     pairs = np.stack([places, following], axis=-1)[: None if closed else -1].reshape(-1, 2)
-    different: NDArray[np.bool_] = pairs[:, 0] != pairs[:, 1]  # a circle of one has no edge
-    return pairs[different]
-
-
-_Line = tuple[int, list[str]]  # a line's number, from 1, and its words
+    return pairs[pairs[:, 0] != pairs[:, 1]]  # a circle of one has no edge
 
 
 @dataclass(frozen=True)
@@ -206,65 +197,51 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
     """Read the edges of one file; ``positions`` by key."""
     if path.suffix in (".npy", ".npz"):
         return _from_matrix(path, _load(path), len(positions))
-    lines = list(_lines(path))
-    if path.suffix == ".csv" and lines and len(lines[0][1]) > 2 and not _has_weights(lines):
-        if len({len(words) for _, words in lines}) > 1:
-            raise UserError(f"{path} has lines of different lengths and is not a rectangle; allowed: a square matrix.")
-        try:
-            matrix = np.array([[float(word) for word in words] for _, words in lines])
-        except ValueError:
-            said = f"{path} has {len(lines[0][1])} columns that are not all numbers"
-            raise UserError(f"{said}; allowed: two names of clients a line, or a square of zeros and ones.") from None
-        return _from_matrix(path, matrix, len(positions))
-    _refuse_header(path, lines, positions)
-    pairs = [_pair(f"{path}, line {number}", words, positions) for number, words in lines]
-    return canonical(np.array(pairs, dtype=np.int64))
-
-
-def _lines(path: Path) -> Iterator[_Line]:
     try:
         content = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} can't be read as text ({error}); allowed: text, .npy and .npz files.") from None
+    lines: dict[int, list[str]] = {}  # the words of each line, by its number
     for number, line in enumerate(content, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             words = next(csv.reader([line], skipinitialspace=True)) if path.suffix == ".csv" else line.split()
-            yield number, [word.strip() for word in words]
+            lines[number] = [word.strip() for word in words]
+    rows = list(lines.values())
+    if path.suffix == ".csv" and rows and len(rows[0]) > 2 and not _has_weights(rows):
+        if len({len(words) for words in rows}) > 1:
+            raise UserError(f"{path} has lines of different lengths and is not a rectangle; allowed: a square matrix.")
+        try:
+            matrix = np.array([[float(word) for word in words] for words in rows])
+        except ValueError:
+            said = f"{path} has {len(rows[0])} columns that are not all numbers"
+            raise UserError(f"{said}; allowed: two names of clients a line, or a square of zeros and ones.") from None
+        return _from_matrix(path, matrix, len(positions))
+    ends = [[positions.get(key) for key in client_keys(words).tolist()] for words in rows]
+    if ends[:1] == [[None, None]] and len(ends) > 1 and len(ends[1]) == 2 and None not in ends[1]:
+        named = f"{rows[0][0]!r} and {rows[0][1]!r}, who are not clients, before lines that do name clients"
+        allowed = "names of clients, and comments that begin with #"
+        raise UserError(f"{path}, line {min(lines)} names {named}. It looks like a header; allowed: {allowed}.")
+    for (number, words), pair in zip(lines.items(), ends, strict=True):
+        where = f"{path}, line {number}"
+        if len(words) != 2:
+            hint = " Weights can't be given: the rule graph.weights sets them." if len(words) == 3 else ""
+            raise UserError(f"{where} has {len(words)} columns; allowed: the names of two clients.{hint}")
+        if None in pair:
+            named, allowed = words[pair.index(None)], f"names of the federation's {len(positions)} clients"
+            raise UserError(f"{where} names {named!r}; allowed: {allowed}.")
+        if pair[0] == pair[1]:
+            raise UserError(f"{where} makes {words[0]!r} its own neighbour; allowed: two different clients.")
+    return canonical(np.array(ends, dtype=np.int64))
 
 
-def _has_weights(lines: list[_Line]) -> bool:
-    """Whether lines have three columns and are not a square of zeros and ones: a pair and its weight, it seems."""
-    if any(len(words) != 3 for _, words in lines):
+def _has_weights(rows: list[list[str]]) -> bool:
+    """Whether rows have three columns and are not a square of zeros and ones: a pair and its weight, it seems."""
+    if any(len(words) != 3 for words in rows):
         return False
     try:
-        return len(lines) != 3 or any(float(word) not in (0, 1) for _, words in lines for word in words)
+        return len(rows) != 3 or any(float(word) not in (0, 1) for words in rows for word in words)
     except ValueError:
         return True
-
-
-def _refuse_header(path: Path, lines: list[_Line], positions: dict[int, int]) -> None:
-    """Refuse a first line that names nobody, where the next one names two clients."""
-    if len(lines) < 2 or not len(lines[0][1]) == len(lines[1][1]) == 2:
-        return
-    (number, words), (_, after) = lines[:2]
-    unknown = not any(key in positions for key in client_keys(words).tolist())
-    if unknown and all(key in positions for key in client_keys(after).tolist()):
-        named = f"{words[0]!r} and {words[1]!r}, who are not clients, before lines that do name clients"
-        allowed = "names of clients, and comments that begin with #"
-        raise UserError(f"{path}, line {number} names {named}. It looks like a header; allowed: {allowed}.")
-
-
-def _pair(where: str, words: list[str], positions: dict[int, int]) -> tuple[int, int]:
-    if len(words) != 2:
-        hint = " Weights can't be given: the rule graph.weights sets them." if len(words) == 3 else ""
-        raise UserError(f"{where} has {len(words)} columns; allowed: the names of two clients.{hint}")
-    keys = client_keys(words).tolist()
-    for word, key in zip(words, keys, strict=True):
-        if key not in positions:
-            raise UserError(f"{where} names {word!r}; allowed: names of the federation's {len(positions)} clients.")
-    if keys[0] == keys[1]:
-        raise UserError(f"{where} makes {words[0]!r} its own neighbour; allowed: two different clients.")
-    return positions[keys[0]], positions[keys[1]]
 
 
 def _load(path: Path) -> NDArray[np.generic]:
@@ -276,14 +253,12 @@ def _load(path: Path) -> NDArray[np.generic]:
         raise UserError(f"{path} can't be read ({error}); allowed: an array as numpy saves it.") from None
     if len(arrays) != 1:
         raise UserError(f"{path} holds {len(arrays)} arrays; allowed: one, the adjacency matrix.")
-    array: NDArray[np.generic] = arrays[0]
-    return array
+    return arrays[0]
 
 
 def _from_matrix(path: Path, matrix: NDArray[np.generic], count: int) -> Edges:
-    if matrix.shape != (count, count):
-        allowed = f"{[count, count]}, a row for each client"
-        raise UserError(f"{path} holds a matrix of shape {list(matrix.shape)}; allowed: {allowed}.")
+    if (shape := [*matrix.shape]) != [count, count]:
+        raise UserError(f"{path} holds a matrix of shape {shape}; allowed: {[count, count]}, a row for each client.")
     linked = matrix == 1
     if not bool((linked | (matrix == 0)).all()):
         i, j = np.argwhere(~linked & (matrix != 0))[0]

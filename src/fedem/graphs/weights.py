@@ -62,32 +62,24 @@ def degrees(num_nodes: int, edges: Edges) -> NDArray[np.int64]:
     return np.bincount(edges.flatten(), minlength=num_nodes)
 
 
-def from_edges(num_nodes: int, edges: Edges, weights: NDArray[np.float64]) -> Matrix:
-    """Put ``weights`` ``[E]`` on the edges and what is missing to 1 on the diagonal."""
+def from_edges(num_nodes: int, edges: Edges, weights: NDArray[np.float64] | float) -> Matrix:
+    """Put ``weights`` ``[E]``, or one for all, on the edges and what is missing to 1 on the diagonal."""
+    first, second = edges.T
     matrix = np.zeros((num_nodes, num_nodes))
-    matrix[edges[:, 0], edges[:, 1]] = matrix[edges[:, 1], edges[:, 0]] = weights
+    matrix[first, second] = matrix[second, first] = weights
     matrix /= max(1.0, matrix.sum(1).max())  # weights that are solutions of a problem sum to 1 but for rounding
     np.fill_diagonal(matrix, np.maximum(0, 1 - matrix.sum(1)))
     return matrix
 
 
-def metropolis(num_nodes: int, edges: Edges) -> Matrix:
-    """Weigh an edge by 1 / (1 + the larger degree of its ends): each client must know its neighbours' degrees alone."""
-    return from_edges(num_nodes, edges, 1 / (1 + degrees(num_nodes, edges)[edges].max(1)))
-
-
-def max_degree(num_nodes: int, edges: Edges) -> Matrix:
-    """Weigh all edges by 1 / (1 + the largest degree of all): all must know that one number."""
-    largest = degrees(num_nodes, edges).max(initial=0)
-    return from_edges(num_nodes, edges, np.full(len(edges), 1 / (1 + largest)))
-
-
 def weigh(rule: str, num_nodes: int, edges: Edges) -> Matrix:
     """Return the mixing matrix by a rule: "metropolis", "max_degree", "fmmc", or "pairs" for those of a matching."""
-    if rule == "pairs":  # they average evenly; all others keep what they have
-        return from_edges(num_nodes, edges, np.full(len(edges), 0.5))
     if rule != "fmmc":
-        return {"metropolis": metropolis, "max_degree": max_degree}[rule](num_nodes, edges)
+        larger = degrees(num_nodes, edges)[edges].max(1)  # of an edge's two ends
+        # The ends of a matching's edges average evenly. Metropolis: each client must know its neighbours' degrees
+        # alone; by the largest degree: all must know that one number.
+        by_rule = {"pairs": 0.5, "metropolis": 1 / (1 + larger), "max_degree": 1 / (1 + larger.max(initial=0))}
+        return from_edges(num_nodes, edges, by_rule[rule])
     found = fastest_mixing(num_nodes, edges)
     share = (found.value - found.bound) / (1 - found.value)
     if share > LARGEST_SHARE:
@@ -129,23 +121,21 @@ def check_mixing(matrix: Tensor, edges: Edges | None) -> None:
 
 
 def _refuse(wrong: Tensor, matrix: Tensor, what: str, allowed: str) -> None:
-    """Raise for the first entry that is ``wrong``, if there is one."""
-    places = wrong.nonzero().tolist()
-    if places:
-        i, j = places[0]
+    if wrong.any():
+        i, j = wrong.nonzero()[0].tolist()
         both = f"it is {float(matrix[i, j])} at ({i}, {j}) and {float(matrix[j, i])} at ({j}, {i})"
         raise UserError(f"The mixing matrix {what}: {both}; allowed: {allowed}.")
 
 
 class Fastest(NamedTuple):
-    """A mixing matrix and how good it is."""
+    """A mixing matrix ``[T, T]`` and its second largest modulus of an eigenvalue, with a bound.
+
+    No mixing matrix of this graph has a ``value`` below ``bound``, up to rounding.
+    """
 
     matrix: Matrix
-    """``[T, T]``"""
     value: float
-    """its second largest modulus of an eigenvalue"""
     bound: float
-    """no mixing matrix of this graph has a smaller one, up to rounding"""
     iterations: int
 
 
@@ -171,11 +161,9 @@ def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fas
 
 @lru_cache(maxsize=8)
 def _search(num_nodes: int, edge_bytes: bytes, tolerance: float) -> Fastest:
-    """Iterate until the value is close enough to the bound."""
     edges = np.frombuffer(edge_bytes, dtype=np.int64).reshape(-1, 2)
-    support = np.eye(num_nodes, dtype=bool)
-    support[edges[:, 0], edges[:, 1]] = support[edges[:, 1], edges[:, 0]] = True
-    mean, matrix = 1 / num_nodes, metropolis(num_nodes, edges)
+    mean, matrix = 1 / num_nodes, weigh("metropolis", num_nodes, edges)
+    support = matrix > 0
     even, even_dual = _evenly(num_nodes, edges)
     best = min(matrix, even, key=second_modulus)
     value, bound = second_modulus(best), max(0.0, _lower_bound(even_dual, support))
@@ -214,7 +202,7 @@ def _evenly(num_nodes: int, edges: Edges) -> tuple[Matrix, Matrix]:
     equal, unless some client's own weight would be negative. The dual is of the two eigenspaces, or of the first one:
     whatever symmetry the graph has, they have it too.
     """
-    laplacian = num_nodes * (np.eye(num_nodes) - from_edges(num_nodes, edges, np.full(len(edges), 1 / num_nodes)))
+    laplacian = num_nodes * (np.eye(num_nodes) - from_edges(num_nodes, edges, 1 / num_nodes))
     values, vectors = np.linalg.eigh(laplacian)
     least, greatest = float(values[1]), float(values[-1])
     largest_weight = 1 / float(degrees(num_nodes, edges).max())
@@ -223,11 +211,10 @@ def _evenly(num_nodes: int, edges: Edges) -> tuple[Matrix, Matrix]:
 
     def projection(value: float) -> Matrix:
         near = vectors[:, np.abs(values - value) <= 1e-9 * greatest]
-        mean: Matrix = near @ near.T / near.shape[1]
-        return mean
+        return near @ near.T / near.shape[1]
 
     dual = share * projection(least) - (1 - share) * projection(greatest)
-    return from_edges(num_nodes, edges, np.full(len(edges), weight)), dual
+    return from_edges(num_nodes, edges, weight), dual
 
 
 def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
@@ -244,7 +231,7 @@ def _shrink(matrix: Matrix, radius: float) -> tuple[Matrix, Matrix]:
     height = max(0.0, float(heights.max()))  # the mean excess of the k largest is greatest for the right k
     excess = np.sign(values) * np.maximum(np.abs(values) - height, 0)
     there = excess != 0
-    cut: Matrix = (vectors[:, there] * excess[there]) @ vectors[:, there].T
+    cut = (vectors[:, there] * excess[there]) @ vectors[:, there].T
     return (matrix + matrix.T) / 2 - cut, cut
 
 

@@ -370,9 +370,9 @@ class Trainer:
                     "cluster_accuracy": recovery.cluster_accuracy,
                 }
         encoding = self.recipe.format.encoding
-        if encoding is not None and encoding.classes is None:
+        if encoding is not None and encoding.target.classes is None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
-            summary["target_deviation"] = encoding.target_deviation
+            summary["target_deviation"] = encoding.target.deviation
         if self.note:
             summary["note"] = self.note
         return summary
