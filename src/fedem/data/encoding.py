@@ -23,6 +23,7 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
+Rows = NDArray[np.int64]  # positions of rows of a table
 TASKS = ("auto", "classification", "regression")
 _NAMED = 5  # names that a message lists
 _FEW = 20  # distinct numbers that may well be classes
@@ -39,7 +40,7 @@ class Feature:
     categories: tuple[str, ...] = ()
 
     @classmethod
-    def fit(cls, table: Table, name: str, rows: NDArray[np.int64], standardize: bool, max_categories: int) -> Feature:
+    def fit(cls, table: Table, name: str, rows: Rows, standardize: bool, max_categories: int) -> Feature:
         column = table.columns[name]
         if column.kind == BOOLEAN:
             return cls(name, BOOLEAN)
@@ -127,19 +128,15 @@ class Target:
         many = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
         regression = task == "regression" or (task == "auto" and many)
         if len(found) < 2:
-            value, allowed = (
-                next(iter(found), None),
-                "" if regression else " classes, or numbers (data.task=regression)",
-            )
-            raise UserError(
-                f"The target column {name!r} has one value only ({value!r}); allowed: at least two{allowed}."
-            )
+            value, least = next(iter(found), None), "at least two"
+            least += "" if regression else " classes, or numbers (data.task=regression)"
+            raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: {least}.")
         if regression:
             return cls(name, kind, len(found), None)
         order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
         return cls(name, kind, len(found), tuple(order))
 
-    def scaled(self, table: Table, rows: NDArray[np.int64]) -> Target:
+    def scaled(self, table: Table, rows: Rows) -> Target:
         """Standardise numbers by the training ``rows``, as the E-step's Gaussian of variance 1 wants them."""
         if self.classes is not None or table.columns[self.name].values.ndim > 1:
             return self
@@ -189,22 +186,20 @@ class Encoding:
     def fit(
         cls,
         table: Table,
-        train_rows: NDArray[np.int64],
+        rows: Rows,
         target: Target | None = None,
         *,
         standardize: bool = True,
         max_categories: int = 100,
-        ignored: Sequence[str] = (),
     ) -> Encoding:
         """Learn from the training rows; ``target`` is found out from the table when it is not given."""
         target = target or Target.fit(table, max_categories=max_categories)
-        target = target.scaled(table, train_rows) if standardize else target
+        target = target.scaled(table, rows) if standardize else target
         if table.array is not None:
-            return cls(None, target, table.client, tuple(ignored))
-        names = table.without(ignored).features
-        table.complete(names)
-        features = tuple(Feature.fit(table, name, train_rows, standardize, max_categories) for name in names)
-        return cls(features, target, table.client, tuple(ignored))
+            return cls(None, target, table.client)
+        names = table.complete(table.features).features
+        features = tuple(Feature.fit(table, name, rows, standardize, max_categories) for name in names)
+        return cls(features, target, table.client)
 
     @property
     def fingerprint(self) -> str:

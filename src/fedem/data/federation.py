@@ -20,6 +20,9 @@ from fedem.core.random import HOLD_OUT, choose, client_keys
 from fedem.data.samples import Pool, Samples, check_finite, check_pair, describe, offsets_of, split_rows
 
 PARTS = ("train", "validation", "test")
+Pair = tuple[Any, Any]  # one client's inputs and targets
+Pairs = Sequence[Pair]  # one per client
+Names = Sequence[str] | None  # of the clients; None: "0", "1", ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +49,7 @@ class Federation:
 
     @classmethod
     def from_clients(
-        cls,
-        clients: Iterable[tuple[Any, Any]],
-        names: Sequence[str] | None = None,
-        *,
-        validation: float = 0.2,
-        test: float = 0.2,
-        seed: int = 0,
+        cls, clients: Iterable[Pair], names: Names = None, *, validation: float = 0.2, test: float = 0.2, seed: int = 0
     ) -> Federation:
         """Build from one pair (inputs, targets) per client, splitting each client's samples at random.
 
@@ -101,11 +98,7 @@ class Federation:
 
     @classmethod
     def from_parts(
-        cls,
-        train: Sequence[tuple[Any, Any]],
-        validation: Sequence[tuple[Any, Any]] | None = None,
-        test: Sequence[tuple[Any, Any]] | None = None,
-        names: Sequence[str] | None = None,
+        cls, train: Pairs, validation: Pairs | None = None, test: Pairs | None = None, names: Names = None
     ) -> Federation:
         """Build from parts that are split already: one pair (inputs, targets) per client in each part given."""
         labels = check_names(names, len(train))
@@ -214,9 +207,8 @@ class Federation:
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
         if self.unseen is not None:
-            raise UserError(
-                f"{len(self.unseen.names)} clients are held out already; hold out from the whole federation."
-            )
+            count = self.unseen.num_clients
+            raise UserError(f"{count} clients are held out already; hold out from the whole federation.")
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         count = round(share * self.num_clients)
@@ -235,7 +227,7 @@ class Federation:
         return tuple(self.train.pool.inputs.shape[1:])
 
 
-def _join(names: Sequence[str], given: Sequence[tuple[Any, Any]]) -> Samples:
+def _join(names: Sequence[str], given: Pairs) -> Samples:
     """Check the clients' pairs and lay them end to end; arrays must be of the same kind as the first client's."""
     pairs = [Pool(*check_pair(name, pair)) for name, pair in zip(names, given, strict=True)]
     first = next((pair for pair in pairs if len(pair.targets)), pairs[0])
@@ -252,7 +244,7 @@ def _check_kind(whose: str, pool: Pool, reference: Pool, verb: str, like: str) -
             raise UserError(f"{whose} {what}{verb} {describe(mine)}; allowed: {describe(other)}, as {like}.")
 
 
-def check_names(names: Sequence[str] | None, count: int, what: str = "clients") -> tuple[str, ...]:
+def check_names(names: Names, count: int, what: str = "clients") -> tuple[str, ...]:
     """Return the names of clients, "0", "1", ... where none are given; ``what`` there is one of for each client."""
     if count == 0:
         raise UserError("A federation needs at least one client; got none.")

@@ -80,11 +80,9 @@ class FromFile(Pooled):
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
         encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
-        owned = fingerprint(assignment, collection)
         made = Dataset(_encoded(federation, table, encoding), encoding=encoding, seed=seed, unseen=unseen)
-        return made._replace(
-            feature_names=encoding.input_names, label_names=encoding.target.classes, partition_hash=owned
-        )
+        made = made._replace(partition_hash=fingerprint(assignment, collection))
+        return made._replace(feature_names=encoding.input_names, label_names=encoding.target.classes)
 
     def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
         """Read and split as :meth:`make` does, but encode by what was learnt of all clients: nothing is fitted.
@@ -127,8 +125,8 @@ class FromFile(Pooled):
         return tuple(name.strip() for name in self.ignore.split(",") if name.strip())
 
     def _fit(self, table: Table, rows: NDArray[np.int64], target: Target, *, standardize: bool) -> Encoding:
-        limit = self.max_categories
-        return Encoding.fit(table, rows, target, standardize=standardize, max_categories=limit, ignored=self._ignored)
+        made = Encoding.fit(table, rows, target, standardize=standardize, max_categories=self.max_categories)
+        return replace(made, ignored=self._ignored)
 
     def _need(self, table: Table, column: str, why: str) -> None:
         if column in table.columns:
@@ -212,20 +210,19 @@ def _read_dataset(name: str, dataset: Any) -> tuple[Tensor, Tensor]:
     walk = dataset if isinstance(dataset, IterableDataset) else (dataset[row] for row in range(len(dataset)))
     columns: tuple[list[Tensor], list[Tensor]] = ([], [])
     for row, item in enumerate(walk):
+        where = f"Client {name!r}, item {row}"
         if not isinstance(item, tuple | list) or len(item) != 2:
             kind = type(item).__name__ + (f" of {len(item)}" if isinstance(item, tuple | list) else "")
-            raise UserError(f"Client {name!r}, item {row} is a {kind}; allowed: a pair (input, target).")
+            raise UserError(f"{where} is a {kind}; allowed: a pair (input, target).")
         for what, value, column in zip(("input", "target"), item, columns, strict=True):
             try:
                 column.append(value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value)))
             except TypeError:
-                said = f"Client {name!r}, item {row} has an {what} of type {type(value).__name__}"
+                said = f"{where} has an {what} of type {type(value).__name__}"
                 raise UserError(f"{said}; allowed: numbers, arrays or tensors (a transform can make them).") from None
-            first, last = (f"shape {list(tensor.shape)} and type {tensor.dtype}" for tensor in (column[0], column[row]))
+            first, last = (f"{list(tensor.shape)} and type {tensor.dtype}" for tensor in (column[0], column[row]))
             if first != last:
-                raise UserError(
-                    f"Client {name!r}, item {row} has an {what} of {last}; allowed: {first}, as the first has."
-                )
+                raise UserError(f"{where} has an {what} of shape {last}; allowed: {first}, as the first has.")
     if not columns[0]:
         raise UserError(f"Client {name!r} has an empty data set; at least 1 item is needed.")
     return torch.stack(columns[0]), torch.stack(columns[1])

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -141,13 +141,15 @@ class Dealing(Partition):
         num_clients: T, to whom samples are dealt.
     """
 
+    least: ClassVar[tuple[str, ...]] = ("min_samples",)  # settings that say how many samples a client needs
     num_clients: int = field(default=100, metadata={"min": 1})
 
     def _assign(self, collection: Collection, seed: int) -> Assignment:
         count = round(self.share * len(collection.ids))
-        if self.num_clients * self._needed > count:
-            why = f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {self._needed}"
-            allowed = f"at most {count // self._needed}, since {why}"
+        needed = max(getattr(self, name) for name in self.least)
+        if self.num_clients * needed > count:
+            why = f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {needed}"
+            allowed = f"at most {count // needed}, since {why}"
             raise UserError(f"partition.num_clients is {self.num_clients}; allowed: {allowed}.")
         tickets = derive(derive(SAMPLES, seed), collection.ids)
         rows = np.argsort(tickets.numpy(), kind="stable")[:count]
@@ -158,11 +160,6 @@ class Dealing(Partition):
             allowed = f"at most {smallest}, what the smallest client gets here"
             raise UserError(f"partition.min_samples is {self.min_samples}; allowed: {allowed}.")
         return assignment
-
-    @property
-    def _needed(self) -> int:
-        """Samples without which there can't be a client."""
-        return self.min_samples
 
     @abstractmethod
     def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
@@ -182,9 +179,7 @@ def labels_of(collection: Collection, rows: Integers) -> Integers:
     """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
     targets = collection.pool.targets
     if targets.is_floating_point() or targets.ndim != 1:
-        raise UserError(
-            f"The targets are {describe(targets)}; allowed, for a partition by labels: integers of shape [n]."
-        )
+        raise UserError(f"The targets are {describe(targets)}; allowed for a partition by labels: integers [n].")
     return np.unique(targets.numpy()[rows], return_inverse=True)[1]
 
 
@@ -287,13 +282,10 @@ class Pachinko(Dealing):
         beta: concentration of its shares of a coarse label's fine labels; likewise.
     """
 
+    least = ("min_samples", "samples_per_client")
     samples_per_client: int = field(default=600, metadata={"min": 0})
     alpha: float = field(default=0.4, metadata=CONCENTRATION)
     beta: float = field(default=10.0, metadata=CONCENTRATION)
-
-    @property
-    def _needed(self) -> int:
-        return max(self.min_samples, self.samples_per_client)
 
     def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         if collection.coarse is None:
@@ -358,11 +350,8 @@ class Shards(Dealing):
         shards_per_client: about as many as a client then has labels, since few shards hold two.
     """
 
+    least = ("min_samples", "shards_per_client")
     shards_per_client: int = field(default=2, metadata={"min": 1})
-
-    @property
-    def _needed(self) -> int:
-        return max(self.min_samples, self.shards_per_client)
 
     def _deal(self, collection: Collection, rows: Integers, rng: Generator) -> Integers:
         count = self.num_clients * self.shards_per_client

@@ -143,15 +143,11 @@ def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
 
     A flat array ``[n]`` is n samples of one feature.
     """
-    inputs = _as_tensor(name, "inputs", values)
+    inputs = _as_tensor(name, "inputs", values, finite)
     if inputs.dtype in (torch.int8, torch.int16, torch.int32):
         inputs = inputs.long()
-    elif inputs.dtype in (torch.float16, torch.bfloat16):
-        inputs = inputs.float()
     elif inputs.dtype not in (torch.uint8, torch.int64, torch.float32, torch.float64):
         raise UserError(f"Client {name!r} has inputs of type {inputs.dtype}; allowed: uint8, int64, float32, float64.")
-    if finite:
-        check_finite(name, "inputs", inputs)
     return inputs[:, None] if inputs.ndim == 1 else inputs
 
 
@@ -159,12 +155,10 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
     """Return one client's inputs and targets as tensors of allowed kinds, as many of each."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise UserError(f"Client {name!r} is a {type(pair).__name__}; allowed: a pair (inputs, targets).")
-    inputs, targets = check_inputs(name, pair[0], finite=finite), _as_tensor(name, "targets", pair[1])
+    inputs, targets = check_inputs(name, pair[0], finite=finite), _as_tensor(name, "targets", pair[1], finite)
     if targets.is_complex():
         raise UserError(f"Client {name!r} has targets of type {targets.dtype}; allowed: integers or floats.")
-    if targets.dtype in (torch.float16, torch.bfloat16):
-        targets = targets.float()
-    elif not targets.is_floating_point():
+    if not targets.is_floating_point():
         targets, dtype = targets.long(), targets.dtype
         if dtype == torch.uint64 and bool((targets < 0).any()):
             raise UserError(f"Client {name!r} has integer targets above {2**63 - 1}, the largest allowed.")
@@ -172,12 +166,10 @@ def check_pair(name: str, pair: tuple[Any, Any], *, finite: bool = True) -> tupl
         raise UserError(f"Client {name!r} has targets of shape {list(targets.shape)}; allowed: [n] or [n, D].")
     if len(inputs) != len(targets):
         raise UserError(f"Client {name!r} has {len(inputs)} inputs but {len(targets)} targets; allowed: one for each.")
-    if finite:
-        check_finite(name, "targets", targets)
     return inputs, targets
 
 
-def _as_tensor(name: str, what: str, values: Any) -> Tensor:
+def _as_tensor(name: str, what: str, values: Any, finite: bool) -> Tensor:
     try:
         if isinstance(values, Tensor):
             tensor = values.detach().cpu()
@@ -188,7 +180,9 @@ def _as_tensor(name: str, what: str, values: Any) -> Tensor:
         raise UserError(f"Client {name!r} has {what} that are not an array of numbers ({error}).") from None
     if tensor.ndim == 0:
         raise UserError(f"Client {name!r} has a single number as {what}; allowed: an array of shape [n, ...].")
-    return tensor
+    if finite:
+        check_finite(name, what, tensor)
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def check_finite(name: str | NDArray[np.str_], what: str, values: Tensor) -> None:

@@ -20,7 +20,7 @@ import gzip
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -143,11 +143,7 @@ class Shakespeare(Public):
         if not bool(stays.any()):
             raise UserError(f"data.min_lines is {self.min_lines}; allowed: at most {lines.max()}, the longest role's.")
         end = int(stays[whole.owners].sum())
-        return replace(
-            whole,
-            pool=Pool(*(array[:end] for array in whole.pool)),
-            ids=whole.ids[:end],
-            fingerprint=fingerprint_of(whole.ids[:end].numpy()),
-            owners=(stays.cumsum(0) - 1)[whole.owners[:end]],
-            owner_names=tuple(name for name, stay in zip(whole.owner_names, stays.tolist(), strict=True) if stay),
-        )
+        pool, ids = Pool(*(array[:end] for array in whole.pool)), whole.ids[:end]
+        owners = (stays.cumsum(0) - 1)[whole.owners[:end]]
+        names = tuple(name for name, stay in zip(whole.owner_names, stays.tolist(), strict=True) if stay)
+        return Collection(pool, ids, fingerprint_of(ids.numpy()), owners, names)

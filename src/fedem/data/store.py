@@ -12,6 +12,7 @@ Shapes: N samples, n of a block, C channels, H rows, W columns.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -26,14 +27,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import IO, Any, ClassVar, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError, needed
-from fedem.core.files import locked, write_json
+from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import Collection, Partition, content_ids, fingerprint_of, numbered
@@ -197,19 +198,22 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
     """Map the arrays from their files; raises OSError or ValueError when they are damaged."""
     about, arrays = read_about(place), {}
     for name, entry in about.files.items():
-        path = place / f"{name}.npy"
-        if (size := path.stat().st_size) != entry["bytes"]:
-            raise ValueError(f"{path.name} has {size:,} bytes instead of {entry['bytes']:,}")
-        # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
-        if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"]:
-            raise ValueError(f"{path.name} holds {array.dtype} of shape {array.shape}")
+        array, found = _mapped(place / f"{name}.npy")
+        if found != entry:
+            raise ValueError(f"{name}.npy has {found} instead of {entry}")
         arrays[name] = torch.from_numpy(array)
     owners, names = arrays.get("owners"), tuple(about.owners)
     if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
         raise ValueError(f"some samples belong to none of the {len(names):,} clients")
     pool = Pool(arrays["inputs"], arrays["targets"])
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
+
+
+def _mapped(path: Path) -> tuple[NDArray[Any], Described]:
+    """Map an array from its file, and describe it as ``about.json`` does."""
+    # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
+    array = np.load(path, mmap_mode="c", allow_pickle=False)
+    return array, {"shape": [*array.shape], "dtype": str(array.dtype), "bytes": path.stat().st_size}
 
 
 def _write_canonical(
@@ -232,83 +236,65 @@ def _write_canonical(
 
 
 def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progress: Progress) -> dict[str, Any]:
-    """Write the samples' arrays and return what ``about.json`` is to say of them."""
-    columns: dict[str, _Column] = {}
-
-    def append(name: str, values: NDArray[Any]) -> None:
-        if name not in columns:
-            columns[name] = _Column(folder / f"{name}.npy", values.shape[1:], values.dtype)
-        columns[name].append(values)
-
-    runs: list[tuple[str, int]] = []
+    """Write the samples' arrays and return what ``about.json`` is to say of them; one block of inputs is in memory."""
+    columns: dict[str, list[NDArray[np.int64]]] = {"targets": [], "ids": [], "coarse": []}
+    runs: list[tuple[str, int]] = []  # owners of blocks, with their numbers of samples
     lines: dict[str, int] = {}
-    ids: list[NDArray[np.int64]] = []
-    try:
+    count, kind = 0, {}
+    with (folder / "inputs.npy").open("wb") as file:
         for block in blocks:
             targets = block.targets.astype(np.int64)
             if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
                 raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {num_labels - 1}.")
-            append("inputs", block.inputs)
-            append("targets", targets)
-            ids.append(content_ids(block.inputs, targets))
+            own = {"shape": block.inputs.shape[1:], "descr": np.lib.format.dtype_to_descr(block.inputs.dtype)}
+            if not kind:
+                kind = own
+                _write_header(file, 0, kind)
+            if own != kind:
+                raise ValueError(f"inputs of {own} follow {kind}")
+            file.write(np.ascontiguousarray(block.inputs).data)
+            columns["targets"].append(targets)
+            ids = content_ids(block.inputs, targets)
             if block.coarse is not None:
-                append("coarse", block.coarse.astype(np.int64))
+                columns["coarse"].append(block.coarse.astype(np.int64))
             if block.owner is not None:
-                ids[-1] = content_ids(ids[-1], np.broadcast_to(client_keys([block.owner]).numpy(), ids[-1].shape))
+                ids = content_ids(ids, np.broadcast_to(client_keys([block.owner]).numpy(), ids.shape))
                 runs.append((block.owner, len(targets)))
                 if block.lines is not None:
                     lines[block.owner] = block.lines
-            progress("samples", columns["targets"].count, None)
-        if not columns or not columns["targets"].count:
+            columns["ids"].append(ids)
+            count += len(targets)
+            progress("samples", count, None)
+        if not count:
             raise UserError("There are no samples.")
-        owners = sorted({owner for owner, _ in runs})
-        if owners:
-            codes = {owner: code for code, owner in enumerate(owners)}
-            append("owners", np.repeat([codes[owner] for owner, _ in runs], [count for _, count in runs]))
-        whole = numbered(np.concatenate(ids))
-        append("ids", whole)
-    finally:
-        files = {name: column.close() for name, column in columns.items()}
-    if len({column.count for column in columns.values()}) != 1:
+        file.seek(0)
+        _write_header(file, count, kind)
+        file.flush()
+        os.fsync(file.fileno())
+    arrays = {name: np.concatenate(pieces) for name, pieces in columns.items() if pieces}
+    arrays["ids"] = numbered(arrays["ids"])
+    owners = sorted({owner for owner, _ in runs})
+    if owners:
+        codes = {owner: code for code, owner in enumerate(owners)}
+        arrays["owners"] = np.repeat([codes[owner] for owner, _ in runs], [size for _, size in runs])
+    if any(len(array) != count for array in arrays.values()):
         raise UserError("Some samples have a client or a group of labels, others have none.")
+    for name, array in arrays.items():
+        content = io.BytesIO()
+        np.save(content, array)
+        write_atomically(folder / f"{name}.npy", content.getvalue())
     return {
-        "samples": len(whole),
-        "fingerprint": fingerprint_of(whole),
+        "samples": count,
+        "fingerprint": fingerprint_of(arrays["ids"]),
         "owners": owners,
         "lines": [lines[owner] for owner in owners if lines],
-        "files": files,
+        "files": {path.stem: _mapped(path)[1] for path in folder.glob("*.npy")},
     }
 
 
-class _Column:
-    """An npy file of rows of one kind, that grows by blocks: numpy leaves room in the header for the number of rows."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.count, self._file, self._kind = 0, path.open("wb"), (shape, dtype)
-        self._write_header()
-
-    def append(self, rows: NDArray[Any]) -> None:
-        kind = (rows.shape[1:], rows.dtype)
-        if kind != self._kind:
-            raise ValueError(f"{kind[1]} of shape {kind[0]} follows {self._kind[1]} of shape {self._kind[0]}")
-        self._file.write(np.ascontiguousarray(rows).data)
-        self.count += len(rows)
-
-    def _write_header(self) -> None:
-        shape, dtype = self._kind
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.count, *shape)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def close(self) -> Described:
-        """Write the number of rows, and all of it to the disk; returns what ``about.json`` says of the file."""
-        size = self._file.tell()
-        self._file.seek(0)
-        self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        shape, dtype = self._kind
-        return {"shape": [self.count, *shape], "dtype": str(dtype), "bytes": size}
+def _write_header(file: IO[bytes], count: int, kind: dict[str, Any]) -> None:
+    """Write how an npy file begins: numpy leaves room for any number of rows."""
+    np.lib.format.write_array_header_1_0(file, {**kind, "fortran_order": False, "shape": (count, *kind["shape"])})
 
 
 class Remote(NamedTuple):
@@ -375,10 +361,7 @@ def download(
             except RequestException as error:
                 status = None if error.response is None else error.response.status_code
                 if not left or (status is not None and status < 500):
-                    cause: BaseException = error  # at the bottom lies a refused connection, a time limit, ...
-                    while cause.__context__ is not None:
-                        cause = cause.__context__
-                    reason = f"HTTP {status}" if status else str(cause) or type(cause).__name__
+                    reason = f"HTTP {status}" if status else _cause(error)
                     remedy = f"Fetch {remote.file} by other means and put it at {path}, or name it with --from."
                     check_by = f" Its {remote.checksum.replace(':', ' is ')}." if remote.checksum else ""
                     raise UserError(f"{remote.address} can't be downloaded ({reason}). {remedy}{check_by}") from None
@@ -388,6 +371,11 @@ def download(
     finally:
         part.unlink(missing_ok=True)
     return path
+
+
+def _cause(error: BaseException) -> str:
+    """Say what lies at the bottom of an error of the network: a refused connection, a time limit, ..."""
+    return (str(error) or type(error).__name__) if error.__context__ is None else _cause(error.__context__)
 
 
 class _Progress:
