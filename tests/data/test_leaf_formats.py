@@ -16,7 +16,7 @@ from PIL import Image
 
 from fedem.core.errors import UserError
 from fedem.data import Femnist, Shakespeare
-from fedem.data.characters import CHARACTERS, _image
+from fedem.data.images import CHARACTERS, _image
 from fedem.data.shakespeare import LETTERS, UNKNOWN, encode, plays
 from fedem.data.store import prepare
 

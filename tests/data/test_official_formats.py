@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
 from fedem.data import Cifar10, Cifar100, Emnist
-from fedem.data.characters import CHARACTERS, idx_blocks
-from fedem.data.cifar import unpickle
+from fedem.data.images import CHARACTERS, idx_blocks, unpickle
 from fedem.data.store import prepare
 
 

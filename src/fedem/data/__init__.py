@@ -1,9 +1,8 @@
 """Data sets by name."""
 
-from fedem.data.characters import Emnist, Femnist
-from fedem.data.cifar import Cifar10, Cifar100
 from fedem.data.dataset import Dataset, DataSource, Truth
 from fedem.data.files import FromFile
+from fedem.data.images import Cifar10, Cifar100, Emnist, Femnist
 from fedem.data.shakespeare import Shakespeare
 from fedem.data.store import Public
 from fedem.data.synthetic import Synthetic

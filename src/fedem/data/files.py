@@ -85,11 +85,7 @@ class FromFile(Pooled):
         return made._replace(feature_names=encoding.input_names, label_names=encoding.target.classes)
 
     def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
-        """Read and split as :meth:`make` does, but encode by what was learnt of all clients: nothing is fitted.
-
-        The seed decides the split, together with the clients' names and the content of their rows; ``owner`` is whose
-        the rows are, where no column says so.
-        """
+        """Read and split as :meth:`make` does, but fit nothing; ``owner`` has the rows where no column says whose."""
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
         table = self.read().without(encoding.ignored).as_text(texts)
@@ -148,10 +144,7 @@ def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federa
 
 
 def _collection(table: Table, target: Target) -> Collection:
-    """Return the samples of a table, with ids that hash the columns as they were read, whatever their order.
-
-    They have no inputs yet: rows go by their content, so that they can be dealt and split before they are encoded.
-    """
+    """Return a table's samples without inputs, with ids that hash the columns as read: to be dealt before encoding."""
     if table.array is not None:
         content = _finite(table, table.array).numpy()
     else:

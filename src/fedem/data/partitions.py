@@ -58,10 +58,8 @@ class Assignment(NamedTuple):
 
 
 def content_ids(*columns: NDArray[np.generic]) -> Integers:
-    """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``.
-
-    Each column is multiplied with odd random words, byte by byte, and the sum scrambled; equal samples have equal ids.
-    """
+    """Hash each sample's content to a word: arrays ``[N, ...]`` of plain numbers -> ``[N]``."""
+    # Each column's words are multiplied with odd random ones and the sum scrambled; equal samples have equal ids.
     rng = np.random.default_rng(_SEED)
     ids = torch.zeros(len(columns[0]), dtype=torch.int64)
     for column in columns:
@@ -79,11 +77,7 @@ def content_ids(*columns: NDArray[np.generic]) -> Integers:
 
 
 def numbered(ids: Integers) -> Integers:
-    """Hash into each id which one it is among those equal to it, counted from 0. ``[N] -> [N]``.
-
-    Equal samples would otherwise be drawn together or not at all. They are interchangeable: in another order the same
-    ids belong to the same content.
-    """
+    """Hash into each id which one it is among equal ones, lest they be drawn all or none. ``[N] -> [N]``."""
     import pandas
 
     return content_ids(ids, pandas.Series(ids).groupby(ids).cumcount().to_numpy())
@@ -299,11 +293,8 @@ class Pachinko(Dealing):
         return deal_counts(groups, self._counts(pairs[0], np.bincount(groups), size, rng))
 
     def _counts(self, parents: Integers, unused: Integers, size: int, rng: Generator) -> Integers:
-        """Draw how many samples of each fine label each client gets, ``[F, T]``, ``size`` per client.
-
-        ``parents`` ``[F]`` are the coarse labels of the fine ones, ascending from 0; ``unused`` ``[F]`` their samples.
-        """
-        unused = unused.copy()
+        """Draw how many of the ``unused`` ``[F]`` samples of each fine label each client gets, ``[F, T]``."""
+        unused = unused.copy()  # parents [F] are the coarse labels of the fine ones, ascending from 0
         counts = np.zeros((len(parents), self.num_clients), dtype=np.int64)
         for own in counts.T:
             coarse = log_gammas(rng, self.alpha, int(parents[-1]) + 1)

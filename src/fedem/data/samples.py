@@ -139,10 +139,7 @@ def describe(x: Tensor) -> str:
 
 
 def check_inputs(name: str, values: Any, *, finite: bool = True) -> Tensor:
-    """Return one client's inputs as a tensor of an allowed kind; refuse NaN and infinities by the client's name.
-
-    A flat array ``[n]`` is n samples of one feature.
-    """
+    """Return one client's inputs as a tensor ``[n, ...]`` of an allowed kind; an array ``[n]`` has one feature."""
     inputs = _as_tensor(name, "inputs", values, finite)
     if inputs.dtype in (torch.int8, torch.int16, torch.int32):
         inputs = inputs.long()
@@ -217,22 +214,16 @@ def split_rows(
 
 
 def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
-    """Keep a ``share`` of each client's samples, drawn at random by ``seed`` and the clients' ``keys`` ``[T]``.
-
-    A smaller share is a part of a larger one. Counts are rounded, so a client may keep none.
-    """
+    """Keep a ``share`` of each client's samples, by ``seed`` and ``keys`` ``[T]``: part of what a larger one keeps."""
     order, owner, rank = _shuffled(keys, samples.offsets, None, seed)
-    counts = (share * samples.sizes.double()).round().long()
+    counts = (share * samples.sizes.double()).round().long()  # may be none
     kept = order[rank < counts[owner]].sort().values.to(samples.pool.device)
     rows = kept if samples.rows is None else samples.rows.index_select(0, kept)
     return Samples(samples.pool, offsets_of(counts), rows)
 
 
 def _shuffled(keys: Tensor, offsets: Tensor, ids: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order each client's samples by random words of its key and their ``ids``, or their ranks; all are ``[N]``.
-
-    Returns the order, and the client and the rank within it of each place.
-    """
+    """Order samples by client and random words of ``ids`` or ranks; returns it, each one's client and rank ``[N]``."""
     owner = torch.repeat_interleave(torch.arange(len(keys)), offsets.diff())
     rank = torch.arange(len(owner)) - offsets[:-1][owner]
     words = derive(derive(keys, SPLIT, seed)[owner], rank if ids is None else ids)

@@ -95,10 +95,7 @@ def pick(files: Files, name: str, source: Path) -> str:
 
 
 def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse: bool = False) -> Iterator[Block]:
-    """Read an npz of x (uint8 images), y, and client or coarse (optional unless ``owned`` or ``coarse``).
-
-    ``shape`` is C, H, W; the images may be ``[n, C, H, W]``, ``[n, H, W, C]`` or, with one channel, ``[n, H, W]``.
-    """
+    """Read an npz of x (images of ``shape`` C, H, W), y, and client and coarse where asked for or there."""
     with np.load(path, allow_pickle=False) as archive:
         found = {name: np.asarray(archive[name]) for name in ("x", "y", "client", "coarse") if name in archive}
         present = ", ".join(archive.files)
@@ -122,7 +119,7 @@ def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse
 
 
 def _channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Return images as ``[n, C, H, W]``, a view; refuse other shapes and types."""
+    """View ``[n, C, H, W]``, ``[n, H, W, C]`` or, with one channel, ``[n, H, W]`` as the first; refuse others."""
     channels, height, width = shape
     if images.dtype == np.uint8:
         pixels = images.view(np.uint8)
@@ -337,10 +334,7 @@ def download(
     timeout: float = 30,
     pause: float = 1,
 ) -> Path:
-    """Download a file into ``folder``, unless it is there; a download that breaks off is begun again.
-
-    ``listen`` is called with the bytes that are there and, where it is known, how many there will be.
-    """
+    """Download a file unless it is there; ``listen`` is called with its bytes so far and, where known, all of them."""
     path = folder / remote.file
     part = path.with_name(f"{path.name}.part")
     if path.exists():

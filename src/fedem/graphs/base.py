@@ -64,8 +64,7 @@ class Topology(Settings, ABC):
         super().__post_init__()
         if self.activity != "all" and self.weights != "fmmc":
             said = f"{type(self).__name__}.weights is {self.weights!r} and activity is {self.activity!r}"
-            allowed = 'weights as it is by default, or activity = "all"'
-            raise UserError(f"{said}, where pairs average evenly; allowed: {allowed}.")
+            raise UserError(f'{said}, where pairs average evenly; allowed: weights by default, or activity = "all".')
 
     @abstractmethod
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:
@@ -108,7 +107,7 @@ class Topology(Settings, ABC):
         if self.activity != "random_matching" and not self.link_failure:
             return given
         keys, order = keys.cpu().sort(stable=True)
-        matrix: Matrix = given.cpu()[order][:, order].numpy()
+        matrix = given.cpu()[order][:, order].numpy()
         if self.activity == "random_matching":
             matrix = self._lazy(weigh("pairs", len(keys), random_matching(edges_of(matrix), keys, key)))
         if self.link_failure:  # the weight of an edge that fails goes back to the diagonal at both ends
@@ -135,24 +134,19 @@ class Topology(Settings, ABC):
                 outer, mean = np.zeros_like(rest), np.zeros_like(rest)
                 # One draw is in memory at a time.
                 for word in derive(derive(_DRAWS, phase), torch.arange(_NUM_DRAWS)).tolist():
-                    matrix = self._drawn_among(matrices, phase, keys, word, present)
-                    outer += matrix @ rest @ matrix
-                    mean += matrix
+                    drawn = self.draw(matrices, phase, keys, word).cpu()
+                    if present is not None:  # the others keep what they have
+                        chosen = choose(keys.cpu(), present, word)
+                        part, drawn = among(drawn, chosen), torch.eye(len(keys), dtype=torch.float64)
+                        drawn[chosen[:, None], chosen] = part
+                    outer += drawn.numpy() @ rest @ drawn.numpy()
+                    mean += drawn.numpy()
                 rest, mean = outer / _NUM_DRAWS, mean / _NUM_DRAWS
             else:
                 rest, mean = with_failures(matrices[phase].cpu().numpy(), self.link_failure, rest)
             product = mean @ product
         left = float(np.linalg.eigvalsh((rest + rest.T) / 2).max())
         return Consensus(1 - second_modulus(product), min(1.0, 1 - left), len(matrices), is_estimate)
-
-    def _drawn_among(self, matrices: Tensor, phase: int, keys: Tensor, word: int, num_present: int | None) -> Matrix:
-        """Draw the matrix of a round in which ``num_present`` clients take part, and the others keep what they have."""
-        matrix = self.draw(matrices, phase, keys, word).cpu()
-        if num_present is not None:
-            present = choose(keys.cpu(), num_present, word)
-            part, matrix = among(matrix, present), torch.eye(len(keys), dtype=torch.float64)
-            matrix[present[:, None], present] = part
-        return matrix.numpy()
 
     def _lazy(self, matrix: Matrix) -> Matrix:
         return (1 - self.laziness) * matrix + self.laziness * np.eye(len(matrix))
@@ -176,10 +170,8 @@ def edge_numbers(edges: Edges, keys: Tensor, *words: int) -> NDArray[np.float64]
 
 
 def matchings(num_nodes: int, edges: Edges) -> list[Edges]:
-    """Colour the edges so that no two of a colour meet: each takes the first colour that is free at both its ends.
-
-    There are at most twice as many colours as the largest degree, less one.
-    """
+    """Colour the edges so that no two of a colour meet: each takes the first colour that is free at both its ends."""
+    # There are at most twice as many colours as the largest degree, less one.
     free = np.ones((num_nodes, max(1, 2 * int(np.bincount(edges.flatten(), minlength=1).max()))), dtype=bool)
     colours = np.zeros(len(edges), dtype=np.int64)
     for position, (i, j) in enumerate(edges):
@@ -189,10 +181,8 @@ def matchings(num_nodes: int, edges: Edges) -> list[Edges]:
 
 
 def random_matching(edges: Edges, keys: Tensor, key: int) -> Edges:
-    """Choose a maximal matching: the edges come in random order, and each is taken that meets none taken before.
-
-    Those that come first at both their ends are taken at once, again and again: the same edges, and few passes.
-    """
+    """Choose a maximal matching: the edges come in random order, and each is taken that meets none taken before."""
+    # Those that come first at both their ends are taken at once, again and again: the same edges, and few passes.
     numbers, busy, taken = edge_numbers(edges, keys, key, _MATCHING), np.zeros(len(keys), dtype=bool), edges[:0]
     while len(edges):
         first = np.ones(len(keys))
