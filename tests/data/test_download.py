@@ -66,7 +66,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_a_file_arrives_whole(server: Server, tmp_path: Path) -> None:
     told: list[tuple[int, int | None]] = []
-    path = download(Remote(server.address, MD5), tmp_path, lambda done, total: told.append((done, total)))
+    path = download(Remote(server.address, MD5), tmp_path, lambda what, done, total: told.append((done, total)))
     assert path == tmp_path / "file.bin"
     assert path.read_bytes() == CONTENT
     assert told[0] == (0, len(CONTENT))

@@ -36,7 +36,7 @@ def list_all() -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("what it is, where it is, where it comes from")
     for kind in PUBLIC.values():
-        addresses = [Text(remote.address, style="dim", overflow="fold") for remote in kind.remotes]
+        addresses = [Text(remote.address, style="dim", overflow="fold") for remote in kind.links]
         for *cells, where in _rows(kind):
             table.add_row(*cells, Group(Text(kind.title), Text(where, overflow="fold"), *addresses))
     console.print(table)

@@ -108,5 +108,4 @@ class Pooled(DataSource):
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         collection = self.collect()
         assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
-        federation = self._split(collection, assignment, seed)
-        return Dataset(federation, partition_hash=fingerprint(assignment, collection))
+        return Dataset(self._split(collection, assignment, seed), partition_hash=fingerprint(assignment, collection))

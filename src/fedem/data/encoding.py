@@ -260,7 +260,6 @@ class Encoding:
         return {name: categories for name, categories in found.items() if categories}
 
     def describe(self) -> str:
-        """Say in one line what was made of the columns."""
         if self.features is None:
             return f"{self.target.describe()}; inputs as they are"
         said = [

@@ -63,8 +63,8 @@ class Federation:
         pairs = list(clients)
         labels = check_names(names, len(pairs))
         whole = _join(labels, pairs)
-        ranks = torch.cat([torch.arange(size) for size in whole.sizes.tolist()])
         keys, rows = client_keys(labels), torch.arange(len(whole))
+        ranks = rows - whole.offsets[:-1].repeat_interleave(whole.sizes)
         cuts = split_rows(keys, rows, whole.offsets, ranks, validation, test, seed)
         train, validating, testing = (Samples(whole.pool.read(rows), offsets) for rows, offsets in cuts)
         return cls(labels, train, validating, testing).check()
@@ -238,7 +238,6 @@ def _join(names: Sequence[str], given: Pairs) -> Samples:
 
 
 def _check_kind(whose: str, pool: Pool, reference: Pool, verb: str, like: str) -> None:
-    """Refuse inputs and targets of another shape or type than those of ``reference``."""
     for what, mine, other in zip(("inputs", "targets"), pool, reference, strict=True):
         if (mine.shape[1:], mine.dtype) != (other.shape[1:], other.dtype):
             raise UserError(f"{whose} {what}{verb} {describe(mine)}; allowed: {describe(other)}, as {like}.")

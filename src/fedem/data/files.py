@@ -98,7 +98,6 @@ class FromFile(Pooled):
         return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
 
     def _checked(self, *, owned: bool) -> tuple[Table, Target]:
-        """Return the table without the columns left out, and what its targets are."""
         if owned and (both := self.target_column) == self.client_column:
             raise UserError(f"data.target_column and data.client_column are both {both!r}; allowed: two columns.")
         table = self.read()
@@ -258,7 +257,6 @@ def from_huggingface(
 
 
 def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None) -> Table:
-    """Return one client's table, with a column that names the client."""
     chosen = [features] if isinstance(features, str) else features
     for wanted in (target, *(chosen or ())):
         if wanted not in data.column_names:

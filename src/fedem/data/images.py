@@ -34,7 +34,6 @@ import string
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar
@@ -87,14 +86,13 @@ def _exactly(file: IO[bytes] | gzip.GzipFile, count: int) -> bytes:
     return content
 
 
-@dataclass(frozen=True)
 class Emnist(Public):
     """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""
 
     name = "emnist"
     title = "EMNIST by class, 28 x 28 images of characters, 62 classes"
     usual = "dirichlet"
-    remotes = (Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),)
+    links = (Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),)
     patterns = ("emnist",)
     labels = tuple(CHARACTERS)
     images = SHAPE
@@ -174,13 +172,12 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
         yield Block(np.stack(images), np.array(labels), writer)
 
 
-@dataclass(frozen=True)
 class Femnist(Public):
     """FEMNIST, all writers; a part of them is chosen when it is partitioned."""
 
     name = "femnist"
     title = "FEMNIST, 28 x 28 images of characters, 62 classes, by writer"
-    remotes = (
+    links = (
         Remote("https://s3.amazonaws.com/nist-srd/SD19/by_class.zip"),
         Remote("https://s3.amazonaws.com/nist-srd/SD19/by_write.zip"),
     )
@@ -227,16 +224,13 @@ def unpickle(content: bytes) -> dict[bytes, Any]:
     return found
 
 
-@dataclass(frozen=True)
 class Cifar10(Public):
     """CIFAR-10: ten classes."""
 
     name = "cifar10"
     title = "CIFAR-10, 32 x 32 colour images, 10 classes"
     usual = "dirichlet"
-    remotes = (
-        Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),
-    )
+    links = (Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),)
     patterns = ("cifar-10-batches-py",)
     labels = tuple(_TEN.split())
     images = COLOUR
@@ -254,14 +248,13 @@ class Cifar10(Public):
                 yield Block(images.reshape(-1, *COLOUR), labels, coarse=groups[0] if groups else None)
 
 
-@dataclass(frozen=True)
 class Cifar100(Cifar10):
     """CIFAR-100: a hundred classes in twenty groups of five."""
 
     name = "cifar100"
     title = "CIFAR-100, 32 x 32 colour images, 100 classes in 20 groups"
     usual = "pachinko"
-    remotes = (
+    links = (
         Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
     )
     patterns = ("cifar-100-python",)

@@ -145,8 +145,7 @@ class Dealing(Partition):
             why = f"{count} of {len(collection.ids)} samples are dealt and each client needs at least {needed}"
             allowed = f"at most {count // needed}, since {why}"
             raise UserError(f"partition.num_clients is {self.num_clients}; allowed: {allowed}.")
-        tickets = derive(derive(SAMPLES, seed), collection.ids)
-        rows = np.argsort(tickets.numpy(), kind="stable")[:count]
+        rows = np.argsort(derive(derive(SAMPLES, seed), collection.ids).numpy(), kind="stable")[:count]
         clients = self._deal(collection, rows, np.random.default_rng((DRAWS, seed)))
         assignment = assignment_of([str(client) for client in range(self.num_clients)], rows, clients)
         smallest = int(assignment.offsets.diff().min())
@@ -318,12 +317,10 @@ def _joint(coarse: NDArray[np.float64], fine: NDArray[np.float64], parents: Inte
 
 def _valid(draws: Integers, unused: Integers) -> int:
     """Count the draws up to the first that takes the last unused sample of a label."""
-    counts = np.bincount(draws, minlength=len(unused))
-    spent = np.flatnonzero((counts >= unused) & (unused > 0))
+    spent = np.flatnonzero((np.bincount(draws, minlength=len(unused)) >= unused) & (unused > 0))
     return min((int(np.flatnonzero(draws == label)[unused[label] - 1]) + 1 for label in spent), default=len(draws))
 
 
-@dataclass(frozen=True)
 class Uniform(Dealing):
     """Samples dealt at random: all clients have one distribution, and their sizes differ by at most one."""
 

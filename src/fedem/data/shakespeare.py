@@ -105,7 +105,7 @@ class Shakespeare(Public):
     name = "shakespeare"
     title = "Shakespeare's plays, the next of 80 characters, by role"
     # An early edition's layout is needed: later ones write the names of the roles above their speeches.
-    remotes = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
+    links = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
     patterns = ("*pg100.txt", "*pg100.txt.gz", "100.txt", "100-0.txt")
     labels = tuple(LETTERS)
 

@@ -22,12 +22,12 @@ import tarfile
 import time
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar, NamedTuple, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import IO, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ _DAMAGED = (*DAMAGED, KeyError, IndexError, pickle.UnpicklingError, struct.error
 
 Files = dict[str, Callable[[], Any]]  # paths within a source, with slashes, and how each is opened: IO[bytes]
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
+
+
+def _quiet(what: str, done: int, total: int | None) -> None: ...
 
 
 class Block(NamedTuple):
@@ -131,14 +134,6 @@ def _channels_first(path: Path, images: NDArray[np.generic], shape: tuple[int, i
     raise UserError(f"{path}: x is {images.dtype} of shape {images.shape}; allowed: {allowed}.")
 
 
-class Described(TypedDict):
-    """What ``about.json`` says of one array's file."""
-
-    shape: list[int]
-    dtype: str
-    bytes: int
-
-
 @dataclass(frozen=True)
 class About:
     """What ``about.json`` says of a canonical data set."""
@@ -150,7 +145,7 @@ class About:
     labels: list[str]  # names of the classes
     owners: list[str]  # names of the clients, sorted; empty when the data set has none
     lines: list[int]  # of each owner's text; empty when samples do not come from text
-    files: dict[str, Described]  # shape, dtype and bytes of each array's file
+    files: dict[str, dict[str, Any]]  # shape, dtype and bytes of each array's file
     raw: dict[str, str]  # sha256 of each raw file or folder that the samples were read from
 
     @property
@@ -164,10 +159,7 @@ def _is(kind: Any, value: Any) -> bool:
         return isinstance(value, list) and all(_is(get_args(kind)[0], item) for item in value)
     if get_origin(kind) is dict:
         return isinstance(value, dict) and all(_is(get_args(kind)[1], item) for item in value.values())
-    if is_typeddict(kind):
-        hints = get_type_hints(kind)
-        return isinstance(value, dict) and value.keys() == hints.keys() and all(_is(hints[k], value[k]) for k in hints)
-    return isinstance(value, kind) and (kind is str or (not isinstance(value, bool) and value >= 0))
+    return kind is Any or (isinstance(value, kind) and (kind is str or (not isinstance(value, bool) and value >= 0)))
 
 
 def read_about(place: Path) -> About:
@@ -180,13 +172,12 @@ def read_about(place: Path) -> About:
     if wrong:
         raise ValueError(f"{ABOUT}: {min(wrong)!r} is missing, unknown or of a wrong kind")
     about = About(**content)
-    files = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
-    if (
-        about.files.keys() - {"coarse"} != files
-        or any(entry["shape"][:1] != [about.samples] for entry in about.files.values())
-        or about.samples < 1
-        or len(about.lines) not in (0, len(about.owners))
-    ):
+    wanted = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
+    fits = about.files.keys() - {"coarse"} == wanted and len(about.lines) in (0, len(about.owners)) and about.samples
+    for entry in about.files.values():
+        size, shape = entry.get("bytes"), entry.get("shape")
+        fits = fits and _is(int, size) and _is(list[int], shape) and shape[:1] == [about.samples]
+    if not fits:
         raise ValueError(f"{ABOUT} does not fit itself")
     return about
 
@@ -206,24 +197,21 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
 
 
-def _mapped(path: Path) -> tuple[NDArray[Any], Described]:
+def _mapped(path: Path) -> tuple[NDArray[Any], dict[str, Any]]:
     """Map an array from its file, and describe it as ``about.json`` does."""
     # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
     array = np.load(path, mmap_mode="c", allow_pickle=False)
     return array, {"shape": [*array.shape], "dtype": str(array.dtype), "bytes": path.stat().st_size}
 
 
-def _write_canonical(
-    place: Path, name: str, labels: Sequence[str], raw: dict[str, str], blocks: Iterable[Block], progress: Progress
-) -> None:
+def _write_canonical(place: Path, data: Public, raw: list[Path], progress: Progress) -> None:
     """Write a canonical data set beside its place and move it there; one that is there is replaced."""
     begun, old = (place.with_name(f".{place.name}.{ending}") for ending in ("tmp", "old"))
     for leftover in (begun, old):  # of a process that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     begun.mkdir()
     try:
-        found = _write_arrays(begun, len(labels), blocks, progress)
-        write_json(begun / ABOUT, asdict(About(format=FORMAT, name=name, labels=list(labels), raw=raw, **found)))
+        write_json(begun / ABOUT, asdict(_write_arrays(begun, data, raw, progress)))
         if place.exists():
             os.rename(place, old)
         os.rename(begun, place)
@@ -232,14 +220,15 @@ def _write_canonical(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progress: Progress) -> dict[str, Any]:
+def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progress) -> About:
     """Write the samples' arrays and return what ``about.json`` is to say of them; one block of inputs is in memory."""
+    hashes, num_labels = {path.name: digest_of(path) for path in raw}, len(data.labels)
     columns: dict[str, list[NDArray[np.int64]]] = {"targets": [], "ids": [], "coarse": []}
     runs: list[tuple[str, int]] = []  # owners of blocks, with their numbers of samples
     lines: dict[str, int] = {}
     count, kind = 0, {}
     with (folder / "inputs.npy").open("wb") as file:
-        for block in blocks:
+        for block in data.blocks(raw[0]):
             targets = block.targets.astype(np.int64)
             if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
                 raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {num_labels - 1}.")
@@ -280,13 +269,9 @@ def _write_arrays(folder: Path, num_labels: int, blocks: Iterable[Block], progre
         content = io.BytesIO()
         np.save(content, array)
         write_atomically(folder / f"{name}.npy", content.getvalue())
-    return {
-        "samples": count,
-        "fingerprint": fingerprint_of(arrays["ids"]),
-        "owners": owners,
-        "lines": [lines[owner] for owner in owners if lines],
-        "files": {path.stem: _mapped(path)[1] for path in folder.glob("*.npy")},
-    }
+    files = {path.stem: _mapped(path)[1] for path in folder.glob("*.npy")}
+    lengths, print_of_all = [lines[owner] for owner in owners if lines], fingerprint_of(arrays["ids"])
+    return About(FORMAT, data.variant, count, print_of_all, [*data.labels], owners, lengths, files, hashes)
 
 
 def _write_header(file: IO[bytes], count: int, kind: dict[str, Any]) -> None:
@@ -328,13 +313,13 @@ def check(path: Path, remote: Remote) -> None:
 def download(
     remote: Remote,
     folder: Path,
-    listen: Callable[[int, int | None], None] = lambda done, total: None,
+    progress: Progress = _quiet,
     *,
     attempts: int = 3,
     timeout: float = 30,
     pause: float = 1,
 ) -> Path:
-    """Download a file unless it is there; ``listen`` is called with its bytes so far and, where known, all of them."""
+    """Download a file unless it is there; ``progress`` is called with its bytes so far and, if known, all of them."""
     path = folder / remote.file
     part = path.with_name(f"{path.name}.part")
     if path.exists():
@@ -349,8 +334,8 @@ def download(
     try:
         for left in reversed(range(attempts)):
             try:
-                fetch = HTTPDownloader(_Progress(listen), 1 << 18, timeout=timeout, headers=headers)
-                fetch(remote.address, part, None)
+                bar = _Bar(partial(progress, remote.file))
+                HTTPDownloader(bar, 1 << 18, timeout=timeout, headers=headers)(remote.address, part, None)
                 break
             except RequestException as error:
                 status = None if error.response is None else error.response.status_code
@@ -372,7 +357,7 @@ def _cause(error: BaseException) -> str:
     return (str(error) or type(error).__name__) if error.__context__ is None else _cause(error.__context__)
 
 
-class _Progress:
+class _Bar:
     """What pooch takes for a progress bar; it sets ``total`` when the answer begins, 0 where it is not known."""
 
     def __init__(self, listen: Callable[[int, int | None], None]) -> None:
@@ -422,7 +407,7 @@ class Public(Pooled):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    remotes: ClassVar[tuple[Remote, ...]]  # its official files, all of which are needed
+    links: ClassVar[tuple[Remote, ...]]  # its official files, all of which are needed
     patterns: ClassVar[tuple[str, ...]]  # what else its raw file or folder may be called
     labels: ClassVar[tuple[str, ...]]  # names of the classes
     hint: ClassVar[str] = ""  # what else may be read, for those who can't download
@@ -455,7 +440,6 @@ class Public(Pooled):
         return f"fedem data prepare {self.name}"
 
     def place(self) -> Path | None:
-        """Return the folder of the canonical form; None when there is none."""
         usual = (folder / "canonical" / self.variant for folder in (data_folder(), cache_folder()))
         places = (Path(self.folder),) if self.folder else usual
         return next((place for place in places if (place / ABOUT).exists()), None)
@@ -487,9 +471,7 @@ def prepared(kind: type[Public]) -> list[Path]:
     return list(found.values())
 
 
-def prepare(
-    data: Public, source: Path | None = None, again: bool = False, progress: Progress = lambda what, done, total: None
-) -> Path:
+def prepare(data: Public, source: Path | None = None, again: bool = False, progress: Progress = _quiet) -> Path:
     """Convert a data set to its canonical form and return its folder.
 
     Without a ``source``, the official files are read, found in the data folder or downloaded. ``again`` does it where
@@ -508,17 +490,14 @@ def prepare(
         place.parent.mkdir(parents=True, exist_ok=True)
         with locked(place.parent / f".{data.name}.lock", wait=True):
             if again or not (place / ABOUT).exists():
-                raw = _raw_files(data, source, progress)
-                hashes = {path.name: digest_of(path) for path in raw}
-                _write_canonical(place, data.variant, data.labels, hashes, data.blocks(raw[0]), progress)
+                _write_canonical(place, data, _raw_files(data, source, progress), progress)
     except OSError as error:
         raise UserError(f"{place} can't be written: {error.strerror or error}.") from None
     return place
 
 
 def _raw_files(data: Public, source: Path | None, progress: Progress) -> list[Path]:
-    """Return the raw files: those named, found or downloaded."""
-    official = {remote.file: remote for remote in data.remotes}
+    official = {remote.file: remote for remote in data.links}
     if source is not None:
         beside = [source.parent / name for name in official if (source.parent / name).exists()]
         return beside if source.name in official else [source]
@@ -535,6 +514,6 @@ def _raw_files(data: Public, source: Path | None, progress: Progress) -> list[Pa
     folder = _writable_folder()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return [download(remote, folder, partial(progress, remote.file)) for remote in data.remotes]
+        return [download(remote, folder, progress) for remote in data.links]
     except UserError as error:
         raise UserError(f"{error} {data.hint}".strip()) from None

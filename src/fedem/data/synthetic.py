@@ -88,7 +88,6 @@ class Synthetic(DataSource):
     def _samples(
         self, rng: Generator, components: NDArray[np.float32], weights: NDArray[np.float64], counts: NDArray[np.int64]
     ) -> Samples:
-        """Draw ``counts[t]`` samples for each client, all clients at once."""
         offsets = np.concatenate([[0], np.cumsum(counts)])
         total, owner = int(offsets[-1]), np.repeat(np.arange(self.num_clients), counts)
         inputs = rng.random((total, self.dimension), dtype=np.float32)

@@ -25,7 +25,6 @@ _GRAPH = 201  # a purpose, beside those of fedem.core.random
 _DRAWS = 100  # of a random graph, until it is connected
 
 
-@dataclass(frozen=True)
 class Laid(Topology):
     """A graph over the clients in the order of their keys, the same in all rounds."""
 
@@ -62,7 +61,6 @@ class ErdosRenyi(Laid):
         return best
 
 
-@dataclass(frozen=True)
 class Complete(Laid):
     """Everybody is everybody's neighbour."""
 
@@ -70,7 +68,6 @@ class Complete(Laid):
         return np.column_stack(np.triu_indices(len(keys), 1))
 
 
-@dataclass(frozen=True)
 class Ring(Laid):
     """Two neighbours each."""
 
@@ -78,7 +75,6 @@ class Ring(Laid):
         return _circle(np.arange(len(keys)), True)
 
 
-@dataclass(frozen=True)
 class StarGraph(Laid):
     """One client, the first by key, is everybody's neighbour. It is not a server: it trains like the others."""
 
@@ -157,8 +153,7 @@ class Regular(Laid):
 
 def _circle(places: NDArray[np.int64], closed: bool) -> NDArray[np.int64]:
     """Pair each place with the next one along the first dimension, the last with the first where it is ``closed``."""
-    following = np.roll(places, -1, axis=0)
-    pairs = np.stack([places, following], axis=-1)[: None if closed else -1].reshape(-1, 2)
+    pairs = np.stack([places, np.roll(places, -1, axis=0)], axis=-1)[: None if closed else -1].reshape(-1, 2)
     return pairs[pairs[:, 0] != pairs[:, 1]]  # a circle of one has no edge
 
 
