@@ -101,9 +101,8 @@ class Pooled(DataSource):
         """Return all samples; nothing is read that can be mapped from a file."""
 
     def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
-        return Federation.from_pool(
-            collection.pool, *assignment, collection.ids, validation=self.validation, test=self.test, seed=seed
-        )
+        shares = {"validation": self.validation, "test": self.test}
+        return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed, **shares)
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         collection = self.collect()

@@ -155,8 +155,7 @@ class Target:
         if self.kind in (WHOLE, NUMBER):
             table.numbers(name)
         places = {label: place for place, label in enumerate(self.classes)}
-        codes = [places.get(text, -1) for text in column.texts(self.kind)]
-        if -1 in codes:
+        if -1 in (codes := [places.get(text, -1) for text in column.texts(self.kind)]):
             why = f"is none of the {len(places)} classes of training ({some(self.classes)})"
             raise table.refusal(name, codes.index(-1), why)
         return np.array(codes, dtype=np.int64)

@@ -128,8 +128,7 @@ class Federation:
         """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
         if not self.names:
             raise UserError("A federation needs at least one client; got none.")
-        empty = [name for name, size in zip(self.names, self.train.sizes.tolist(), strict=True) if size == 0]
-        if empty:
+        if empty := [name for name, size in zip(self.names, self.train.sizes.tolist(), strict=True) if size == 0]:
             raise UserError(f"Client {empty[0]!r} has no training samples ({len(empty)} such); at least 1 is needed.")
         for part in PARTS[1:]:
             _check_kind(f"The {part}", self.part(part).pool, self.train.pool, " are", "in training")
@@ -159,16 +158,12 @@ class Federation:
                 digest.update(array.cpu().contiguous().numpy().view(np.uint8).data if array.numel() else b"")
         return digest.hexdigest()
 
-    @cached_property
-    def _positions(self) -> dict[str, int]:
-        return {name: position for position, name in enumerate(self.names)}
-
     def position(self, name: str) -> int:
         """Return where the client called ``name`` stands."""
-        if name not in self._positions:
+        if name not in self.names:
             some = ", ".join(self.names[:5]) + (", ..." if self.num_clients > 5 else "")
             raise UserError(f"Unknown client {name!r}; allowed: one of the {self.num_clients} clients ({some}).")
-        return self._positions[name]
+        return self.names.index(name)
 
     def part(self, name: str) -> Samples:
         """Return the part called ``name``: train, validation or test."""
@@ -211,8 +206,7 @@ class Federation:
             raise UserError(f"{count} clients are held out already; hold out from the whole federation.")
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
-        count = round(share * self.num_clients)
-        if count == 0:
+        if (count := round(share * self.num_clients)) == 0:
             return replace(self, unseen=None)
         if count == self.num_clients:
             raise UserError(f"Holding out {share} of {self.num_clients} clients leaves none to train on.")

@@ -106,8 +106,7 @@ class FromFile(Pooled):
             self._need(table, table.client, "clients are needed, or a partition that deals the rows")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
-        strange = [name for name in self._ignored if name not in table.columns or name == table.target]
-        if strange:
+        if strange := [name for name in self._ignored if name not in table.columns or name == table.target]:
             raise UserError(f"data.ignore names {strange[0]!r}; allowed: {', '.join(table.features) or 'none'}.")
         table = table.without(self._ignored)
         if table.array is None and not table.features:
@@ -249,8 +248,7 @@ def from_huggingface(
         names, partitions = list(map(str, partitions)), list(partitions.values())
     clients = [partitions] if isinstance(partitions, HuggingFace) else list(partitions)
     labels = check_names(names, len(clients), "data sets")
-    strange = next((entry for entry in clients if not isinstance(entry, HuggingFace)), None)
-    if strange is not None:
+    if (strange := next((entry for entry in clients if not isinstance(entry, HuggingFace)), None)) is not None:
         raise UserError(f"A client's data are a {type(strange).__name__}; allowed: datasets.Dataset.")
     tables = [_read_huggingface(name, entry, target, features) for name, entry in zip(labels, clients, strict=True)]
     return _made(joined(tables), seed, unseen, options)
@@ -265,7 +263,8 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
     client = "client" if "client" not in (target, *columns) else "(client)"
     source, owner = f"client {name!r}", Column.of_text([name] * len(data))
     pieces, targets = (Piece(source, len(data)),), _column(source, data, target)
-    if len(columns) == 1 and not _is_value(data.features[columns[0]]):
+    plain = {name for name, kind in data.features.items() if hasattr(kind, "int2str") or type(kind).__name__ == "Value"}
+    if len(columns) == 1 and columns[0] not in plain:
         array = np.asarray(data.select_columns(columns).with_format("numpy")[:][columns[0]])
         if array.dtype == object:
             raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
@@ -273,7 +272,7 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
         kind = data.features[columns[0]]
         array = array.astype(kind.dtype) if type(kind).__name__.startswith("Array") else array
         return Table({target: targets, client: owner}, target, client, pieces, array)
-    if column := next((column for column in columns if not _is_value(data.features[column])), None):
+    if column := next((column for column in columns if column not in plain), None):
         said = f"Client {name!r}, column {column!r} holds {data.features[column]}"
         raise UserError(f"{said}; allowed beside other features: numbers and text. features={column!r} takes it alone.")
     found = {column: _column(source, data, column) for column in columns}
@@ -288,10 +287,6 @@ def _column(source: str, data: Any, name: str) -> Column:
     codes = series.fillna(-1).astype(int).to_numpy()
     texts = [kind.int2str(code) if code >= 0 else "" for code in codes.tolist()]
     return Column(np.array(texts, dtype=object), codes < 0)
-
-
-def _is_value(feature: Any) -> bool:
-    return hasattr(feature, "int2str") or type(feature).__name__ == "Value"
 
 
 def _made(table: Table, seed: int, unseen: float, options: Mapping[str, Any]) -> Dataset:

@@ -80,8 +80,7 @@ def idx_blocks(file: IO[bytes] | gzip.GzipFile, rows: int = ROWS) -> Iterator[ND
 
 
 def _exactly(file: IO[bytes] | gzip.GzipFile, count: int) -> bytes:
-    content = file.read(count)
-    if len(content) != count:
+    if len(content := file.read(count)) != count:
         raise EOFError("it ends too early")
     return content
 
@@ -241,8 +240,7 @@ class Cifar10(Public):
         with opened(source) as files:
             for path in [pick(files, name, source) for name in self.files]:
                 batch = unpickle(read_bytes(files, path))
-                images = np.asarray(batch[b"data"])
-                if images.dtype != np.uint8:
+                if (images := np.asarray(batch[b"data"])).dtype != np.uint8:
                     raise ValueError(f"{path} holds {images.dtype}, no bytes")
                 labels, *groups = (np.array(batch[key], dtype=np.int64) for key in self.keys)
                 yield Block(images.reshape(-1, *COLOUR), labels, coarse=groups[0] if groups else None)

@@ -148,8 +148,7 @@ class Dealing(Partition):
         rows = np.argsort(derive(derive(SAMPLES, seed), collection.ids).numpy(), kind="stable")[:count]
         clients = self._deal(collection, rows, np.random.default_rng((DRAWS, seed)))
         assignment = assignment_of([str(client) for client in range(self.num_clients)], rows, clients)
-        smallest = int(assignment.offsets.diff().min())
-        if smallest < self.min_samples:
+        if (smallest := int(assignment.offsets.diff().min())) < self.min_samples:
             allowed = f"at most {smallest}, what the smallest client gets here"
             raise UserError(f"partition.min_samples is {self.min_samples}; allowed: {allowed}.")
         return assignment
@@ -170,8 +169,7 @@ def assignment_of(names: Sequence[str], rows: Integers, clients: Integers) -> As
 
 def labels_of(collection: Collection, rows: Integers) -> Integers:
     """Return the labels of ``rows`` ``[n]``, numbered from 0 in their order without gaps. ``[n]``."""
-    targets = collection.pool.targets
-    if targets.is_floating_point() or targets.ndim != 1:
+    if (targets := collection.pool.targets).is_floating_point() or targets.ndim != 1:
         raise UserError(f"The targets are {describe(targets)}; allowed for a partition by labels: integers [n].")
     return np.unique(targets.numpy()[rows], return_inverse=True)[1]
 
@@ -253,8 +251,7 @@ class LabelGroups(Dirichlet):
     num_groups: int = field(default=3, metadata={"min": 1})
 
     def _groups(self, labels: Integers, rng: Generator) -> Integers:
-        num_labels = int(labels.max()) + 1
-        if self.num_groups > num_labels:
+        if self.num_groups > (num_labels := int(labels.max()) + 1):
             said = f"partition.num_groups is {self.num_groups}"
             raise UserError(f"{said}; allowed: at most {num_labels}, the number of labels.")
         return (rng.permutation(num_labels) % self.num_groups)[labels]

@@ -37,8 +37,6 @@ LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmn
 UNKNOWN = len(LETTERS) - 1
 FEWEST_LINES = 3
 
-_AUTHOR = "by William Shakespeare"
-_NOT_INDENTED = "THE COMEDY OF ERRORS"
 _SPEECH = re.compile(r"([a-zA-Z][a-zA-Z ]*)\. (.*)")
 _CODES = np.full(256, UNKNOWN, dtype=np.int8)
 _CODES[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
@@ -51,10 +49,10 @@ def plays(text: str) -> list[tuple[str, dict[str, list[str]]]]:
     roles: dict[str, list[str]] = {}
     speaker, flat = None, False
     for number, line in enumerate(lines):
-        if _AUTHOR in line:
+        if "by William Shakespeare" in line:
             above = lines[max(0, number - 7) : max(0, number - 1)]  # the title is the nearest of these lines with text
             title = next((line.strip() for line in reversed(above) if line.strip()), "")
-            roles, speaker, flat = defaultdict(list), None, title == _NOT_INDENTED
+            roles, speaker, flat = defaultdict(list), None, title == "THE COMEDY OF ERRORS"
             found.append((title, roles))
         elif not found:
             continue
@@ -127,8 +125,7 @@ class Shakespeare(Public):
         if not roles:
             raise UserError(f"{source} has no plays in the layout of Project Gutenberg's #100 of 1994.")
         for role in sorted(roles, key=lambda role: (-len(roles[role]), role)):
-            codes = encode(re.sub("  +", " ", " ".join((*roles[role], ""))))
-            if len(codes) > self.window:
+            if len(codes := encode(re.sub("  +", " ", " ".join((*roles[role], ""))))) > self.window:
                 windows = sliding_window_view(codes, self.window)[:-1]
                 yield Block(windows, codes[self.window :], role, lines=len(roles[role]))
 

@@ -168,14 +168,13 @@ def read_about(place: Path) -> About:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{ABOUT} is not of format {FORMAT}")
     kinds = get_type_hints(About)
-    wrong = [*(kinds.keys() ^ content.keys()), *(key for key in kinds if not _is(kinds[key], content.get(key)))]
-    if wrong:
+    if wrong := [*(kinds.keys() ^ content.keys()), *(key for key in kinds if not _is(kinds[key], content.get(key)))]:
         raise ValueError(f"{ABOUT}: {min(wrong)!r} is missing, unknown or of a wrong kind")
     about = About(**content)
     wanted = {"inputs", "targets", "ids", *(("owners",) if about.owners else ())}
     fits = about.files.keys() - {"coarse"} == wanted and len(about.lines) in (0, len(about.owners)) and about.samples
     for entry in about.files.values():
-        size, shape = entry.get("bytes"), entry.get("shape")
+        size, shape = entry.get("bytes", ""), entry.get("shape", "")
         fits = fits and _is(int, size) and _is(list[int], shape) and shape[:1] == [about.samples]
     if not fits:
         raise ValueError(f"{ABOUT} does not fit itself")
@@ -226,7 +225,8 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
     columns: dict[str, list[NDArray[np.int64]]] = {"targets": [], "ids": [], "coarse": []}
     runs: list[tuple[str, int]] = []  # owners of blocks, with their numbers of samples
     lines: dict[str, int] = {}
-    count, kind = 0, {}
+    kind: dict[str, Any] = {}
+    count = 0
     with (folder / "inputs.npy").open("wb") as file:
         for block in data.blocks(raw[0]):
             targets = block.targets.astype(np.int64)
@@ -445,8 +445,7 @@ class Public(Pooled):
         return next((place for place in places if (place / ABOUT).exists()), None)
 
     def opened(self) -> tuple[Collection, About]:
-        place = self.place()
-        if place is None:
+        if (place := self.place()) is None:
             where = f"in {self.folder} (data.folder)" if self.folder else f"in {data_folder()}"
             raise UserError(f"The data set {self.variant!r} is not prepared {where}; run: {self.command}")
         try:

@@ -68,8 +68,7 @@ class Synthetic(DataSource):
         if self.max_samples < self.min_samples:
             least = f"at least data.min_samples ({self.min_samples})"
             raise UserError(f"data.max_samples is {self.max_samples}; allowed: {least}.")
-        streams = [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(5)]
-        parameters, sizes = streams[:2]
+        parameters, sizes, *streams = map(np.random.default_rng, np.random.SeedSequence(seed).spawn(5))
         names = tuple(map(str, range(self.num_clients)))
         if self.clustered:
             weights = np.eye(self.num_components)[parameters.integers(self.num_components, size=self.num_clients)]
@@ -80,7 +79,7 @@ class Synthetic(DataSource):
         extra = np.minimum(sizes.lognormal(self.size_mean, self.size_sigma, self.num_clients), self.max_samples)
         counts = np.clip(self.min_samples + extra.astype(np.int64), 1, self.max_samples)
         sizes_of_parts = (counts, np.full_like(counts, self.num_validation), np.full_like(counts, self.num_test))
-        parts = zip(streams[2:], sizes_of_parts, strict=True)
+        parts = zip(streams, sizes_of_parts, strict=True)
         train, validation, test = (self._samples(stream, components, weights, part) for stream, part in parts)
         truth = Truth(names, torch.from_numpy(components), torch.from_numpy(weights).float(), self.noise_scale)
         return Dataset(Federation(names, train, validation, test).check(), truth)

@@ -144,8 +144,7 @@ class Table:
 
     def complete(self, names: Sequence[str]) -> Table:
         """Refuse missing values in the columns called ``names``."""
-        missing = {name: rows for name in names if (rows := self.columns[name].missing).any()}
-        if missing:
+        if missing := {name: rows for name in names if (rows := self.columns[name].missing).any()}:
             found = ", ".join(
                 f"{rows.sum()} in column {name!r} (first: {self.place(int(rows.argmax()))})"
                 for name, rows in islice(missing.items(), _NAMED)
@@ -166,16 +165,14 @@ class Table:
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
             raise self.refusal(name, row, "is not a number")
-        large = ~(np.abs(column.parsed) <= LARGEST)
-        if large.any():
+        if (large := ~(np.abs(column.parsed) <= LARGEST)).any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
         return column.parsed
 
     def booleans(self, name: str) -> NDArray[np.float64]:
         """Return a column of true and false (or 1 and 0) as 1 and 0, ``[n]``."""
         column = self.complete([name]).columns[name]
-        values = [_BOOLEANS.get(text.strip().lower()) for text in column.texts(TEXT)]
-        if None in values:
+        if None in (values := [_BOOLEANS.get(text.strip().lower()) for text in column.texts(TEXT)]):
             raise self.refusal(name, values.index(None), "is neither true nor false")
         return np.array(values, dtype=np.float64)
 

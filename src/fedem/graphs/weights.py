@@ -81,8 +81,7 @@ def weigh(rule: str, num_nodes: int, edges: Edges) -> Matrix:
         by_rule = {"pairs": 0.5, "metropolis": 1 / (1 + larger), "max_degree": 1 / (1 + larger.max(initial=0))}
         return from_edges(num_nodes, edges, by_rule[rule])
     found = fastest_mixing(num_nodes, edges)
-    share = (found.value - found.bound) / (1 - found.value)
-    if share > LARGEST_SHARE:
+    if (share := (found.value - found.bound) / (1 - found.value)) > LARGEST_SHARE:
         raise UserError(
             f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is "
             f'known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".'
@@ -254,8 +253,7 @@ def project(target: Matrix, support: NDArray[np.bool_], start: Vector) -> tuple[
     matrix, height = at(y)
     for _ in range(100):
         gradient = matrix.sum(1) - 1
-        error = float(np.abs(gradient).max())
-        if error <= _ROW_SUM_TOLERANCE:
+        if (error := float(np.abs(gradient).max())) <= _ROW_SUM_TOLERANCE:
             break
         curvature = (matrix > 0).astype(np.float64)
         # Two sides of a bipartite graph may move against each other freely: a little is added lest it be singular.
