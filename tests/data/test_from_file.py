@@ -141,10 +141,12 @@ class TestFromFile:
         assert made.train.pool.inputs.numpy().dtype == dtype
         assert np.array_equal(made.train.pool.inputs.numpy(), images)
 
-    def test_a_collection_holds_numbers_that_are_not_scaled(self, table: Path) -> None:
-        collection = FromFile(path=str(table)).collect()
-        assert collection.pool.inputs.tolist() == INPUTS.tolist()
-        assert [collection.owner_names[code] for code in collection.owners] == CLIENTS.tolist()
+    def test_numbers_may_stay_as_they_are(self, table: Path) -> None:
+        made = FromFile(path=str(table), standardize=False).make(0).federation
+        assert made.train.pool.inputs.tolist() == INPUTS.tolist()
+        for position, name in enumerate(made.names):
+            parts = [made.part(part).take(torch.tensor([position])).rows for part in PARTS]
+            assert sorted(torch.cat(parts).tolist()) == np.flatnonzero(name == CLIENTS).tolist()
 
     @pytest.mark.parametrize(("header", "missing"), [("a,b,client", "y"), ("a,b,y", "client"), ("a,b,target", "y")])
     def test_a_missing_column_is_named_in_csv(self, tmp_path: Path, header: str, missing: str) -> None:

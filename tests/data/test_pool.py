@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
-from fedem.data.dataset import Pooled
+from fedem.data import Public
 from fedem.data.federation import PARTS, Federation
 from fedem.data.partitions import Collection, Dirichlet, Natural, Uniform, content_ids, from_arrays
 from fedem.data.samples import Pool, Samples, offsets_of, split_rows
@@ -188,7 +188,12 @@ def test_the_fingerprint_is_that_of_the_content() -> None:
     assert whole.fingerprint != _federation(from_arrays(inputs, targets, owners)).fingerprint
 
 
-class _Here(Pooled):
+class _Here(Public):
+    labels = None
+
+    def read(self, source: Path) -> None:
+        raise NotImplementedError
+
     def collect(self) -> Collection:
         return _collection()
 

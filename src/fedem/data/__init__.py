@@ -10,18 +10,4 @@ from fedem.data.synthetic import Synthetic
 PUBLIC: dict[str, type[Public]] = {kind.name: kind for kind in (Cifar10, Cifar100, Emnist, Femnist, Shakespeare)}
 DATA: dict[str, type[DataSource]] = {"synthetic": Synthetic, "file": FromFile, **PUBLIC}
 
-__all__ = [
-    "DATA",
-    "PUBLIC",
-    "Cifar10",
-    "Cifar100",
-    "DataSource",
-    "Dataset",
-    "Emnist",
-    "Femnist",
-    "FromFile",
-    "Public",
-    "Shakespeare",
-    "Synthetic",
-    "Truth",
-]
+__all__ = ["DATA", "PUBLIC", "DataSource", "Dataset", "FromFile", "Public", "Synthetic", "Truth"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedem.core.settings import Settings
 from fedem.data.encoding import Encoding
 from fedem.data.federation import Federation
-from fedem.data.partitions import PARTITIONS, Assignment, Collection, Partition, fingerprint
+from fedem.data.partitions import Assignment, Collection, Partition
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,6 @@ class Pooled(DataSource):
     validation: float = field(default=0.2, metadata={"min": 0, "below": 1})
     test: float = field(default=0.2, metadata={"min": 0, "below": 1})
 
-    @abstractmethod
-    def collect(self) -> Collection:
-        """Return all samples; nothing is read that can be mapped from a file."""
-
     def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
         shares = {"validation": self.validation, "test": self.test}
         return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed, **shares)
-
-    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        collection = self.collect()
-        assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
-        return Dataset(self._split(collection, assignment, seed), partition_hash=fingerprint(assignment, collection))

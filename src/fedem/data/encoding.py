@@ -236,9 +236,7 @@ class Encoding:
 
     def accept(self, values: Any) -> Any:
         """Encode a data frame of new inputs; whatever else is given counts as encoded already."""
-        if not is_frame(values):
-            return values
-        return self.inputs(read_frame(values, self.target.name, self.client))
+        return self.inputs(read_frame(values, self.target.name, self.client)) if is_frame(values) else values
 
     def accept_targets(self, values: ArrayLike) -> NDArray[np.generic]:
         """Encode new targets, given as in the table: names of classes, or numbers."""

@@ -63,13 +63,6 @@ class FromFile(Pooled):
             raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
         return read_table(Path(self.path), self.target_column, self.client_column)
 
-    def collect(self) -> Collection:
-        """Return all samples with their columns as numbers, not yet scaled: that needs to know who trains on what."""
-        table, target = self._checked(owned=False)
-        encoding = self._fit(table, np.arange(len(table)), target, standardize=False)
-        made = _collection(table, target)
-        return replace(made, pool=made.pool._replace(inputs=torch.from_numpy(encoding.inputs(table))))
-
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
         partition = partition or Natural(min_samples=1)
@@ -79,7 +72,9 @@ class FromFile(Pooled):
         federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
-        encoding = self._fit(table, train_rows.numpy(), target, standardize=self.standardize)
+        rows, limit = train_rows.numpy(), self.max_categories
+        encoding = Encoding.fit(table, rows, target, standardize=self.standardize, max_categories=limit)
+        encoding = replace(encoding, ignored=self._ignored)
         made = Dataset(_encoded(federation, table, encoding), encoding=encoding, seed=seed, unseen=unseen)
         made = made._replace(partition_hash=fingerprint(assignment, collection))
         return made._replace(feature_names=encoding.input_names, label_names=encoding.target.classes)
@@ -117,10 +112,6 @@ class FromFile(Pooled):
     @property
     def _ignored(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.ignore.split(",") if name.strip())
-
-    def _fit(self, table: Table, rows: NDArray[np.int64], target: Target, *, standardize: bool) -> Encoding:
-        made = Encoding.fit(table, rows, target, standardize=standardize, max_categories=self.max_categories)
-        return replace(made, ignored=self._ignored)
 
     def _need(self, table: Table, column: str, why: str) -> None:
         if column in table.columns:

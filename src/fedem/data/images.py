@@ -111,13 +111,6 @@ class Emnist(Public):
                     yield Block(images.transpose(0, 2, 1)[:, None], labels)
 
 
-def _leaf_files(files: Files) -> list[str]:
-    """Choose the json files that hold every sample once; LEAF leaves several stages of its work beside each other."""
-    by_folder = {name: PurePosixPath(name).parent.name for name in files if name.endswith(".json")}
-    stages = [[name for name in by_folder if by_folder[name] in folders] for folders in _LEAF]
-    return next(filter(None, stages), [])
-
-
 def _leaf_blocks(content: dict[str, Any]) -> Iterator[Block]:
     for user, count in zip(content["users"], content["num_samples"], strict=True):
         data = content["user_data"][user]
@@ -198,8 +191,11 @@ class Femnist(Public):
                 yield from _tree_blocks(by_write, labels)
             return
         with opened(source) as files:
-            if chosen := _leaf_files(files):
-                for name in chosen:
+            # LEAF leaves several stages of its work beside each other, each with every sample.
+            by_folder = {name: PurePosixPath(name).parent.name for name in files if name.endswith(".json")}
+            stages = [[name for name in by_folder if by_folder[name] in folders] for folders in _LEAF]
+            if any(stages):
+                for name in next(filter(None, stages)):
                     yield from _leaf_blocks(json.loads(read_bytes(files, name)))
             elif _images(files):
                 yield from _tree_blocks(files, None)

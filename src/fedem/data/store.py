@@ -37,7 +37,7 @@ from fedem.core.errors import UserError, needed
 from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
-from fedem.data.partitions import Collection, Partition, content_ids, fingerprint_of, numbered
+from fedem.data.partitions import PARTITIONS, Collection, Partition, content_ids, fingerprint, fingerprint_of, numbered
 from fedem.data.samples import Pool
 from fedem.data.tables import DAMAGED
 
@@ -454,10 +454,14 @@ class Public(Pooled):
             raise UserError(f"{place} is damaged or outdated ({error}); run: {self.command} --again") from None
 
     def collect(self) -> Collection:
+        """Return all samples; nothing is read that can be mapped from a file."""
         return self.opened()[0]
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
-        return super().make(seed, partition, unseen)._replace(label_names=self.labels)
+        collection = self.collect()
+        assignment = (PARTITIONS[self.usual]() if partition is None else partition).assign(collection, seed)
+        owned, federation = fingerprint(assignment, collection), self._split(collection, assignment, seed)
+        return Dataset(federation, partition_hash=owned, label_names=self.labels)
 
 
 def prepared(kind: type[Public]) -> list[Path]:

@@ -226,9 +226,8 @@ def _written(value: Any) -> str:
     """Write a value in one way: whole numbers without a point, booleans in small letters."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))
-    return str(value)
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if is_whole else value)
 
 
 def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
