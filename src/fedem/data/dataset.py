@@ -1,7 +1,5 @@
 """Sources of data, and the data sets that they make: a federation and, when it is known, the truth behind it."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

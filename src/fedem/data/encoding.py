@@ -41,8 +41,7 @@ class Feature:
 
     @classmethod
     def fit(cls, table: Table, name: str, rows: Rows, standardize: bool, max_categories: int) -> Feature:
-        column = table.columns[name]
-        if column.kind == BOOLEAN:
+        if (column := table.columns[name]).kind == BOOLEAN:
             return cls(name, BOOLEAN)
         if column.kind == TEXT:
             texts = column.texts(TEXT)
@@ -145,8 +144,7 @@ class Target:
 
     def encode(self, table: Table) -> NDArray[np.generic]:
         """Return positions of classes, ``[n]`` int64, or numbers, float32; the table says which column it is."""
-        name = table.target
-        if name not in table.columns:
+        if (name := table.target) not in table.columns:
             raise UserError(f"There is no column {name!r} of targets.")
         table = table.as_text([name]) if self.kind == TEXT else table
         column = table.complete([name]).columns[name]
@@ -282,6 +280,5 @@ class Encoding:
 
 def plain_targets(table: Table) -> NDArray[np.generic]:
     """Return targets as they are, for a run that has no encoding: whole numbers ``[n]`` int64, or float32."""
-    numbers = table.numbers(table.target)
-    kind = table.columns[table.target].kind
+    numbers, kind = table.numbers(table.target), table.columns[table.target].kind
     return numbers.astype(np.int64 if kind in (WHOLE, BOOLEAN) else np.float32)

@@ -84,8 +84,7 @@ class Federation:
         names, codes = np.unique(owners, return_inverse=True)
         order = torch.from_numpy(np.argsort(codes, kind="stable"))
         ends = np.bincount(codes, minlength=len(names)).tolist()
-        pairs = zip(x[order].split(ends), y[order].split(ends), strict=True)
-        return cls.from_clients(pairs, names.tolist(), **options)
+        return cls.from_clients(zip(x[order].split(ends), y[order].split(ends), strict=True), names.tolist(), **options)
 
     @classmethod
     def from_generator(cls, clients: Iterable[tuple[str, Any, Any]], **options: Any) -> Federation:

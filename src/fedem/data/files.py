@@ -3,8 +3,6 @@
 A table is split among its clients and encoded by what its training rows say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -144,8 +142,7 @@ def _collection(table: Table, target: Target) -> Collection:
 
 def _words(table: Table, name: str) -> NDArray[np.generic]:
     """Return a column as words of eight bytes: numbers, and text by its hash. ``[n]``."""
-    column = table.columns[name]
-    if column.kind == BOOLEAN:
+    if (column := table.columns[name]).kind == BOOLEAN:
         return table.booleans(name)
     if column.kind != TEXT:
         return column.parsed
@@ -259,8 +256,7 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
         array = np.asarray(data.select_columns(columns).with_format("numpy")[:][columns[0]])
         if array.dtype == object:
             raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
-        # All integers come as int64, also those of an array that is declared smaller.
-        kind = data.features[columns[0]]
+        kind = data.features[columns[0]]  # all integers come as int64, also those of an array that is declared smaller
         array = array.astype(kind.dtype) if type(kind).__name__.startswith("Array") else array
         return Table({target: targets, client: owner}, target, client, pieces, array)
     if column := next((column for column in columns if column not in plain), None):

@@ -18,11 +18,7 @@ FEMNIST (Caldas and others 2018, LEAF) are the characters of NIST's Special Data
 
 Images are turned to grey and, where they are larger (NIST's are 128 x 128), resized by Pillow's Lanczos filter, as LEAF
 does, but always in one step. That LEAF's scripts repeat the first image of nearly every writer is not reproduced.
-
-Shapes: n images of a block.
 """
-
-from __future__ import annotations
 
 import gzip
 import hashlib
@@ -46,7 +42,6 @@ from fedem.data.store import ROWS, Block, Files, Public, Remote, opened, pick, r
 
 SHAPE, COLOUR = (1, 28, 28), (3, 32, 32)  # of characters, and of CIFAR
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
-
 _BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
 _LEAF = (("all_data",), ("",), ("train", "test"))  # folders of json files, the first that are there count

@@ -7,8 +7,6 @@ that order and by labels.
 Shapes: N samples of a collection, n of them dealt, T clients, G groups of samples, C coarse labels, F fine labels.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,8 +25,7 @@ from fedem.core.settings import Settings
 from fedem.data.samples import Pool, describe, offsets_of
 
 Integers = NDArray[np.int64]
-# Purposes, beside those of fedem.core.random.
-SAMPLES, CLIENTS, DRAWS = 101, 102, 103
+SAMPLES, CLIENTS, DRAWS = 101, 102, 103  # purposes, beside those of fedem.core.random
 NOBODY = -1
 # The logarithm of a small share is of the order of -1 / concentration, which must not overflow.
 CONCENTRATION = {"min": 1e-300}

@@ -14,8 +14,6 @@ last letter: LEAF looks up -1 for it, and its one-hot vector for -1 is that of t
 Shapes: n windows of a role, L characters of a window.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections import defaultdict
@@ -36,7 +34,6 @@ from fedem.data.store import Block, Public, Remote, opened, read_bytes
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(LETTERS) - 1
 FEWEST_LINES = 3
-
 _SPEECH = re.compile(r"([a-zA-Z][a-zA-Z ]*)\. (.*)")
 _CODES = np.full(256, UNKNOWN, dtype=np.int8)
 _CODES[[ord(letter) for letter in LETTERS]] = np.arange(len(LETTERS))
@@ -99,7 +96,6 @@ class Shakespeare(Public):
 
     window: int = field(default=80, metadata={"min": 1, "max": 1000})
     min_lines: int = field(default=FEWEST_LINES, metadata={"min": FEWEST_LINES})
-
     name = "shakespeare"
     title = "Shakespeare's plays, the next of 80 characters, by role"
     # An early edition's layout is needed: later ones write the names of the roles above their speeches.

@@ -259,8 +259,7 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
         os.fsync(file.fileno())
     arrays = {name: np.concatenate(pieces) for name, pieces in columns.items() if pieces}
     arrays["ids"] = numbered(arrays["ids"])
-    owners = sorted({owner for owner, _ in runs})
-    if owners:
+    if owners := sorted({owner for owner, _ in runs}):
         codes = {owner: code for code, owner in enumerate(owners)}
         arrays["owners"] = np.repeat([codes[owner] for owner, _ in runs], [size for _, size in runs])
     if any(len(array) != count for array in arrays.values()):
@@ -404,7 +403,6 @@ class Public(Pooled):
     """
 
     folder: str = ""
-
     name: ClassVar[str]
     title: ClassVar[str]
     links: ClassVar[tuple[Remote, ...]]  # its official files, all of which are needed
@@ -475,11 +473,7 @@ def prepared(kind: type[Public]) -> list[Path]:
 
 
 def prepare(data: Public, source: Path | None = None, again: bool = False, progress: Progress = _quiet) -> Path:
-    """Convert a data set to its canonical form and return its folder.
-
-    Without a ``source``, the official files are read, found in the data folder or downloaded. ``again`` does it where
-    it is done already. ``progress`` is called with bytes that are downloaded and samples that are converted.
-    """
+    """Convert ``source``, or the official files, found or downloaded, to the canonical form; returns its folder."""
     if source is not None and not source.exists():
         raise UserError(f"There is no file or folder {source}.")
     if (there := data.place()) and not again:

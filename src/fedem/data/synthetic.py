@@ -3,8 +3,6 @@
 Shapes: T clients, N samples of all clients, M components, d features.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -34,7 +34,6 @@ from fedem.core.errors import UserError
 
 BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"  # What a column may hold
 LARGEST = float(np.finfo(np.float32).max)  # of single precision
-
 _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
@@ -421,8 +420,7 @@ def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
 def _checked(piece: Piece, header: list[str], columns: dict[str, Column], target: str, client: str) -> Table:
     if twice := next((name for name in header if header.count(name) > 1), None):
         raise UserError(f"{piece.source} has the column {twice!r} more than once; names must differ.")
-    table = Table(columns, target, client, (piece,))
-    if not table.features:
+    if not (table := Table(columns, target, client, (piece,))).features:
         raise UserError(f"{piece.source} has the columns {', '.join(header)}; at least one feature is needed besides.")
     return table
 

@@ -28,7 +28,6 @@ from fedem.core.settings import Settings
 from fedem.graphs.weights import Edges, Matrix, canonical, check_mixing, degrees, num_components, second_modulus, weigh
 
 MOST_WEIGHTS = 10**8  # weights at most in all matrices: 800 MB
-
 _NUM_DRAWS = 300  # of a random matrix, for a mean over them
 _MATCHING, _FAILURE, _DRAWS = 1, 2, 3  # purposes, folded into a round's key
 
@@ -52,7 +51,6 @@ class Topology(Settings, ABC):
     """
 
     remedy: ClassVar[str] = "another graph"  # where the graph is not connected; with names of settings in braces
-
     weights: str = field(default="fmmc", metadata={"choices": ("fmmc", "max_degree", "metropolis")})
     laziness: float = field(default=0.0, metadata={"min": 0, "below": 1})
     activity: str = field(default="all", metadata={"choices": ("all", "matchings", "random_matching")})

@@ -3,8 +3,6 @@
 Shapes: T clients, E edges.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from abc import abstractmethod
@@ -46,7 +44,6 @@ class ErdosRenyi(Laid):
     """
 
     remedy: ClassVar[str] = "a graph.probability larger than {probability}, or another run.seed"
-
     probability: float = field(default=0.5, metadata={"above": 0, "max": 1})
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
@@ -115,7 +112,6 @@ class SmallWorld(Laid):
     """
 
     remedy: ClassVar[str] = "graph.neighbours above {neighbours}, graph.rewiring below {rewiring}, or another run.seed"
-
     neighbours: int = field(default=4, metadata={"min": 2})
     rewiring: float = field(default=0.1, metadata={"min": 0, "max": 1})
 
@@ -138,7 +134,6 @@ class Regular(Laid):
     """
 
     remedy: ClassVar[str] = "a graph.degree larger than {degree}, or another run.seed"
-
     degree: int = field(default=4, metadata={"min": 1})
 
     def _pairs(self, keys: Tensor, seed: int) -> NDArray[np.int64]:
@@ -172,7 +167,6 @@ class File(Topology):
     """
 
     remedy: ClassVar[str] = "more edges in {path}"
-
     path: str = ""
 
     def edges(self, keys: Tensor, seed: int) -> list[Edges]:

@@ -11,8 +11,6 @@ edges are all alike, and its own bound proves it.
 Shapes: T clients, E edges, each a pair of positions i < j.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,12 +24,10 @@ from fedem.core.errors import UserError
 Edges = NDArray[np.int64]  # [E, 2]: pairs of positions i < j, sorted, each once
 Matrix = NDArray[np.float64]  # [T, T]
 Vector = NDArray[np.float64]  # [T]
-
 ROUNDING = 1e-9  # how far a sum of weights may be from 1, and a weight from its mirror image
 MOST_NODES = 1000  # nodes at most: an iteration decomposes a [T, T] matrix, and hundreds of iterations are needed
 MOST_ITERATIONS = 5000  # for up to 300 nodes; with more, as many as take the same time, as one costs T^3
 LARGEST_SHARE = 0.01  # of the spectral gap (tiny on large sparse graphs) that the distance from the optimum may be
-
 # Over-relaxation, the first penalty, and how often what is looked at: these change the time alone.
 _RELAXATION, _PENALTY = 1.7, 0.1
 _CHECK_EVERY, _ADAPT_EVERY, _ADAPT_UNTIL = 10, 20, 1000
@@ -173,8 +169,7 @@ def _search(num_nodes: int, edge_bytes: bytes, tolerance: float) -> Fastest:
     while value - bound > min(tolerance, LARGEST_SHARE * (1 - value)) and iteration < most:
         iteration, before = iteration + 1, matrix
         centred, cut = _shrink(matrix - mean - multipliers, 1 / penalty)
-        relaxed = _RELAXATION * centred + (1 - _RELAXATION) * (matrix - mean)
-        target = relaxed + mean + multipliers
+        target = _RELAXATION * centred + (1 - _RELAXATION) * (matrix - mean) + mean + multipliers
         matrix, row_multipliers = project(target, support, row_multipliers)
         multipliers = target - matrix
         if iteration % _CHECK_EVERY == 0:
