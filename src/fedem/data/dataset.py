@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -95,5 +95,5 @@ class Pooled(DataSource):
     test: float = field(default=0.2, metadata={"min": 0, "below": 1})
 
     def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
-        shares = {"validation": self.validation, "test": self.test}
+        shares: dict[str, Any] = {"validation": self.validation, "test": self.test}
         return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed, **shares)
