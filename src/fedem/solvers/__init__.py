@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedem.solvers.base import Objective, Solver
-from fedem.solvers.optimizers import LBFGS, MEMBERS, SGD, Adam, Newton, Various
+from fedem.solvers.optimizers import LBFGS, MEMBERS, SGD, Adam, Newton, Objective, Solver, Various
 
 __all__ = ["LBFGS", "SGD", "SOLVERS", "Adam", "Newton", "Objective", "Solver", "Various"]
 

@@ -1,11 +1,12 @@
-"""Local solvers: those that follow gradients, those that know curvature, and a mixture of them across clients.
+"""Local solvers: one step on one batch's objective, as pure functions that vmap can stack.
 
 Shapes: d trained numbers, K trial steps, H pairs that L-BFGS remembers, the newest last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -17,9 +18,54 @@ from torch.func import grad, jacrev, vmap
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.random import SOLVER, derive
-from fedem.core.settings import names_of
+from fedem.core.settings import Settings, names_of
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
-from fedem.solvers.base import Objective, Solver, Stepped
+
+Objective = Callable[[Tree], tuple[Tensor, Tree]]  # parameters -> the value to minimise, and what else changed: buffers
+Stepped = tuple[Tree, Tree, Tree]  # the new parameters, the solver's new state, and what else the objective changed
+
+
+@dataclass(frozen=True)
+class Solver(Settings, ABC):
+    """One step of a local solver.
+
+    Attributes:
+        weight_decay: adds weight_decay/2 |parameters|^2 to every objective.
+    """
+
+    usual_rate: ClassVar[float] = 0.1  # a learning rate to begin with
+    follows_gradients: ClassVar[bool] = False  # whether steps are the rate times sums of gradients: ``gain`` is exact
+    differentiates_twice: ClassVar[bool] = False  # whether it asks for second derivatives
+    obeys_rate: ClassVar[bool] = True  # whether the learning rate sets how long its steps are
+
+    weight_decay: float = field(default=0.0, metadata={"min": 0})
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps over all of a client's samples that it takes in a round; 0 when it follows the batches."""
+        return 0
+
+    def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
+        """Say which clients, of those with these ``keys`` ``[C]``, use which solver: positions in ascending order."""
+        yield self, torch.arange(len(keys))
+
+    def gain(self, step: Tensor) -> Tensor:
+        """Return the length of step number ``step`` (from 1) along a constant gradient of one, over the rate."""
+        return torch.ones_like(step)
+
+    @abstractmethod
+    def init(self, parameters: Tree) -> Tree:
+        """Return the solver's state at the start of a round: momentum starts afresh."""
+
+    @abstractmethod
+    def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
+        """Take one step from ``parameters``."""
+
+    def _gradient(self, objective: Objective, parameters: Tree) -> tuple[Tree, Tree]:
+        gradient, besides = grad(objective, has_aux=True)(parameters)
+        if self.weight_decay:
+            gradient = tree_map(lambda g, p: g.add(p, alpha=self.weight_decay), gradient, parameters)
+        return gradient, besides
 
 
 @dataclass(frozen=True)
@@ -31,6 +77,8 @@ class SGD(Solver):
         nesterov: step along the gradient and ``momentum`` times the new direction (Nesterov's step).
     """
 
+    follows_gradients: ClassVar[bool] = True
+
     momentum: float = field(default=0.0, metadata={"min": 0, "below": 1})
     nesterov: bool = False
 
@@ -38,10 +86,6 @@ class SGD(Solver):
         super().__post_init__()
         if self.nesterov and not self.momentum:
             raise UserError("SGD.nesterov is true but SGD.momentum is 0; Nesterov's step needs a momentum above 0.")
-
-    @property
-    def follows_gradients(self) -> bool:
-        return True
 
     def gain(self, step: Tensor) -> Tensor:
         """1 + momentum + momentum^2 + ..., as many terms as steps (one more with Nesterov's)."""
@@ -103,8 +147,8 @@ class VectorObjective:
 
     def __init__(self, objective: Objective, parameters: Tree, weight_decay: float):
         self._objective, self._weight_decay = objective, weight_decay
+        self.start = torch.cat([leaf.flatten() for leaf in parameters.values()])
         self._shapes = {name: leaf.shape for name, leaf in parameters.items()}
-        self.start = flatten(parameters)
 
     def tree(self, vector: Tensor) -> Tree:
         pieces = vector.split([prod(shape) for shape in self._shapes.values()])
@@ -117,11 +161,6 @@ class VectorObjective:
 
     def value(self, vector: Tensor) -> Tensor:
         return self.evaluate(vector)[0]
-
-
-def flatten(parameters: Tree) -> Tensor:
-    """Lay all leaves behind each other, ``[d]``."""
-    return torch.cat([leaf.flatten() for leaf in parameters.values()])
 
 
 def pick(values: Tensor) -> Tensor:
@@ -151,6 +190,8 @@ class LBFGS(Solver):
         iterations: steps over all of a client's samples each round, whatever the batches; 0 follows the batches.
     """
 
+    obeys_rate: ClassVar[bool] = False
+
     history: int = field(default=10, metadata={"min": 1})
     num_trials: int = field(default=10, metadata={"min": 4})
     iterations: int = field(default=0, metadata={"min": 0})
@@ -159,18 +200,13 @@ class LBFGS(Solver):
     def whole_steps(self) -> int:
         return self.iterations
 
-    @property
-    def obeys_rate(self) -> bool:
-        return False
-
     def init(self, parameters: Tree) -> Tree:
         """No pairs yet: ``steps`` and ``changes`` ``[H, d]``, 1 / <step, change> ``[H]`` or 0 where there is no pair.
 
         ``reach`` scales the trial lengths; it falls while none of them is short enough.
         """
-        start = flatten(parameters)
-        nothing = torch.zeros_like(start).expand(self.history, -1)
-        reach = torch.ones_like(start[0])
+        nothing = torch.cat([torch.zeros_like(leaf).flatten() for leaf in parameters.values()]).expand(self.history, -1)
+        reach = torch.ones_like(nothing[0, 0])
         return {"steps": nothing, "changes": nothing, "inverses": nothing[:, 0], "reach": reach}
 
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
@@ -185,8 +221,7 @@ class LBFGS(Solver):
         # One after the other: under vmap modules that change their buffers, or have no rule for it, would fail.
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
-        change = grad(problem.value)(moved) - gradient
-        state = _remember(state, moved - start, change)
+        state = _remember(state, moved - start, grad(problem.value)(moved) - gradient)
         stayed = chosen[-1] > 0
         reach = torch.where(stayed, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
         return problem.tree(moved), state | {"reach": reach}, besides
@@ -231,21 +266,16 @@ class Newton(Solver):
         iterations: steps over all of a client's samples each round, whatever the batches; 0 follows the batches.
     """
 
+    differentiates_twice: ClassVar[bool] = True
+    obeys_rate: ClassVar[bool] = False
+
     ridge: float = field(default=1e-10, metadata={"min": 0})
     num_trials: int = field(default=12, metadata={"min": 1})
     iterations: int = field(default=0, metadata={"min": 0})
 
     @property
-    def differentiates_twice(self) -> bool:
-        return True
-
-    @property
     def whole_steps(self) -> int:
         return self.iterations
-
-    @property
-    def obeys_rate(self) -> bool:
-        return False
 
     def init(self, parameters: Tree) -> Tree:
         return {}
@@ -283,28 +313,19 @@ class Various(Solver):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self._names:
-            if name not in MEMBERS:
-                raise unknown("member of Various.members", name, MEMBERS)
-
-    @property
-    def _names(self) -> list[str]:
-        return [name.strip() for name in self.members.split(",")]
+        object.__setattr__(self, "differentiates_twice", any(solver.differentiates_twice for solver in self.solvers))
+        object.__setattr__(self, "obeys_rate", all(solver.obeys_rate for solver in self.solvers))
 
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
         """The members, each with those of our settings that it knows."""
         common = {name: getattr(self, name) for name in names_of(Various) if name != "members"}
-        kinds = [MEMBERS[name] for name in self._names]
+        names = [name.strip() for name in self.members.split(",")]
+        for name in names:
+            if name not in MEMBERS:
+                raise unknown("member of Various.members", name, MEMBERS)
+        kinds = [MEMBERS[name] for name in names]
         return tuple(kind(**{key: common[key] for key in names_of(kind) if key in common}) for kind in kinds)
-
-    @property
-    def differentiates_twice(self) -> bool:
-        return any(solver.differentiates_twice for solver in self.solvers)
-
-    @property
-    def obeys_rate(self) -> bool:
-        return all(solver.obeys_rate for solver in self.solvers)
 
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
         """Deal the clients out by hashing their keys; members that get nobody are left out."""

@@ -43,17 +43,15 @@ class Step(Schedule):
     factor: float = field(default=0.1, metadata={"above": 0})
 
     def rate(self, round_index: int, num_rounds: int) -> float:
-        """``learning_rate * factor^(number of milestones passed)``."""
         passed = (2 * round_index >= num_rounds) + (4 * round_index >= 3 * num_rounds)
         return self.learning_rate * self.factor**passed
 
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine from ``learning_rate`` down to zero."""
+    """Half a cosine from ``learning_rate`` down to zero: ``learning_rate (1 + cos(pi k / K)) / 2``."""
 
     def rate(self, round_index: int, num_rounds: int) -> float:
-        """``learning_rate (1 + cos(pi k / K)) / 2``."""
         return self.learning_rate * (1 + math.cos(math.pi * round_index / num_rounds)) / 2
 
 
@@ -62,13 +60,9 @@ class InverseSqrt(Schedule):
     """The rate of the paper's convergence theorems: a0 / sqrt(K), the same in all K rounds."""
 
     def rate(self, round_index: int, num_rounds: int) -> float:
-        """``learning_rate / sqrt(num_rounds)``."""
         return self.learning_rate / math.sqrt(num_rounds)
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    "constant": Constant,
-    "step": Step,
-    "cosine": Cosine,
-    "inverse_sqrt": InverseSqrt,
-}
+    "constant": Constant, "step": Step, "cosine": Cosine, "inverse_sqrt": InverseSqrt,
+}  # fmt: skip
