@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from textwrap import shorten
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from fedem.core.errors import UserError
 from fedem.core.random import COMPONENTS, PERSONAL, derive
 from fedem.core.tree import Tree, tree_double, tree_flat, tree_map
 from fedem.data.federation import Federation
-from fedem.data.samples import Pool, Samples
+from fedem.data.samples import Samples
 from fedem.methods.steps import inner_product, square_distance, trained_leaves
 from fedem.methods.surrogate import Fixed, Surrogate, draw_about
 from fedem.models.base import Model
@@ -28,21 +26,12 @@ from fedem.surrogates.optimising import WHOLE, OneClient, describe, is_tree, req
 _WIDTHS = (0.01, 0.1, 1.0, 10.0)  # of the draws about u0: near and far
 _SHARES = (1e-3, 0.1, 1.0)  # of the way from the minimiser to another v
 _MOST_DIRECTIONS = 16
-_PROBED = 8
 _STEP, _FLAT, _SLOPE = 1e-4, 1e-5, 1e-5  # of differences in u; singular values and slopes that count as none
 _HALVINGS, _LAST, _GROWTH = 20, 6, 8.0  # of a segment; by how much quotients may grow in the last ones, 64 at a jump
 _NO_GAP, _APART = 1e-13, 1e-3  # a distance that counts as none, and how far apart two v are then at most
 
-_Violations = Iterator[tuple[float | Tensor, str]]
-"""by how much a condition is violated, and where"""
-
-
-class _Point(NamedTuple):
-    """A place to try, and what to call it."""
-
-    shared: Tree
-    personal: Tree
-    name: str
+_Point = tuple[Tree, Tree, str]  # u, v, and what to call the place
+_Violations = Iterator[tuple[float | Tensor, str]]  # by how much a condition is violated, and where
 
 
 def check(
@@ -57,24 +46,22 @@ def check(
 ) -> Verdict:
     """Try whether g is a partial first-order surrogate of f near (u0, v0), on one client's (training) samples.
 
-    Trials can refute a condition and never prove it. Violations count relative to 1 + the size of what is compared.
-
-    Args:
-        surrogate: f and g; its model is rebuilt in double precision.
-        data: where the client is.
-        client: its position.
-        at: (u0, v0); drawn by ``seed`` when not given.
-        seed: of all that is drawn.
-        trials: points drawn, near (u0, v0) and far from it.
-        tolerance: the largest violation that counts as rounding.
+    Trials can refute a condition and never prove it. They are in double precision, for the client at position
+    ``client``, at ``trials`` points drawn near (u0, v0) and far from it; (u0, v0) is ``at``, or drawn too. Violations
+    count relative to 1 + the size of what is compared; ``tolerance`` is the largest that counts as rounding.
     """
     require_surrogate(surrogate)
     require("seed", seed, isinstance(seed, WHOLE), "a whole number")
     require_counts(trials=trials)
     require("tolerance", tolerance, isinstance(tolerance, int | float) and tolerance > 0, "a number above 0")
-    inputs, targets = _samples_of(data, client)
+    samples = data.train if isinstance(data, Federation) else data
+    if not isinstance(samples, Samples):
+        raise UserError(f"data is a value of type {type(data).__name__}; allowed: a fedem.Federation, or its samples.")
+    there = isinstance(client, WHOLE) and 0 <= client < samples.num_clients and bool(samples.sizes[client])
+    require("client", client, there, f"0 to {samples.num_clients - 1}, one that has samples")
+    inputs, targets = samples.client(int(client))
     model = Model(surrogate.model.build, surrogate.model.loss, torch.float64)
-    model.probe(inputs[:_PROBED])
+    model.probe(inputs[:8])
     surrogate.check(inputs)
     double = replace(surrogate, model=model)
     one = OneClient(double, inputs, targets, client)
@@ -82,28 +69,31 @@ def check(
     shared, personal = map(tree_double, one.start(int(derive(seed, COMPONENTS)), keys[trials]))
     one.try_out(shared, personal, keys[trials])
     if at is None:
-        personal = tree_double(one.draw(shared, keys[trials]))
+        personal = tree_double(one.tree("draw_personal", shared, keys[trials]))
     else:
-        shared, personal = _place_of(at, shared, personal)
-    draws = []
+        pair = isinstance(at, tuple) and len(at) == 2 and all(map(is_tree, at))
+        require("at", at, pair, "(u0, v0), two dictionaries from names to tensors")
+        drawn, (shared, personal) = (shared, personal), map(tree_double, at)
+        for name, given, own in zip(("u0", "v0"), (shared, personal), drawn, strict=True):
+            if describe(given) != describe(own):
+                raise UserError(f"at has {name} with leaves {describe(given)}; allowed: {describe(own)}.")
+    places: list[_Point] = [(shared, personal, "u0")]
     for number in range(trials):
         width = _WIDTHS[number % len(_WIDTHS)]
-        there = draw_about(shared, derive(keys[number], COMPONENTS), model.trainable, width)
-        drawn = tree_double(one.draw(shared, keys[number]))
-        draws.append(_Point(there, drawn, f"draw {number} (u within about {width:g} of u0)"))
-    return _Trial(double, one, shared, personal, one.fix(shared, personal), draws).verdict(tolerance)
+        u = draw_about(shared, derive(keys[number], COMPONENTS), model.trainable, width)
+        v = tree_double(one.tree("draw_personal", shared, keys[number]))
+        places.append((u, v, f"draw {number} (u within about {width:g} of u0)"))
+    return _Trial(double, one, shared, personal, one.fix(shared, personal), places).verdict(tolerance)
 
 
 @dataclass
 class _Trial:
-    """One surrogate, fixed at one point, and the points where it is tried."""
-
     surrogate: Surrogate
     client: OneClient
     shared: Tree
     personal: Tree
     fixed: Fixed
-    draws: list[_Point]
+    places: list[_Point]  # u0 and v0, then what was drawn
     smoothness: float = field(default=0.0, init=False)
 
     def verdict(self, tolerance: float) -> Verdict:
@@ -128,14 +118,9 @@ class _Trial:
     def _minimise(self, shared: Tree) -> Tree:
         return self.client.minimise(shared, self.personal, self.fixed)
 
-    @property
-    def _start(self) -> _Point:
-        return _Point(self.shared, self.personal, "u0")
-
     def _majorisation(self) -> _Violations:
-        least = self._minimise(self.shared)
-        trained = self.surrogate.model.trainable
-        for there, drawn, name in [self._start, *self.draws]:
+        least, trained = self._minimise(self.shared), self.surrogate.model.trainable
+        for there, drawn, name in self.places:
             # On both sides: what is too steep is below on one of them.
             opposite = there | {leaf: 2 * self.shared[leaf] - there[leaf] for leaf in trained}
             for shared, place in ((there, name), (opposite, f"{name}, mirrored")):
@@ -157,7 +142,7 @@ class _Trial:
         yield (other - slope).abs().max() / (1 + slope.abs().max()), "(u0, v0)"
 
     def _lipschitz(self) -> _Violations:
-        for there, _, name in self.draws[: len(_WIDTHS)]:
+        for there, _, name in self.places[1 : 1 + len(_WIDTHS)]:
             quotients = self._quotients(there)
             self.smoothness = max(self.smoothness, *quotients)
             before, last = quotients[-1 - _LAST], quotients[-1]
@@ -166,8 +151,7 @@ class _Trial:
     def _quotients(self, there: Tree) -> list[float]:
         """Halve the way from u0 towards where the gradient of r changes most: at a jump the quotient doubles each time.
 
-        Returns:
-            |change| / |length| of each half that was kept; infinite where a gradient is not finite
+        Returns |change| / |length| of each half that was kept; infinite where a gradient is not finite.
         """
         trained = trained_leaves(self.surrogate.model, there)
         length = math.sqrt(float(square_distance(trained, self.shared)))
@@ -191,18 +175,18 @@ class _Trial:
         return quotients
 
     def _minimiser(self) -> _Violations:
-        others = [("v0", self.personal), *((f"the v of {name}", drawn) for _, drawn, name in self.draws)]
-        for there, _, name in [self._start, *self.draws[: len(_WIDTHS)]]:
+        others = [("v0", self.personal), *((f"the v of {name}", drawn) for _, drawn, name in self.places[1:])]
+        for there, _, name in self.places[: 1 + len(_WIDTHS)]:
             least = self._minimise(there)
             value = self._majorant(there, least)
             for called, other in others:
                 for share in _SHARES:
-                    bound = self._majorant(there, self.client.between(least, other, share))
+                    bound = self._majorant(there, self.client.tree("between", least, other, share))
                     yield _excess(value, bound), f"{name}, {share:g} of the way to {called}"
 
     def _separation(self) -> _Violations:
         """Build g near (u0, v) for the drawn v: where the minimiser is another, g must be smaller there."""
-        for _, drawn, name in self.draws:
+        for _, drawn, name in self.places[1:]:
             fixed = self.client.fix(self.shared, drawn)
             least = self.client.minimise(self.shared, drawn, fixed)
             before, after = (self.client.majorant(self.shared, v, fixed) for v in (drawn, least))
@@ -213,7 +197,7 @@ class _Trial:
         """Where a step in u leaves the minimiser as it is, it must leave g(u, v0) - g(u, v) as it is."""
         size = len(tree_flat(trained_leaves(self.surrogate.model, self.shared)))
         count = min(size, len(tree_flat(self.personal)) + 4, _MOST_DIRECTIONS)
-        for there, _, name in [self._start, *self.draws[1:3]]:
+        for there, _, name in [self.places[0], *self.places[2:4]]:
             moves, slopes = zip(*(self._derivative(there, number) for number in range(count)), strict=True)
             slope = torch.stack(slopes)
             _, values, rows = torch.linalg.svd(torch.stack(moves, dim=1), full_matrices=False)
@@ -244,27 +228,6 @@ def _worst(name: str, allowed: float, violations: _Violations) -> Condition:
     return Condition(name, worst, allowed, where)
 
 
-def _samples_of(data: object, client: object) -> Pool:
-    """Look up a client's (training) samples."""
-    samples = data.train if isinstance(data, Federation) else data
-    if not isinstance(samples, Samples):
-        raise UserError(f"data is a value of type {type(data).__name__}; allowed: a fedem.Federation, or its samples.")
-    if not isinstance(client, WHOLE) or not 0 <= client < samples.num_clients or not int(samples.sizes[client]):
-        raise UserError(f"client is {client!r}; allowed: 0 to {samples.num_clients - 1}, one that has samples.")
-    return samples.client(int(client))
-
-
-def _place_of(at: object, shared: Tree, personal: Tree) -> tuple[Tree, Tree]:
-    """Return the (u0, v0) that was given, in double precision; it must be of the same kind as (u, v)."""
-    if not isinstance(at, tuple) or len(at) != 2 or not all(map(is_tree, at)):
-        raise UserError(f"at is {shorten(repr(at), 80)}; allowed: (u0, v0), two dictionaries from names to tensors.")
-    first, second = map(tree_double, at)
-    for name, given, own in (("u0", first, shared), ("v0", second, personal)):
-        if describe(given) != describe(own):
-            raise UserError(f"at has {name} with leaves {describe(given)}; allowed: {describe(own)}.")
-    return first, second
-
-
 def _excess(value: Tensor, bound: Tensor) -> Tensor:
     """Return by how much ``value`` is above ``bound``, relatively; an infinite bound is above everything."""
     return torch.where(bound == math.inf, 0, (value - bound) / (1 + value.abs()))
@@ -281,11 +244,9 @@ class Condition:
     """One of the conditions, and where it was tried hardest."""
 
     name: str
-    worst: float
-    """the largest violation; infinite where something was not a number"""
+    worst: float  # the largest violation; infinite where something was not a number
     allowed: float
-    where: str
-    """the place of the largest violation"""
+    where: str  # the place of the largest violation
 
     @property
     def holds(self) -> bool:
@@ -299,8 +260,7 @@ class Verdict:
 
     surrogate: str
     conditions: tuple[Condition, ...]
-    smoothness: float
-    """the largest Lipschitz constant of the gradient of g - f that was met, a lower bound of the definition's L"""
+    smoothness: float  # the largest Lipschitz constant of grad (g - f) that was met, at most the definition's L
 
     @property
     def holds(self) -> bool:

@@ -43,7 +43,6 @@ class QuadraticBound(Surrogate):
         return (weights * self.model.losses(shared, inputs, targets)).sum()
 
     def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        """f(u0) and its gradient."""
         weights = mask.to(self.model.dtype) / mask.sum()
         loss = grad_and_value(lambda leaves: self._loss(shared | leaves, inputs, targets, weights))
         gradient, value = loss(trained_leaves(self.model, shared))
@@ -53,7 +52,6 @@ class QuadraticBound(Surrogate):
         return self._loss(shared, batch.inputs, batch.targets, batch.weights)
 
     def fix(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> Fixed:
-        """The value and the slope there, and where that is."""
         return Fixed({}, scores | add_prefix("origin", trained_leaves(self.model, shared)))
 
     def minimise(self, shared: Tree, scores: Tree, fixed: Fixed, mask: Tensor) -> Tree:
@@ -72,7 +70,6 @@ class QuadraticBound(Surrogate):
         return local._replace(shared=local.shared | lowest)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """Nothing to fit: an unseen client takes the shared model."""
         return {}
 
 
@@ -87,8 +84,7 @@ class MoreauEnvelope(Surrogate):
     Dinh, Tran, Nguyen: Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020, as the appendix of the
     FedEM paper has it. With F_t a client's mean loss, u = w and v_t = theta, f_t(w, theta) = F_t(theta) + pull/2
     |theta - w|^2. Its minimum over theta is the Moreau envelope of F_t, and the minimiser the proximal point of w. f_t
-    is its own surrogate: once theta is the proximal point of w0, g(w) = F_t(theta) + pull/2 |theta - w|^2 lies above
-    the envelope and touches it at w0. The distance of the definition's third condition is the Bregman divergence of
+    is its own surrogate. The distance of the definition's third condition is the Bregman divergence of
     F_t + pull/2 |.|^2, since w = theta + grad F_t(theta) / pull is a function of theta.
     :class:`~fedem.methods.pfedme.PFedMe` approximates the proximal point on each batch, for models of any size.
 
@@ -101,11 +97,9 @@ class MoreauEnvelope(Surrogate):
     iterations: int = field(default=10, metadata={"min": 1})
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """The own model starts from the shared one."""
         return dict(shared)
 
     def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        """The proximal point of w."""
         weights = mask.to(self.model.dtype) / mask.sum()
         batch = Batch(inputs, targets, weights, {}, torch.zeros((), dtype=torch.int64))
         own, rate = dict(shared), torch.ones((), dtype=self.model.dtype, device=inputs.device)
@@ -133,19 +127,15 @@ class MoreauEnvelope(Surrogate):
         return self.objective(shared, personal, batch)
 
     def draw_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """Draw a model somewhere about w."""
         return draw_about(shared, key, self.model.trainable)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(personal)
 
     def check(self, inputs: Tensor) -> None:
-        """Refuse models without a Hessian that one could solve with."""
         super().check(inputs)
         if self.model.num_parameters > _MOST_PARAMETERS:
             size = f"this model has {self.model.num_parameters} trained numbers; allowed: at most {_MOST_PARAMETERS}"
-            raise UserError(
-                f"MoreauEnvelope finds proximal points by Newton's method, and {size}. Method pfedme takes any."
-            )
+            raise UserError(f"MoreauEnvelope finds proximal points by Newton's method: {size}, or method pfedme.")
         if not self.model.is_twice_differentiable:
             raise UserError("MoreauEnvelope needs second derivatives; allowed: models without recurrent layers.")

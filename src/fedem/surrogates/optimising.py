@@ -28,20 +28,16 @@ from fedem.methods.surrogate import Fixed, Surrogate
 from fedem.runs.rounds import State, Training, cohort_size, mixer_seed
 from fedem.solvers.schedules import Constant
 
-_PROBED = 8
 _MOST_ROWS = 1 << 15  # samples judged at once
-_FEW = 8  # samples: enough to see whether a round can be run at all
-WHOLE = (int, np.integer)
-"""types of whole numbers"""
+_FEW = 8  # samples: enough to see whether a model, or a round, can be run at all
+WHOLE = (int, np.integer)  # types of whole numbers
 
 
 class Outcome(NamedTuple):
     """The result of an optimisation."""
 
-    state: State
-    """u of each group, ``[G, ...]``, one with a server; v_t of each client, ``[T, ...]``"""
-    history: tuple[float, ...]
-    """f = sum_t n_t / n f_t(u_t, v_t) at the start and after each round"""
+    state: State  # u of each group, [G, ...], one with a server; v_t of each client, [T, ...]
+    history: tuple[float, ...]  # f = sum_t n_t / n f_t(u_t, v_t) at the start and after each round
 
 
 def optimise(
@@ -60,19 +56,10 @@ def optimise(
     """Minimise sum_t n_t / n f_t(u, v_t) over all clients' training samples.
 
     In a round each client builds its surrogate near (u, v_t), sets v_t to the minimiser, and takes ``steps`` steps in u
-    with the surrogate's solver; then the u's are mixed.
-
-    Args:
-        surrogate: f_t and its surrogate.
-        federation: the clients; samples other than those for training are not used.
-        rounds: K, at least 1.
-        learning_rate: of the solver, the same in every round.
-        steps: J, of the solver in a round.
-        batch_size: samples per step; 0 for all of a client's.
-        mixer: who averages with whom; None for a server, :class:`fedem.methods.Graph` for neighbours.
-        seed: of the initial u and v_t, of cohorts and of batches.
-        clients_per_round: a share up to 1.0, or a number from 2.
-        listener: called with the number of rounds done and f, as the history has them.
+    with the surrogate's solver, over ``batch_size`` samples each (0 for all of the client's); then the u's are mixed.
+    ``mixer`` says who averages with whom: None for a server, :class:`fedem.methods.Graph` for neighbours. ``seed`` is
+    that of the initial u and v_t, of cohorts and of batches. ``clients_per_round`` is a share up to 1.0, or a number
+    from 2. ``listener`` is called with the number of rounds done and f, as the history has them.
     """
     require_surrogate(surrogate)
     require("federation", federation, isinstance(federation, Federation), "a fedem.Federation")
@@ -82,7 +69,8 @@ def optimise(
     require("seed", seed, isinstance(seed, WHOLE), "a whole number")
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
     mixer = Star() if mixer is None else mixer
-    device, inputs = torch.device("cpu"), federation.train.span(0, min(_PROBED, len(federation.train))).inputs
+    device, samples = torch.device("cpu"), federation.train
+    inputs = samples.span(0, min(_FEW, len(samples))).inputs
     batching, schedule = Batching(batch_size, local_steps=steps), Constant(learning_rate)
     surrogate.model.probe(inputs)
     surrogate.check(inputs)
@@ -91,7 +79,6 @@ def optimise(
     cohort = cohort_size(clients_per_round, federation.num_clients)
     training = Training(surrogate, mixer, engine, batching, schedule, federation, rounds, cohort, seed, device)
     # A surrogate must not fail on the client with the fewest samples, nor on the one with the most.
-    samples = federation.train
     for position in sorted({int(samples.sizes.argmin()), int(samples.sizes.argmax())}):
         client = OneClient(surrogate, *samples.client(position), position)
         key = derive(federation.keys[position], PERSONAL, seed)
@@ -134,8 +121,7 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
     where = Positions.first(chunk.sizes, chunk.starts.device)
     weights = where.mask.to(surrogate.model.dtype) / where.mask.sum(1, keepdim=True)
     batch = Batch(*chunk.read(where), weights, {}, torch.zeros_like(chunk.starts), (where.mask,))
-    values: Tensor = vmap(surrogate.objective, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, chunk.personal, batch)
-    return values
+    return vmap(surrogate.objective, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, chunk.personal, batch)
 
 
 class OneClient:
@@ -147,6 +133,7 @@ class OneClient:
 
     def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0, doubled: bool = False):
         self._surrogate, self._samples, self._position, self._doubled = surrogate, (inputs, targets), position, doubled
+        self._kind = type(surrogate).__name__
         self._mask = torch.ones(len(targets), dtype=torch.bool)
         weights = torch.full((len(targets),), 1 / len(targets), dtype=surrogate.model.dtype)
         self._batch = Batch(inputs, targets, weights, {}, torch.zeros((), dtype=torch.int64))
@@ -164,14 +151,28 @@ class OneClient:
                 reason, _, _ = _reason(error, arguments).partition(". ")  # torch goes on to ask for a report
                 allowed = "pure functions of tensors that don't branch on values (torch.where does what an if would)"
                 complaint = f"can't be stacked over clients ({reason}); allowed: {allowed}"
-            raise UserError(f"{self._name(function)} {complaint}.") from error
+            raise UserError(f"{self._kind}.{function} {complaint}.") from error
 
-    def _name(self, function: str) -> str:
-        return f"{type(self._surrogate).__name__}.{function}"
+    def _refusal(self, function: str, found: str, allowed: str) -> UserError:
+        return UserError(f"{self._kind}.{function} returns {found}; allowed: {allowed}.")
+
+    def tree(self, function: str, *arguments: Any) -> Tree:
+        return self._tree(function, self.call(function, *arguments))
+
+    def _tree(self, function: str, value: Any) -> Tree:
+        if not is_tree(value):
+            raise self._refusal(function, _described(value), "a dictionary from names to tensors")
+        return value
+
+    def _number(self, function: str, *arguments: Any) -> Tensor:
+        value = self.call(function, *arguments)
+        if not isinstance(value, Tensor) or value.shape != self._mask.shape[:-1] or not value.is_floating_point():
+            raise self._refusal(function, _described(value), "one number, a floating tensor of shape []")
+        return value
 
     def _scores(self, shared: Tree, personal: Tree) -> Tree:
-        scores = self._tree("score", self.call("score", shared, *self._samples))
-        return scores | self._tree("survey", self.call("survey", shared, personal, *self._samples, self._mask))
+        scores = self.tree("score", shared, *self._samples)
+        return scores | self.tree("survey", shared, personal, *self._samples, self._mask)
 
     def fix(self, shared: Tree, personal: Tree) -> Fixed:
         """Build g near (u, v)."""
@@ -184,33 +185,25 @@ class OneClient:
 
     def minimise(self, shared: Tree, personal: Tree, fixed: Fixed) -> Tree:
         """Return the minimiser of g(u, .); ``personal`` is where g was built."""
-        return self._tree("minimise", self.call("minimise", shared, self._scores(shared, personal), fixed, self._mask))
+        return self.tree("minimise", shared, self._scores(shared, personal), fixed, self._mask)
 
     def objective(self, shared: Tree, personal: Tree) -> Tensor:
         """f(u, v)."""
-        return self._number("objective", self.call("objective", shared, personal, self._batch))
+        return self._number("objective", shared, personal, self._batch)
 
     def majorant(self, shared: Tree, personal: Tree, fixed: Fixed) -> Tensor:
         """g(u, v)."""
         batch = self._batch._replace(samples=fixed.columns)
-        return self._number("majorant", self.call("majorant", shared, personal, fixed.context, batch))
-
-    def draw(self, shared: Tree, key: Tensor) -> Tree:
-        """Draw any v."""
-        return self._tree("draw_personal", self.call("draw_personal", shared, key))
-
-    def between(self, first: Tree, second: Tree, share: float) -> Tree:
-        """Return the v between two others."""
-        return self._tree("between", self.call("between", first, second, share))
+        return self._number("majorant", shared, personal, fixed.context, batch)
 
     def start(self, seed: int, key: Tensor) -> tuple[Tree, Tree]:
         """Draw u and v as training does; refuse trees that don't fit together."""
-        shared = self._tree("init_shared", self.call("init_shared", seed))
+        shared = self.tree("init_shared", seed)
         missing = sorted(self._surrogate.model.trainable - shared.keys())
         if missing:
             raise self._refusal("init_shared", f"no leaf {missing[0]!r}", "trees with all that the model trains")
-        personal = self._tree("init_personal", self.call("init_personal", shared, key))
-        found, shapes = _shapes(self.draw(shared, key)), _shapes(personal)
+        personal, drawn = self.tree("init_personal", shared, key), self.tree("draw_personal", shared, key)
+        found, shapes = ({name: list(leaf.shape) for name, leaf in tree.items()} for tree in (drawn, personal))
         if found != shapes:
             raise self._refusal("draw_personal", f"leaves {found}", f"those of init_personal, {shapes}")
         return shared, personal
@@ -245,26 +238,10 @@ class OneClient:
         local, columns = self.call("begin", shared, personal, self._scores(shared, personal), self._mask)
         self.call("step", local, self._batch._replace(samples=columns), rate)
 
-    def _tree(self, function: str, value: Any) -> Tree:
-        if not is_tree(value):
-            raise self._refusal(function, _described(value), "a dictionary from names to tensors")
-        tree: Tree = value
-        return tree
-
-    def _number(self, function: str, value: Any) -> Tensor:
-        if not isinstance(value, Tensor) or value.shape != self._mask.shape[:-1] or not value.is_floating_point():
-            raise self._refusal(function, _described(value), "one number, a floating tensor of shape []")
-        return value
-
-    def _refusal(self, function: str, found: str, allowed: str) -> UserError:
-        return UserError(f"{self._name(function)} returns {found}; allowed: {allowed}.")
-
 
 def is_tree(value: object) -> bool:
     """Whether this is a dictionary from names to tensors."""
-    return isinstance(value, dict) and all(
-        isinstance(name, str) and isinstance(leaf, Tensor) for name, leaf in value.items()
-    )
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(leaf, Tensor) for k, leaf in value.items())
 
 
 def describe(tree: Tree) -> dict[str, str]:
@@ -272,26 +249,19 @@ def describe(tree: Tree) -> dict[str, str]:
     return {name: f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for name, leaf in tree.items()}
 
 
-def _shapes(tree: Tree) -> dict[str, list[int]]:
-    return {name: list(leaf.shape) for name, leaf in tree.items()}
-
-
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
-        (kind,) = describe({"": value}).values()
-        return f"a tensor, {kind}"
+        return f"a tensor, {describe({'': value})['']}"
     if isinstance(value, dict):
         return f"a dictionary with { ({name: type(leaf).__name__ for name, leaf in value.items()}) }"
     return f"a value of type {type(value).__name__}"
 
 
 def _twice(value: Any) -> Any:
-    """Stack every tensor on itself."""
     return pytree_map(lambda leaf: torch.stack([leaf, leaf]), value)
 
 
 def _reason(error: Exception, arguments: tuple[Any, ...]) -> str:
-    """Say in one line what went wrong."""
     if isinstance(error, KeyError):
         return f"it asks for {error}, and its arguments have the leaves {', '.join(_leaves(arguments)) or 'none'}"
     first = next(iter(str(error).splitlines()), "").rstrip(". ")
