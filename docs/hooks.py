@@ -1,4 +1,4 @@
-"""Changes that only the site needs: pages made from the gallery's scripts, and docstrings without Sphinx roles."""
+"""Changes that only the site needs: pages of the gallery's scripts, no Sphinx roles, comments that document fields."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from griffe import Attribute, Docstring, Extension
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 # Docstrings say :class:`~fedem.data.files.FromFile`; the tilde asks for the last part of the name only.
 _ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
+_COMMENT = re.compile(r"  # (?!fmt:|noqa|type:)(.+)$")
 _SCRIPT = re.compile(r"\(gallery/(\w+)\.py\)")
 
 
@@ -30,6 +32,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Replace a role by the name of its target, as code."""
     return _ROLE.sub(lambda role: f"<code>{role[2].rpartition('.')[2] if role[1] else role[2]}</code>", html)
+
+
+class TrailingComments(Extension):
+    """Documents a field without a docstring by the comment behind it."""
+
+    def on_attribute_instance(self, *, attr: Attribute, **_: Any) -> None:
+        """Read the comment off the source."""
+        if attr.docstring is None and (comment := _COMMENT.search(attr.source)):
+            attr.docstring = Docstring(comment[1], lineno=attr.endlineno, parent=attr)
 
 
 def as_page(script: Path) -> str:
