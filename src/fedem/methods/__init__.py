@@ -31,9 +31,8 @@ from fedem.methods.surrogate import Fixed, Surrogate
 # Every method's file registers its rows when it is imported.
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
-_rows = sorted(METHODS.values(), key=lambda row: (row.position, row.name))
-METHODS.clear()
-METHODS.update({row.name: row for row in _rows})
+for _row in sorted(METHODS.values(), key=lambda row: (row.position, row.name)):
+    METHODS[_row.name] = METHODS.pop(_row.name)
 
 __all__ = [
     "ALIASES", "METHODS", "Algorithm", "Alone", "Batch", "Fixed", "Graph", "Local", "Method", "Mixed", "Mixer",

@@ -15,7 +15,7 @@ from torch.func import grad
 from fedem.core.tree import Tree, take_prefix, tree_map
 from fedem.methods.base import Batch, Local, Method, Mixture, register
 from fedem.methods.mixer import Star
-from fedem.methods.steps import OwnModel, batch_losses, mixture_of_one, trained_leaves
+from fedem.methods.steps import OwnModel, batch_loss, mixture_of_one, trained_leaves
 
 
 @final
@@ -36,7 +36,6 @@ class APFL(OwnModel):
         return super().init_personal(shared, key) | {"alpha": share}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Two models to train; alpha has not moved yet."""
         return self.begin_both(shared, personal, {"moved": torch.zeros_like(personal["alpha"])}), {}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
@@ -46,7 +45,7 @@ class APFL(OwnModel):
 
             def loss(share: Tensor) -> Tensor:
                 leaves = own | _blend(share, trained_leaves(self.model, own), local.shared)
-                return (batch.weights * batch_losses(self.model, leaves, batch)[0]).sum()
+                return batch_loss(self.model, leaves, batch)[0]
 
             moved = (alpha - learning_rate * grad(loss)(alpha)).clamp(0, 1)
             alpha = torch.where(local.context["moved"] > 0, alpha, moved)

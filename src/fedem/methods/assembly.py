@@ -43,10 +43,8 @@ def assemble(
 ) -> Assembled:
     """Build the method called ``method``, and put around it what the run asks for; refuse what does not go together.
 
-    The settings are the method's, checked. ``topology`` is a graph to average over instead of a server (graph.name).
-    With ``label_shares`` clients shift outputs by the shares of their labels (run.label_shares), and the model is one
-    with room for them (:func:`~fedem.methods.wrappers.label_shares.shifted`). ``local_layers`` is "none", or
-    "batch_norm" for FedBN (run.local_layers). ``compression`` is what messages leave out ([compression]).
+    The settings are the method's, checked. ``topology`` is a graph to average over instead of a server. With
+    ``label_shares`` the model has room for them (:func:`~fedem.methods.wrappers.label_shares.shifted`).
     """
     row, compression = find_method(method), compression or Compression()
     problem = _problem(row, model, solver, settings, topology, label_shares, local_layers, compression)
@@ -81,11 +79,9 @@ def _problem(
         return f"Method {name} needs a graph, and graph.name is 'none'; allowed: {', '.join(GRAPHS)}"
     if topology is not None:
         if not row.goes_over_graph:
+            allowed = "allowed over a graph, since their clients send a model to be averaged"
             names = names_where(lambda other: other.goes_over_graph)
-            return (
-                f"graph.name is {graph!r}, but method {name} needs a server; allowed over a graph, since their clients "
-                f"send a model to be averaged: {names}"
-            )
+            return f"graph.name is {graph!r}, but method {name} needs a server; {allowed}: {names}"
         if topology.scale == "steps" and (kind.steps_personal or not solver.obeys_rate):
             # The learning rate must be the length of their steps, and of no others.
             reason = f"clients of method {name} train models of their own with the same learning rate"
@@ -118,16 +114,12 @@ def _problem(
         if not kind.uploads_model:
             return f"{on}, but clients of method {name} upload more or less than their model; allowed with it: {names}"
     if compression.is_on and not (row.mixer.is_server_mean and topology is None and local_layers == "none"):
-        return (
-            f"[compression] is on, but with method {name}, graph.name {graph} and run.local_layers {local_layers} "
-            f"clients don't all update one model; allowed with it: {compressible}, graph.name none and "
-            "run.local_layers none"
-        )
+        given = f"with method {name}, graph.name {graph} and run.local_layers {local_layers}"
+        allowed = f"allowed with it: {compressible}, graph.name none and run.local_layers none"
+        return f"[compression] is on, but {given} clients don't all update one model; {allowed}"
     if compression.is_on and not kind.compressible:
-        return (
-            f"Uploads of {kind.__name__} can't be compressed: its clients send more or less than a model to be "
-            f"averaged; allowed: [compression] off, or method {compressible}"
-        )
+        reason = "can't be compressed: its clients send more or less than a model to be averaged"
+        return f"Uploads of {kind.__name__} {reason}; allowed: [compression] off, or method {compressible}"
     on = f"compression.threshold is {threshold:g}"
     if threshold and not kind.is_mixture:
         names = names_where(lambda other: other.is_compressible and other.algorithm.is_mixture)

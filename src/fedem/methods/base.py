@@ -30,18 +30,12 @@ from fedem.solvers import Solver
 class Batch(NamedTuple):
     """Some of a client's samples. Rows whose weight is zero are padding."""
 
-    inputs: Tensor
-    """``[B, ...]``"""
-    targets: Tensor
-    """``[B]``"""
-    weights: Tensor
-    """``[B]``, summing to one: the objective of a batch is the mean over its samples"""
-    samples: Tree
-    """the batch's columns of what ``begin`` made for each sample, ``[..., B]``"""
-    key: Tensor
-    """int64: the source of the random numbers of whatever layers draw"""
-    masks: tuple[Tensor, ...] = ()
-    """one ``[B]`` bool, false where a row is padding; none where no row is (vmap takes no None)"""
+    inputs: Tensor  # [B, ...]
+    targets: Tensor  # [B]
+    weights: Tensor  # [B], summing to one: the objective of a batch is the mean over its samples
+    samples: Tree  # [..., B], the batch's columns of what begin made for each sample
+    key: Tensor  # int64, the source of the random numbers of whatever layers draw
+    masks: tuple[Tensor, ...] = ()  # one [B] bool, false where a row is padding; none without (vmap takes no None)
 
     @property
     def mask(self) -> Tensor | None:
@@ -52,35 +46,25 @@ class Batch(NamedTuple):
 class Local(NamedTuple):
     """What a client holds during a round."""
 
-    shared: Tree
-    """its copy of u"""
-    personal: Tree
-    """v_t"""
-    solver_state: Tree
-    """what the local solver remembers from step to step"""
-    context: Tree
-    """what ``begin`` fixed for the round, such as u as it was received"""
+    shared: Tree  # its copy of u
+    personal: Tree  # v_t
+    solver_state: Tree  # what the local solver remembers from step to step
+    context: Tree  # what begin fixed for the round, such as u as it was received
 
 
 class Trained(NamedTuple):
     """A client at the end of a round."""
 
-    upload: Tree
-    """what it sends"""
-    personal: Tree
-    """v_t"""
-    shared: Tree
-    """its u, or the leaves of it that were trained, as it received them: what a client that trained for itself alone
-    predicts with"""
+    upload: Tree  # what it sends
+    personal: Tree  # v_t
+    shared: Tree  # u, or its trained leaves, in the form received: what a client that trained alone predicts with
 
 
 class Mixture(NamedTuple):
     """A client's predictor: a mixture of models. One model is a mixture of one."""
 
-    components: Tree
-    """``[M, ...]``"""
-    log_weights: Tensor
-    """``[M]``"""
+    components: Tree  # [M, ...]
+    log_weights: Tensor  # [M]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,23 +77,16 @@ class Algorithm(Settings, ABC):
     uploads_model: ClassVar[bool] = False
     """whether a client uploads u as it trained it, no more and no less: such a method goes over a graph and among
     peers, and layers may stay with their clients"""
-    compressible: ClassVar[bool] = False
-    """whether, besides, the server's step is the mean of the uploads, so that messages may hold rounded updates of u"""
-    takes_label_shares: ClassVar[bool] = False
-    """whether a client's label shares may shift the outputs of its copies of u: it has no other models"""
+    compressible: ClassVar[bool] = False  # whether, also the server only averages: messages may hold rounded updates
+    takes_label_shares: ClassVar[bool] = False  # whether label shares may shift outputs: clients have only copies of u
     minimises_likelihood: ClassVar[bool] = False
     """whether it minimises the f of the paper's theorems by steps on responsibility-weighted losses (all one for a
     single model): such a method can be diagnosed, and its alpha measured"""
-    is_mixture: ClassVar[bool] = False
-    """whether u is M components ``[M, ...]`` and v_t their ``log_weights`` ``[M]``"""
-    steps_personal: ClassVar[bool] = False
-    """whether v_t is trained by steps of the same learning rate as u"""
-    fine_tune_setting: ClassVar[str] = ""
-    """name of the method's setting that is its learning rate of fine-tuning; empty for the schedule's first rate"""
-    has_scores: ClassVar[bool] = False
-    """whether :meth:`score` is overridden; set by itself"""
-    has_survey: ClassVar[bool] = False
-    """whether :meth:`survey` is overridden; set by itself"""
+    is_mixture: ClassVar[bool] = False  # whether u is M components [M, ...] and v_t their ``log_weights`` [M]
+    steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
+    fine_tune_setting: ClassVar[str] = ""  # the setting that is its rate of fine-tuning; empty: the schedule's first
+    has_scores: ClassVar[bool] = False  # whether ``score`` is overridden; set by itself
+    has_survey: ClassVar[bool] = False  # whether ``survey`` is overridden; set by itself
 
     model: Model
     solver: Solver
@@ -148,23 +125,17 @@ class Algorithm(Settings, ABC):
     def survey(self, shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         """Return what the surrogate needs to know of all samples together under (u, v_t), such as a full gradient.
 
-        Arguments are as in ``begin``, which gets the leaves among the scores. A client's samples must then fit into
-        memory at once, so few methods ask for it.
+        ``begin`` gets the leaves among the scores. A client's samples must then fit into memory at once.
         """
         return {}
 
     @abstractmethod
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Build the surrogate near (u, v_t) and set v_t to its minimiser.
+        """Build the surrogate near (u, v_t), u as received and v_t as kept, and set v_t to its minimiser.
 
-        Args:
-            shared: u as received.
-            personal: v_t as the client kept it.
-            scores: of all its training samples, ``[..., n]``; and what ``survey`` found.
-            mask: ``[n]`` bool, false where a column is padding.
-
-        Returns:
-            the client's state, and what fixes the surrogate sample by sample, ``[..., n]``
+        ``scores`` are those of all training samples, ``[..., n]``, and what ``survey`` found; ``mask`` ``[n]`` is false
+        where a column is padding. Returns the client's state, and what fixes the surrogate sample by sample,
+        ``[..., n]``.
         """
 
     def start(self, parameters: Tree) -> Tree:
@@ -217,16 +188,11 @@ class Method:
     title: str
     summary: str
     paper: str = ""
-    personal: str = "nothing"
-    """what a client keeps to itself"""
-    sent: str = "a model"
-    """what goes up and down in a round"""
-    unseen: str = "takes the shared model"
-    """what a client unseen in training does"""
-    aliases: tuple[str, ...] = ()
-    """other names that users may say"""
-    position: int = 1000
-    """where it stands in lists; methods from outside come last"""
+    personal: str = "nothing"  # what a client keeps to itself
+    sent: str = "a model"  # what goes up and down in a round
+    unseen: str = "takes the shared model"  # what a client unseen in training does
+    aliases: tuple[str, ...] = ()  # other names that users may say
+    position: int = 1000  # where it stands in lists; methods from outside come last
 
     def build(self, model: Model, solver: Solver, settings: dict[str, Any]) -> tuple[Algorithm, Mixer]:
         """Build the two from a user's checked settings."""

@@ -48,7 +48,6 @@ class Clusters(Mixer):
     min_members: int = field(default=1, metadata={"min": 1})
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """One cluster of all; nobody has sent an update."""
         count, shared = len(start.keys), start.shared
         updates = {name: leaf.new_zeros(count, *leaf.shape) for name, leaf in shared.items() if name in start.trained}
         nobody = torch.zeros(count, dtype=torch.int64)
@@ -59,7 +58,6 @@ class Clusters(Mixer):
         return Served(shared, memory["cluster"].cpu()[clients])
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Split what must be split, then average within each cluster."""
         trees = gather(uploads)
         memory = {name: leaf.clone() for name, leaf in memory.items()}
         cluster, sizes, fresh = (memory[name] for name in ("cluster", "sizes", "fresh"))

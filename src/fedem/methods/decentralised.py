@@ -2,9 +2,8 @@
 
 The paper's Alg. "Fully Decentralized Federated Surrogate Optimization": u_t <- sum_s W_ts u_s, with a matrix W for each
 round that is symmetric and doubly stochastic, and local steps scaled by n_t / n so that the mean of all u_t descends
-sum_t n_t / n f_t. Here the scale is T n_t / n, which is 1 for clients of equal size: the factor T belongs to the
-learning rate, and with it a rate means the same as with a server. It is put on every step, as the paper does, or on
-the sum of all steps of a round, which suits any method and any solver; for one step they are the same.
+sum_t n_t / n f_t. Here the scale is T n_t / n, which is 1 for clients of equal size, so that a learning rate means the
+same as with a server. It is put on every step, as the paper does, or on the sum of all steps of a round.
 
 Shapes: T clients, C clients of the cohort, c of a chunk, E links of all phases, tau phases.
 """
@@ -51,7 +50,6 @@ class Graph(OwnGroups):
         self.topology.matrices(keys, seed)
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """All start alike, or everybody from models of its own."""
         groups = start.draw_each() if self.topology.start == "apart" else super().init(start)[0]
         return groups, remember(self.topology.matrices(start.keys, start.seed), start.keys)
 
@@ -79,7 +77,6 @@ class Graph(OwnGroups):
         return super().welcome(shared, memory)._replace(fine_tune=False)
 
     def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
-        """How fast the graph brings clients together: the constants of the paper's assumption."""
         matrices = torch.stack([recall(memory, phase) for phase in range(int(memory["tau"]))])
         found = self.topology.consensus(matrices, memory["keys"].cpu(), cohort_size)
         figures = {f"consensus_{name}": getattr(found, name) for name in ("p", "tau", "is_estimate")}

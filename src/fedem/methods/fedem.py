@@ -94,15 +94,13 @@ class FedEM(Surrogate):
 
     def start(self, parameters: Tree) -> Tree:
         """A solver's state for each component, ``[M, ...]``."""
-        states: Tree = vmap(super().start)(parameters)
-        return states
+        return vmap(super().start)(parameters)
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step for each component on its responsibility-weighted loss (Eq. 6).
 
         In u the surrogate is a sum over components, so each has a solver of its own: a Hessian of one component and
-        not of all, a step length that suits it. For gradient steps it is the step on the sum. Losses are those of
-        training mode, and buffers change.
+        not of all, a step length that suits it. Losses are those of training mode, and buffers change.
         """
 
         def one(component: Tree, state: Tree, counts: Tensor) -> tuple[Tree, Tree]:
@@ -123,9 +121,7 @@ class FedEM(Surrogate):
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients.
 
-        By likelihoods as they are, whatever the sharpness, since predictions are averaged so. Near s = 0 the weights of
-        the objective would leave each client the one component with the least loss. A few updates are of
-        likelihood alone.
+        By likelihoods as they are, whatever the sharpness, since predictions are averaged so.
         """
         return {"log_weights": em.fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
 
@@ -141,12 +137,11 @@ _LEAST = 1e-12  # of a mixture weight that steps are divided by: below, a compon
 class BalancedFedEM(FedEM):
     """FedEM with steps on each component's mean loss, and means by responsibilities. M = 1 is FedAvg.
 
-    FedEM's step on a component is on the sum of its responsibility-weighted losses, so it is the shorter the less the
-    component is responsible for: one that falls behind early loses responsibilities, and with them its steps. Here a
-    client divides a component's objective by its mixture weight pi_tm, the mean responsibility, and counts n_t pi_tm
-    in the component's average instead of n_t, as FedAvg counts samples. The sum over clients, sum_t n_t pi_tm (g_tm /
-    pi_tm), is FedEM's surrogate; for one gradient step from u the round is FedEM's with the component's learning rate
-    divided by sum_t n_t pi_tm / n. The server learns the mixture weights of those who take part.
+    FedEM's step on a component is the shorter the less the component is responsible for: one that falls behind early
+    loses responsibilities, and with them its steps. Here a client divides a component's objective by its mixture weight
+    pi_tm, the mean responsibility, and counts n_t pi_tm in the component's average instead of n_t, as FedAvg counts
+    samples. The sum over clients, sum_t n_t pi_tm (g_tm / pi_tm), is FedEM's surrogate. The server learns the mixture
+    weights of those who take part.
     """
 
     uploads_model: ClassVar[bool] = False
@@ -154,8 +149,7 @@ class BalancedFedEM(FedEM):
     def counts(self, local: Local, batch: Batch) -> Tensor:
         """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
 
-        So a batch, in which a few samples may have all of a component's responsibilities, never counts for more than
-        a mean over samples.
+        So a batch with most of a component's responsibilities never counts for more than a mean over samples.
         """
         responsibilities = batch.samples["log_responsibilities"].exp()
         here = (responsibilities * batch.weights).sum(1)
@@ -170,11 +164,9 @@ class BalancedFedEM(FedEM):
         return Trained(add_prefix("model", local.shared) | {"mass": self._mass(local)}, local.personal, local.shared)
 
     def summand(self, upload: Tree) -> Tree:
-        """Each component times its weight, and the weights."""
         return times_mass(take_prefix("model", upload), upload["mass"])
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """The mean of each component over its own samples."""
         return mean_by_mass(shared, mean)
 
 

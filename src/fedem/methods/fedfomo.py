@@ -16,18 +16,7 @@ from torch import Tensor
 from fedem.core.random import derive, uniform
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_index, tree_map
 from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
-from fedem.methods.mixer import (
-    Mixed,
-    OwnGroups,
-    Round,
-    RoundPlan,
-    Served,
-    Start,
-    Uploads,
-    Welcome,
-    gather,
-    refuse_pairs,
-)
+from fedem.methods.mixer import Mixed, OwnGroups, Round, RoundPlan, Served, Start, Uploads, Welcome, check_pairs, gather
 from fedem.methods.steps import SingleModel, mixture_of_one, trained_leaves
 
 
@@ -62,28 +51,23 @@ class FedFOMO(SingleModel):
         used = mask & (~held | (held == mask).all())
         losses = (scores["losses"] * held).sum(1) / held.sum()
         candidates = trained_leaves(self.model, shared)
-        own = tree_map(lambda leaf: leaf[0], candidates)
-        others = tree_map(lambda leaf: leaf[1:], candidates)
+        own, others = tree_index(candidates, 0), tree_index(candidates, slice(1, None))
         squares = tree_map(lambda theirs, mine: (theirs - mine).square().flatten(1).sum(1), others, own)
         distances = torch.stack(list(squares.values())).sum(0).sqrt()
         gains = torch.where(distances > 0, (losses[0] - losses[1:]).clamp(min=0) / distances, 0)
         weights = gains / gains.sum().clamp(min=torch.finfo(gains.dtype).tiny)
         moved = tree_map(lambda mine, theirs: mine + torch.tensordot(weights, theirs - mine, 1), own, others)
-        model = tree_map(lambda leaf: leaf[0], shared) | moved
+        model = tree_index(shared, 0) | moved
         local = Local(model, personal, self.start(model), {"weights": weights})
         return local, {"used": used.to(self.model.dtype)}
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """One solver step on the samples of the batch that are not held out."""
         weights = batch.weights * batch.samples["used"]
         weights = weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
         return self.plain_step(local, batch._replace(weights=weights), learning_rate)
 
     def finish(self, local: Local) -> Trained:
-        """Upload the own model, and how much each candidate helped, ``[P]``.
-
-        In u it stands in the candidates' places too, where nobody looks.
-        """
+        """Upload the own model and how much each candidate helped, ``[P]``; in u it stands in their places too."""
         count = 1 + len(local.context["weights"])
         everywhere = tree_map(lambda leaf: leaf.expand(count, *leaf.shape), local.shared)
         return Trained(add_prefix("model", local.shared) | local.context, local.personal, everywhere)
@@ -92,7 +76,7 @@ class FedFOMO(SingleModel):
         return take_prefix("model", mean)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
-        return mixture_of_one(tree_map(lambda leaf: leaf[0], shared))
+        return mixture_of_one(tree_index(shared, 0))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """An unseen client starts from the mean of all models, moves towards those that help it, and fine-tunes."""
@@ -115,11 +99,10 @@ class Candidates(OwnGroups):
     exploration: float = field(default=0.3, metadata={"min": 0, "max": 1})
 
     def check(self, keys: Tensor, seed: int) -> None:
-        refuse_pairs("Method fedfomo", len(keys))
+        check_pairs("Method fedfomo", len(keys))
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        count = len(start.keys)
-        gains = torch.zeros(count, count, dtype=torch.float64)
+        gains = torch.zeros(len(start.keys), len(start.keys), dtype=torch.float64)
         return super().init(start)[0], {"gains": gains, "keys": start.keys}
 
     def _choose(self, memory: Tree, clients: Tensor, key: int) -> Tensor:
@@ -134,7 +117,6 @@ class Candidates(OwnGroups):
         return rank.topk(min(self.num_candidates, len(keys) - 1), dim=1).indices
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
-        """The own model without candidates."""
         return Served(tree_map(lambda leaf: leaf[:, None], shared), clients)
 
     def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
@@ -144,7 +126,6 @@ class Candidates(OwnGroups):
         return RoundPlan(Served(tree_index(shared, rows), torch.arange(len(here))))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Keep the models, and add up who helped whom."""
         trees = gather(uploads)
         clients = this.clients.to(memory["keys"].device)
         helped = torch.zeros(len(clients), len(memory["keys"]), dtype=torch.float64, device=clients.device)
@@ -153,7 +134,6 @@ class Candidates(OwnGroups):
         return Mixed(this.clients, trees, len(clients)), memory | {"gains": gains}
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """The mean of all models, and those that helped others most; to be fine-tuned."""
         count = min(self.num_candidates, len(memory["keys"]) - 1)
         best = tree_index(shared, memory["gains"].sum(0).topk(count).indices)
         mean = super().welcome(shared, memory)

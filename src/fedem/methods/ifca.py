@@ -14,6 +14,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from fedem.core.em import uniform_log_weights
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
@@ -51,15 +52,14 @@ class IFCA(SingleModel):
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Choose the model with the least loss on all training samples, and train that one alone."""
         chosen = (scores["losses"] * mask).sum(1).argmin()
-        indicator = torch.nn.functional.one_hot(chosen, self.num_clusters).to(scores["losses"])
+        indicator = one_hot(chosen, self.num_clusters).to(scores["losses"])
         model = tree_map(lambda leaf: leaf.index_select(0, chosen[None]).squeeze(0), shared)
-        solver_state = self.start(model)
-        return Local(model, {"log_weights": indicator.log()}, solver_state, {"indicator": indicator}), {}
+        return Local(model, {"log_weights": indicator.log()}, self.start(model), {"indicator": indicator}), {}
 
     def finish(self, local: Local) -> Trained:
         """Upload the one model, and which it is. In u it stands for all: only the chosen place counts."""
-        everywhere = self._everywhere(local.shared)
-        return Trained(add_prefix("model", local.shared) | local.context, local.personal, everywhere)
+        upload = add_prefix("model", local.shared) | local.context
+        return Trained(upload, local.personal, self._everywhere(local.shared))
 
     def _everywhere(self, model: Tree) -> Tree:
         return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), model)
@@ -69,7 +69,6 @@ class IFCA(SingleModel):
         return times_mass(self._everywhere(take_prefix("model", upload)), upload["indicator"])
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """The mean over each cluster's own clients; a cluster that nobody chose stays as it is."""
         return mean_by_mass(shared, mean)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
@@ -80,8 +79,7 @@ class IFCA(SingleModel):
         losses = scores["losses"]
         if losses.shape[1] == 0:
             return {"log_weights": uniform_log_weights(self.num_clusters, losses)}
-        indicator = torch.nn.functional.one_hot(losses.sum(1).argmin(), self.num_clusters)
-        return {"log_weights": indicator.to(losses).log()}
+        return {"log_weights": one_hot(losses.sum(1).argmin(), self.num_clusters).to(losses).log()}
 
 
 register(Method("ifca", IFCA, Star, title="IFCA", summary="K models, each client trains the one that fits it best",

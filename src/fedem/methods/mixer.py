@@ -21,75 +21,53 @@ from fedem.core.settings import Settings
 from fedem.core.tree import Tree, row_of, tree_cat, tree_map, tree_repeat
 from fedem.graphs import Topology
 
-MOST_PAIRED = 10_000
-"""clients at most where the server keeps a number for each pair of them: 800 MB"""
-
-Uploads = Iterable[tuple[Tensor, Tree]]
-"""Pairs of positions in the cohort ``[c]`` and the trees uploaded from there ``[c, ...]``, as they come in."""
+_MOST_PAIRED = 10_000  # clients at most where the server keeps a number for each pair of them: 800 MB
+Uploads = Iterable[tuple[Tensor, Tree]]  # as they come in: positions in the cohort [c], the trees from there [c, ...]
 
 
 class Start(NamedTuple):
     """What a mixer begins with."""
 
-    shared: Tree
-    """the one initial tree"""
-    trained: frozenset[str]
-    """names of a model's leaves that are trained; the others are frozen or buffers"""
-    keys: Tensor
-    """``[T]``, for the clients' names: whatever is random must depend on them, not on positions"""
-    seed: int
-    """for whatever else is random"""
-    draw_each: Callable[[], Tree] = dict
-    """draws an initial tree for each client, ``[T, ...]``"""
+    shared: Tree  # the one initial tree
+    trained: frozenset[str]  # names of a model's leaves that are trained; the others are frozen or buffers
+    keys: Tensor  # [T], for the clients' names: whatever is random must depend on them, not on positions
+    seed: int  # for whatever else is random
+    draw_each: Callable[[], Tree] = dict  # draws an initial tree for each client, [T, ...]
 
 
 class Round(NamedTuple):
     """What a mixer knows of a round."""
 
-    clients: Tensor
-    """``[C]`` int64: who takes part, positions in the federation"""
-    sizes: Tensor
-    """``[C]`` int64: their numbers of training samples"""
-    num_clients: int
-    """T"""
+    clients: Tensor  # [C] int64, who takes part, positions in the federation
+    sizes: Tensor  # [C] int64, their numbers of training samples
+    num_clients: int  # T
     learning_rate: float
-    key: int
-    """the source of the round's random numbers"""
-    average_size: float = 1.0
-    """n / T, training samples per client"""
-    trained: frozenset[str] = frozenset()
-    """names of the leaves of u that are trained; the others are frozen, or buffers"""
+    key: int  # the source of the round's random numbers
+    average_size: float = 1.0  # n / T, training samples per client
+    trained: frozenset[str] = frozenset()  # names of the leaves of u that are trained; the others are frozen or buffers
 
 
 class Served(NamedTuple):
     """The shared trees that some clients read."""
 
-    shared: Tree
-    """``[g, ...]``"""
-    reads: Tensor
-    """``[C]`` int64: each client's row of ``shared``"""
+    shared: Tree  # [g, ...]
+    reads: Tensor  # [C] int64, each client's row of ``shared``
 
 
 class RoundPlan(NamedTuple):
     """How a round begins."""
 
-    downloads: Served
-    """what each client of the cohort starts from"""
-    num_steps: int | None = None
-    """how many local steps everybody takes; None for what the batching says"""
-    scales: Tensor | None = None
-    """``[C]``: what each client's learning rate is multiplied by; None for one"""
+    downloads: Served  # what each client of the cohort starts from
+    num_steps: int | None = None  # how many local steps everybody takes; None for what the batching says
+    scales: Tensor | None = None  # [C], what each client's learning rate is multiplied by; None for one
 
 
 class Mixed(NamedTuple):
     """The result of a round's uploads. Groups that are not written keep their trees."""
 
-    groups: Tensor
-    """``[g]`` int64: which groups are written; one past the last begins a new one"""
-    means: Tree
-    """``[g, ...]``"""
-    num_messages: int
-    """uploads that were sent; there are as many downloads"""
+    groups: Tensor  # [g] int64, which groups are written; one past the last begins a new one
+    means: Tree  # [g, ...]
+    num_messages: int  # uploads that were sent; there are as many downloads
 
 
 Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
@@ -100,16 +78,11 @@ read next ``[c, ...]``."""
 class Welcome(NamedTuple):
     """What a client unseen in training may start from."""
 
-    shared: Tree
-    """``[K, ...]``: it keeps the one with the least loss on its samples"""
-    fine_tune: bool = False
-    """whether it goes on to train that one, for want of anything better"""
-    kept: Tensor | None = None
-    """``[K, ...]``: what the mixer keeps of a client, where a newcomer learns that instead, everybody else frozen"""
-    learn: Learn | None = None
-    """how it is learnt"""
-    refusal: str = ""
-    """why there is nothing to start from, where that is so"""
+    shared: Tree  # [K, ...], it keeps the one with the least loss on its samples
+    fine_tune: bool = False  # whether it goes on to train that one, for want of anything better
+    kept: Tensor | None = None  # [K, ...], what the mixer keeps of a client, where a newcomer learns that instead
+    learn: Learn | None = None  # how it is learnt, everybody else frozen
+    refusal: str = ""  # why there is nothing to start from, where that is so
 
 
 @dataclass(frozen=True)
@@ -125,12 +98,9 @@ class Mixer(Settings, ABC):
     is_server_mean: ClassVar[bool] = False
     """whether there is one tree for all, the mean of the uploads by samples: a server behind Flower can compute it,
     messages may be compressed, and a graph may take its place"""
-    over_graph: ClassVar[bool] = False
-    """whether clients average with their neighbours in a graph"""
-    averages: ClassVar[bool] = False
-    """whether every tree is an average of uploads, so that clients may shift outputs by the shares of their labels"""
-    seeks_consensus: ClassVar[bool] = False
-    """whether the trees tend to one for all clients, as in the paper's theorems"""
+    over_graph: ClassVar[bool] = False  # whether clients average with their neighbours in a graph
+    averages: ClassVar[bool] = False  # whether every tree is an average of uploads: label shares may shift outputs
+    seeks_consensus: ClassVar[bool] = False  # whether the trees tend to one for all clients, as in the paper's theorems
 
     @property
     def graph(self) -> Topology | None:
@@ -171,10 +141,7 @@ class Mixer(Settings, ABC):
 
 
 def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
-    """Mix uploads of C clients as they come, in any order, by weights ``[g, C]``.
-
-    Returns ``[g, ...]``; integer leaves (counters) are the largest among those that count.
-    """
+    """Mix uploads as they come by weights ``[g, C]``, to ``[g, ...]``; of counters take the largest that counts."""
     mixed: Tree = {}
     for positions, trees in uploads:
         for name, leaf in trees.items():
@@ -202,20 +169,16 @@ def by_samples(this: Round) -> Tensor:
     return (this.sizes.double() / this.sizes.sum())[None]
 
 
-def refuse_pairs(who: str, num_clients: int) -> None:
+def check_pairs(who: str, num_clients: int) -> None:
     """Refuse a square matrix over the clients that would fill the memory."""
-    if num_clients > MOST_PAIRED:
-        raise UserError(
-            f"{who} keeps a number for every pair of clients, and there are {num_clients:,}; allowed: "
-            f"at most {MOST_PAIRED:,} clients."
-        )
+    if num_clients > _MOST_PAIRED:
+        problem = f"{who} keeps a number for every pair of clients, and there are {num_clients:,}"
+        raise UserError(f"{problem}; allowed: at most {_MOST_PAIRED:,} clients.")
 
 
 def mean_of_groups(shared: Tree) -> Tree:
     """Return the mean of all groups, ``[1, ...]``; of integer leaves the largest."""
-    return tree_map(
-        lambda leaf: leaf.mean(0, keepdim=True) if leaf.is_floating_point() else leaf.amax(0, keepdim=True), shared
-    )
+    return tree_map(lambda leaf: (leaf.mean if leaf.is_floating_point() else leaf.amax)(0, keepdim=True), shared)
 
 
 @dataclass(frozen=True)
@@ -240,7 +203,6 @@ class OwnGroups(Mixer):
         return Served(shared, clients)
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
-        """The mean of all models, to be fine-tuned."""
         return Welcome(mean_of_groups(shared), fine_tune=True)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
 from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
-from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, gather, refuse_pairs
+from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, check_pairs, gather
 from fedem.methods.steps import Penalty, SingleModel, inner_product, square_distance, trained_leaves
 
 
@@ -56,11 +56,9 @@ class Mocha(SingleModel):
 
     def penalty(self, local: Local) -> Penalty | None:
         """(<v_t, w> + |w - w_t|^2 / (2 c_t)) / n_t."""
-        received, share = take_prefix("received", local.context), local.context["share"]
-        stiffness = local.context["stiffness"]
-        return lambda candidate: (
-            share * (inner_product(candidate, local.personal) + stiffness / 2 * square_distance(candidate, received))
-        )
+        received, share, dual = take_prefix("received", local.context), local.context["share"], local.personal
+        half = local.context["stiffness"] / 2
+        return lambda w: share * (inner_product(w, dual) + half * square_distance(w, received))
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A step no longer than the proximal term's own curvature allows."""
@@ -87,7 +85,6 @@ class Mocha(SingleModel):
         return self.init_personal(shared, torch.zeros((), dtype=torch.int64))
 
     def check(self, inputs: Tensor) -> None:
-        """The outputs must be linear in the parameters."""
         trees = [self.model.init(seed) for seed in (0, 1)]
         trained = [trained_leaves(self.model, tree) for tree in trees]
         together = tree_map(torch.add, *trained)
@@ -117,7 +114,7 @@ class Relations(OwnGroups):
     floor: float = field(default=1e-3, metadata={"above": 0, "max": 1})
 
     def check(self, keys: Tensor, seed: int) -> None:
-        refuse_pairs("Method mocha", len(keys))
+        check_pairs("Method mocha", len(keys))
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""
@@ -129,7 +126,6 @@ class Relations(OwnGroups):
         return groups | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Take the new dual vectors, update Sigma from the tasks when it is due, and compute all tasks again."""
         clients = this.clients.to(memory["rounds"].device)
         dual = tree_map(lambda old, new: old.index_copy(0, clients, new), take_prefix("dual", memory), gather(uploads))
         sigma, rounds = memory["relations"], memory["rounds"] + 1
@@ -142,9 +138,8 @@ class Relations(OwnGroups):
 
     def _tasks(self, sigma: Tensor, dual: Tree) -> Tree:
         """W = V Sigma / (2 lambda)."""
-        return tree_map(
-            lambda leaf: (sigma.to(leaf.dtype) @ leaf.flatten(1) / (2 * self.penalty)).reshape(leaf.shape), dual
-        )
+        scale = 2 * self.penalty
+        return tree_map(lambda leaf: (sigma.to(leaf.dtype) @ leaf.flatten(1) / scale).reshape(leaf.shape), dual)
 
     def _stiffness(self, sigma: Tensor) -> Tensor:
         """1/c_t = 2 lambda / (sigma' Sigma_tt), with sigma' large enough for everybody to step at once, ``[T]``."""
@@ -164,7 +159,7 @@ def relations_of(tasks: Tensor, floor: float) -> Tensor:
     vectors, values, _ = torch.linalg.svd(tasks, full_matrices=False)
     if float(values.sum()) == 0:
         return identity
-    root: Tensor = (vectors * values) @ vectors.T / values.sum()
+    root = (vectors * values) @ vectors.T / values.sum()
     return (1 - floor) * root + floor * identity
 
 

@@ -17,7 +17,7 @@ from torch.func import grad
 from fedem.core.tree import Tree, tree_map
 from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
-from fedem.methods.steps import Penalty, SingleModel, batch_losses, inner_product, trained_leaves
+from fedem.methods.steps import Penalty, SingleModel, batch_loss, inner_product, trained_leaves
 
 
 @final
@@ -42,16 +42,11 @@ class PerFedAvg(SingleModel):
     independent: bool = True
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        inner, outer = _halves(batch.weights) if self.independent else (batch.weights, batch.weights)
+        inner, outer = _halves(batch) if self.independent else (batch, batch)
         start = trained_leaves(self.model, local.shared)
 
-        def gradient(leaves: Tree, weights: Tensor) -> Tree:
-            def loss(candidate: Tree) -> Tensor:
-                losses, _ = batch_losses(self.model, local.shared | candidate, batch)
-                return (weights * losses).sum()
-
-            slope: Tree = grad(loss)(leaves)
-            return slope
+        def gradient(leaves: Tree, half: Batch) -> Tree:
+            return grad(lambda candidate: batch_loss(self.model, local.shared | candidate, half)[0])(leaves)
 
         first = gradient(start, inner)
 
@@ -68,23 +63,21 @@ class PerFedAvg(SingleModel):
             )
             scale = self.inner_rate / (2 * self.difference)
             product = tree_map(lambda a, b: scale * (a - b), ahead, behind)
-
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
             correction = partial(inner_product, tree_map(torch.neg, product))
-
-        return self.plain_step(local, batch._replace(weights=outer), learning_rate, correction, adapted)
+        return self.plain_step(local, outer, learning_rate, correction, adapted)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A plain step, as the inner one is."""
         return self.plain_step(local, batch, learning_rate)
 
 
-def _halves(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of two halves of a batch, ``[B]`` each, summing to one; a single sample serves for both."""
-    even = torch.arange(len(weights), device=weights.device) % 2 == 0
-    first, second = weights * even, weights * ~even
+def _halves(batch: Batch) -> tuple[Batch, Batch]:
+    """Return a batch with the weights of its two halves, each summing to one; a single sample serves for both."""
+    even = torch.arange(len(batch.weights), device=batch.weights.device) % 2 == 0
+    first, second = batch.weights * even, batch.weights * ~even
     second = torch.where(second.sum() > 0, second, first)
-    return first / first.sum(), second / second.sum()
+    return batch._replace(weights=first / first.sum()), batch._replace(weights=second / second.sum())
 
 
 register(Method("perfedavg", PerFedAvg, Star, title="Per-FedAvg",

@@ -34,8 +34,7 @@ class Hypernetwork(OneGroup):
     Attributes:
         embedding_size: E, numbers in the embedding of a client.
         hidden_size: H, units of the hidden layer of the network that makes models.
-        server_rate: step of the network along the mean of the clients' gradients; for the base alone, 1 is
-            FedAvg.
+        server_rate: step of the network along the mean of the clients' gradients; for the base alone, 1 is FedAvg.
         embedding_rate: step of a client's embedding along its own gradient.
     """
 
@@ -45,7 +44,6 @@ class Hypernetwork(OneGroup):
     embedding_rate: float = field(default=0.1, metadata={"min": 0})
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """Embeddings and layers are drawn; the base is the initial model."""
         shared, seed, like = start.shared, start.seed, tree_flat(start.shared)
         size, hidden = self.embedding_size, self.hidden_size
 
@@ -53,10 +51,8 @@ class Hypernetwork(OneGroup):
             numbers = uniform(key, int(torch.Size(shape).numel()))
             return (scale * (2 * numbers - 1)).reshape(*key.shape, *shape).to(like)
 
-        network = {
-            "first": draw(derive(seed, _FIRST), hidden, size, scale=(3 / size) ** 0.5),
-            "bias": like.new_zeros(hidden),
-        }
+        first = draw(derive(seed, _FIRST), hidden, size, scale=(3 / size) ** 0.5)
+        network = {"first": first, "bias": like.new_zeros(hidden)}
         for index, name in enumerate(sorted(start.trained)):
             width = shared[name].numel()
             network[f"last/{name}"] = draw(derive(seed, _LAST, index), width, hidden, scale=hidden**-0.5)

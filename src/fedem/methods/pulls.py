@@ -41,12 +41,10 @@ class Loopless(OwnGroups):
     probability: float = field(default=0.3, metadata={"above": 0, "below": 1})
 
     def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
-        """Everybody takes a run of gradient steps."""
         steps = _run_length(this.key, _LOCAL_RUN, self.probability)
         return super().plan(shared, memory, this)._replace(num_steps=steps)
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Pull everyone in the cohort towards the mean of all clients' models."""
         once = min(1.0, this.learning_rate * self.penalty * (1 - self.probability) / self.probability)
         strength = 1 - (1 - once) ** _run_length(this.key, _MEAN_RUN, 1 - self.probability)
         return Mixed(this.clients, pulled(shared, this.clients, gather(uploads), strength), len(this.clients)), memory

@@ -45,7 +45,6 @@ class Scaffold(SingleModel):
         return _zeros(take_prefix("control", shared))
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Fix the correction c - c_t, and u as it was received."""
         model = take_prefix("model", shared)
         correction = tree_map(lambda c, mine: c - mine, take_prefix("control", shared), personal)
         context = add_prefix("correction", correction) | add_prefix("received", trained_leaves(self.model, model))
@@ -91,7 +90,6 @@ class Scaffold(SingleModel):
         return super().predictor(take_prefix("model", shared), personal)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """Nothing to fit: an unseen client takes the shared model; its control is zero."""
         return _zeros(take_prefix("control", shared))
 
 

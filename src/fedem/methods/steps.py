@@ -20,10 +20,8 @@ from fedem.methods.base import Algorithm, Batch, Local, Mixture
 from fedem.models.base import Model
 from fedem.solvers import Solver
 
-Penalty = Callable[[Tree], Tensor]
-"""Trained leaves -> what is added to the batch's objective."""
-Place = Callable[[Tree], Tree]
-"""Trained leaves -> those where the losses are taken, for a model that is trained as a part of another one."""
+Penalty = Callable[[Tree], Tensor]  # trained leaves -> what is added to the batch's objective
+Place = Callable[[Tree], Tree]  # trained leaves -> those where losses are taken, for a model trained as part of another
 
 
 def trained_leaves(model: Model, parameters: Tree) -> Tree:
@@ -31,12 +29,13 @@ def trained_leaves(model: Model, parameters: Tree) -> Tree:
     return {name: leaf for name, leaf in parameters.items() if name in model.trainable}
 
 
-def batch_losses(model: Model, parameters: Tree, batch: Batch) -> tuple[Tensor, Tree]:
-    """Return the loss of each sample of a batch in training mode, ``[B]``, and the buffers as the pass left them.
+def batch_loss(model: Model, parameters: Tree, batch: Batch) -> tuple[Tensor, Tree]:
+    """Return sum_i weights_i loss_i over a batch in training mode, and the buffers as the pass left them.
 
     However often a step passes over a batch, layers that draw draw the same: it is one objective.
     """
-    return model.training_losses(parameters, batch.inputs, batch.targets, batch.mask, batch.key)
+    losses, changed = model.training_losses(parameters, batch.inputs, batch.targets, batch.mask, batch.key)
+    return (batch.weights * losses).sum(), changed
 
 
 def train_step(
@@ -49,16 +48,12 @@ def train_step(
     penalty: Penalty | None = None,
     place: Place | None = None,
 ) -> tuple[Tree, Tree]:
-    """Take one step on sum_i weights_i loss_i over the batch, by its weights, plus ``penalty`` of the trained leaves.
-
-    Returns the parameters (buffers too) and the solver's state.
-    """
+    """Take one step on :func:`batch_loss` plus ``penalty``; returns the parameters (buffers too) and the state."""
     buffers = {name: leaf for name, leaf in parameters.items() if name not in model.trainable}
 
     def objective(candidate: Tree) -> tuple[Tensor, Tree]:
         leaves = candidate if place is None else place(candidate)
-        losses, changed = batch_losses(model, leaves | buffers, batch)
-        value = (batch.weights * losses).sum()
+        value, changed = batch_loss(model, leaves | buffers, batch)
         return value if penalty is None else value + penalty(candidate), changed
 
     leaves = trained_leaves(model, parameters)
@@ -81,10 +76,8 @@ def inner_product(first: Tree, second: Tree) -> Tensor:
 def require_gradient_steps(method: str, solver: Solver) -> None:
     """Refuse solvers whose steps are not the learning rate times (a sum of) gradients."""
     if not solver.follows_gradients:
-        raise UserError(
-            f"Method {method} reads gradients off the local steps, and {type(solver).__name__}'s don't show them; "
-            "allowed: solver sgd."
-        )
+        problem = f"Method {method} reads gradients off the local steps, and {type(solver).__name__}'s don't show them"
+        raise UserError(f"{problem}; allowed: solver sgd.")
 
 
 def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
@@ -96,10 +89,8 @@ def distinct_models(model: Model, count: int, seed: int) -> Tree:
     """Draw ``count`` models independently, ``[count, ...]``: those that start equal never part."""
     trees = [model.init(int(derive(seed, index))) for index in range(count)]
     if count > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in model.trainable):
-        raise UserError(
-            "All components start equal and would stay so: the function that builds the model must draw its "
-            "parameters afresh each time, from torch's global generator."
-        )
+        remedy = "the function that builds the model must draw its parameters afresh each time"
+        raise UserError(f"All components start equal and would stay so: {remedy}, from torch's global generator.")
     return tree_stack(trees)
 
 
@@ -124,7 +115,6 @@ class SingleModel(Algorithm):
         return self.model.init(seed)
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """The surrogate is the loss itself."""
         return Local(shared, personal, self.start(shared), {}), {}
 
     def penalty(self, local: Local) -> Penalty | None:
@@ -132,22 +122,15 @@ class SingleModel(Algorithm):
         return None
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        """One solver step on the batch's mean loss and the penalty."""
         return self.plain_step(local, batch, learning_rate, self.penalty(local))
 
     def plain_step(
-        self,
-        local: Local,
-        batch: Batch,
-        learning_rate: Tensor,
-        penalty: Penalty | None = None,
-        place: Place | None = None,
+        self, local: Local, batch: Batch, rate: Tensor, penalty: Penalty | None = None, place: Place | None = None
     ) -> Local:
         """Take one solver step on the client's copy of u; arguments as in :func:`train_step`."""
-        shared, solver_state = train_step(
-            self.model, self.solver, local.shared, local.solver_state, batch, learning_rate, penalty, place
-        )
-        return local._replace(shared=shared, solver_state=solver_state)
+        shared, state = local.shared, local.solver_state
+        shared, state = train_step(self.model, self.solver, shared, state, batch, rate, penalty, place)
+        return local._replace(shared=shared, solver_state=state)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(shared)
@@ -167,7 +150,6 @@ class OwnModel(SingleModel):
     steps_personal: ClassVar[bool] = True
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """A place for the model, which nobody has trained."""
         return add_prefix("own", shared) | {"trained": torch.zeros((), dtype=torch.bool, device=key.device)}
 
     def own_model(self, shared: Tree, personal: Tree) -> Tree:
@@ -180,24 +162,16 @@ class OwnModel(SingleModel):
         return Local(shared, personal | add_prefix("own", own), solver_state, context)
 
     def step_both(
-        self,
-        local: Local,
-        batch: Batch,
-        learning_rate: Tensor,
-        penalty: Penalty | None = None,
-        place: Place | None = None,
+        self, local: Local, batch: Batch, rate: Tensor, penalty: Penalty | None = None, place: Place | None = None
     ) -> Local:
         """Step the shared model on the batch, and the own one with ``penalty`` or at another ``place``."""
-        stepped = self.plain_step(
-            local._replace(solver_state=take_prefix("shared", local.solver_state)), batch, learning_rate
-        )
+        stepped = self.plain_step(local._replace(solver_state=take_prefix("shared", local.solver_state)), batch, rate)
         own, own_state = take_prefix("own", local.personal), take_prefix("own", local.solver_state)
-        own, own_state = train_step(self.model, self.solver, own, own_state, batch, learning_rate, penalty, place)
+        own, own_state = train_step(self.model, self.solver, own, own_state, batch, rate, penalty, place)
         solver_state = add_prefix("shared", stepped.solver_state) | add_prefix("own", own_state)
         return stepped._replace(personal=self.with_own(own, local.personal), solver_state=solver_state)
 
     def with_own(self, own: Tree, personal: Tree) -> Tree:
-        """Return v_t with the own model after a step."""
         return personal | add_prefix("own", own) | {"trained": torch.ones_like(personal["trained"])}
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:

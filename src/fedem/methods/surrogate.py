@@ -29,24 +29,19 @@ from fedem.core.tree import Tree
 from fedem.methods.base import Algorithm, Batch, Local, Mixture
 from fedem.methods.steps import mixture_of_one, trained_leaves
 
-_TRIED = 32  # samples: enough for dropout to show
-
 
 class Fixed(NamedTuple):
     """What fixes a surrogate for a round."""
 
-    columns: Tree
-    """of each sample, ``[..., n]``; a batch has its own among ``samples``"""
-    context: Tree
-    """of the client"""
+    columns: Tree  # of each sample, [..., n]; a batch has its own among ``samples``
+    context: Tree  # of the client
 
 
 @dataclass(frozen=True, eq=False)
 class Surrogate(Algorithm):
     """A method for one client, given by f_t and g. u is one model, unless a subclass draws another.
 
-    Everything is a pure function of tensors that doesn't branch on values, as the contract says. Losses are those of
-    evaluation mode, so layers must do the same in training; a subclass with a ``step`` of its own may lift that.
+    Losses are those of evaluation mode, so layers must do the same in training; an own ``step`` may lift that.
     """
 
     @abstractmethod
@@ -99,15 +94,14 @@ class Surrogate(Algorithm):
 
     def check(self, inputs: Tensor) -> None:
         """Refuse layers that do something else in training, such as dropout and batch normalisation."""
-        model = self.model
-        parameters, several = model.init(0), inputs[torch.arange(_TRIED) % len(inputs)]
+        several = inputs[torch.arange(32) % len(inputs)]  # enough samples for dropout to show
+        model, parameters = self.model, self.model.init(0)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             trained, _ = model.training_outputs(parameters, several, None, torch.zeros((), dtype=torch.int64))
             if not torch.allclose(trained, model.outputs(parameters, several), rtol=1e-4, atol=1e-6):
-                raise UserError(
-                    f"{type(self).__name__} takes one function for f in training and in evaluation, and this model is "
-                    "two; allowed: layers that do the same in both, so no dropout and no batch normalisation."
-                )
+                problem = "takes one function for f in training and in evaluation, and this model is two"
+                allowed = "layers that do the same in both, so no dropout and no batch normalisation"
+                raise UserError(f"{type(self).__name__} {problem}; allowed: {allowed}.")
 
 
 def draw_about(tree: Tree, key: Tensor, names: Iterable[str], width: float = 1.0) -> Tree:

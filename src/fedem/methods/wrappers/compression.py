@@ -6,9 +6,6 @@ updates, but for the last rounding. Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic 
 Data-Parallel Distributed Training of Speech DNNs, Interspeech 2014; Karimireddy, Rebjock, Stich, Jaggi: Error Feedback
 Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
 
-The authors of FedEM name both as the way on: compression, and limiting the components that a client transmits, by its
-current mixture weights.
-
 Shapes: M components, c clients; a row is what one scale is for, a leaf of one component.
 """
 
@@ -46,7 +43,6 @@ class Compression(Settings):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is left out."""
         return self != Compression()
 
 
@@ -75,7 +71,6 @@ def _number(message: Tree, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def _written(name: str, leaf: Tensor, form: str, leading: int) -> Tree:
-    """Return the leaves that stand for one leaf in a message."""
     if form == "none":
         return {name: leaf}
     if form == "bfloat16" or leaf.shape[leading:].numel() <= _SHORT:
@@ -88,8 +83,7 @@ def _written(name: str, leaf: Tensor, form: str, leading: int) -> Tree:
     return {name: whole.to(torch.int8).reshape(leaf.shape), f"scale/{name}": scale}
 
 
-_SENT = "sent/components"
-_RESIDUAL, _NEWS, _REST = "residual", "news", "rest"
+_SENT, _RESIDUAL, _NEWS, _REST = "sent/components", "residual", "news", "rest"
 
 
 @final
@@ -100,23 +94,14 @@ class Codec:
     A client's message is the difference between its u and the one it received; the server adds the mean to u. Rounding
     touches what is trained. Buffers and counters go as they are: a rounded variance might fall below zero. What a
     client's messages left unsaid, the residual, is private to it and stands in its personal tree beside v_t
-    (``residual/...``). A component whose weight at the client is not above the threshold counts as unchanged there:
-    what the round did to it is dropped, and its residual waits. Which components are sent is what a server then learns
-    of the client's weights.
-
-    Where downloads are written too, the server adds to u only what its message says of the mean. So whoever holds the
-    last round's u and reads the message holds the new one, to the last bit. The mixer's memory then has the message
-    ("news") and what it left unsaid ("rest"), which nobody but the server ever sees.
-
-    Attributes:
-        compression: the formats and the threshold.
-        model: what clients train.
-        leading: how many first dimensions of u have a scale for each index: 1 for components, 0 for a single model.
+    (``residual/...``). Of a component whose weight is not above the threshold, the update is dropped and the residual
+    waits. Where downloads are written too, the server adds to u only what its message says of the mean, and the
+    mixer's memory has the message ("news") and what it left unsaid ("rest").
     """
 
     compression: Compression
     model: Model
-    leading: int
+    leading: int  # how many first dimensions of u have a scale for each index: 1 for components, 0 for a single model
 
     @property
     def adds_up(self) -> bool:
@@ -124,16 +109,13 @@ class Codec:
         return self.compression.downloads == "none"
 
     def first_residual(self, shared: Tree) -> Tree:
-        """Return the residual beside the first u: nothing is left unsaid."""
-        if self.compression.updates == "none":
-            return {}
-        return tree_map(torch.zeros_like, {name: shared[name] for name in shared if name in self.model.trainable})
+        on = self.compression.updates != "none"
+        return {name: torch.zeros_like(leaf) for name, leaf in shared.items() if on and name in self.model.trainable}
 
     def encode(self, trained: Tree, received: Tree, personal: Tree, residual: Tree) -> tuple[Tree, Tree]:
-        """Write what a client's round changed: its u as ``trained`` from u as ``received``.
+        """Write what a client's round changed, from u as ``received`` to u as ``trained``; v_t decides what is sent.
 
-        The weights in v_t (``personal``) decide on the components that are sent. Returns the update as it is written,
-        with the components it is of where not of all; and the new residual.
+        Returns the update as it is written, with the components it is of where not of all; and the new residual.
         """
         update = tree_map(lambda new, old: new - old, trained, received)
         message, rest = write_update(update, residual, self.compression.updates, self.leading)

@@ -1,12 +1,10 @@
 """Any method that averages models, for clients that differ in the shares of their labels.
 
 Where p(x | y) is common to all clients and p_t(y) is not, p_t(y | x) is proportional to p_t(y) p(x | y). So a client
-adds the logarithms of its label shares, which it counts, to the outputs of the shared models, in training as in
-prediction, and they learn what is common. Menon and others (ICLR 2021) shift outputs like this against rare classes,
-Zhang and others (ICML 2022) in federated learning, in training alone.
-
-The shift is a leaf of the model (:class:`Shifted`), zero in u: a client puts its own there when a
-round begins, and takes it out before it uploads. It is not trained, and nobody else sees it.
+adds the logarithms of its label shares to the outputs of the shared models, in training as in prediction. Menon and
+others (ICLR 2021) shift outputs like this against rare classes, Zhang and others (ICML 2022) in federated learning, in
+training alone. The shift is a leaf of the model (:class:`Shifted`), zero in u: a client puts its own there when a round
+begins, and takes it out before it uploads. It is not trained, and nobody else sees it.
 
 Shapes: M components, n samples of the client, K outputs of a model.
 """
@@ -27,8 +25,7 @@ from fedem.methods.wrappers import Wrapped
 from fedem.models.base import rebuilder
 
 _PSEUDO_COUNT = 0.5  # of every class, so that one not seen yet is rare and not impossible (Jeffreys' prior)
-SHIFT = "label_shift"
-"""name of the leaf"""
+SHIFT = "label_shift"  # name of the leaf
 
 
 @final
@@ -37,16 +34,14 @@ class LabelShares(Wrapped):
     """The method on models that are shifted for each client. v_t gains ``label_shift``, ``[K]``."""
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """As the method does; and no shift before the client has counted."""
         like = shared[SHIFT]
         return self.base.init_personal(shared, key) | {SHIFT: like.new_zeros(like.shape[-1])}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:
         """The labels ``[n]`` and, for a mixture, each component's outputs without shift, ``[M, K, n]``."""
-        labels = {"labels": targets}
         if not self.base.is_mixture:
-            return labels
-        return labels | {"outputs": self.model.component_outputs(shared, inputs).movedim(1, -1)}
+            return {"labels": targets}
+        return {"labels": targets, "outputs": self.model.component_outputs(shared, inputs).movedim(1, -1)}
 
     def _scores(self, scores: Tree, shift: Tensor) -> Tree:
         """Each component's loss on each sample with the shift, ``[M, n]``, if there are outputs."""
@@ -57,7 +52,6 @@ class LabelShares(Wrapped):
         return {"losses": self.model.loss.negative_log_likelihood(outputs, labels)}
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Count the labels, and begin as the method does with the shifted model."""
         shift = self._shift(scores["labels"], mask, shared[SHIFT])
         local, samples = self.base.begin(_shifted(shared, shift), _rest(personal), self._scores(scores, shift), mask)
         return local._replace(personal=local.personal | {SHIFT: shift}), samples
@@ -71,7 +65,6 @@ class LabelShares(Wrapped):
         return log_shares if num_outputs > 1 else log_shares[1:] - log_shares[:1]
 
     def finish(self, local: Local) -> Trained:
-        """As the method does; the shift stays with the client, in v_t."""
         upload, personal, shared = self.base.finish(local)
         return Trained(_plain(upload), personal, _plain(shared))
 
@@ -79,7 +72,6 @@ class LabelShares(Wrapped):
         return self.base.predictor(_shifted(shared, personal[SHIFT]), _rest(personal))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """Count the labels of an unseen client, and go on as the method does with the shifted model."""
         labels = scores["labels"]
         shift = self._shift(labels, torch.ones_like(labels, dtype=torch.bool), shared[SHIFT])
         fitted = self.base.adapt(_shifted(shared, shift), self._scores(scores, shift), max_iterations)
@@ -87,7 +79,6 @@ class LabelShares(Wrapped):
 
 
 def _shifted(shared: Tree, shift: Tensor) -> Tree:
-    """Put a client's shift into its copy of u, of all components alike."""
     return shared | {SHIFT: shift.expand(shared[SHIFT].shape)}
 
 
@@ -102,10 +93,7 @@ def _rest(personal: Tree) -> Tree:
 
 @final
 class Shifted(nn.Module):
-    """A network and a buffer ``label_shift`` that is added to its outputs, zero unless a client puts its own there.
-
-    Shapes: n samples, K outputs.
-    """
+    """A network and a buffer ``label_shift`` that is added to its outputs, zero unless a client puts its own there."""
 
     label_shift: Tensor
 
@@ -118,10 +106,9 @@ class Shifted(nn.Module):
         """``[n, ...] -> [n, K]``."""
         outputs: Tensor = self.network(inputs)
         if outputs.shape[-1:] != self.label_shift.shape:
-            raise UserError(
-                f"The model puts out {outputs.shape[-1]} numbers for each sample; allowed with run.label_shares: "
-                f"{len(self.label_shift)}, as the classes that occur need."
-            )
+            allowed = f"{len(self.label_shift)}, as the classes that occur need"
+            given = f"The model puts out {outputs.shape[-1]} numbers for each sample"
+            raise UserError(f"{given}; allowed with run.label_shares: {allowed}.")
         return outputs + self.label_shift
 
 

@@ -40,18 +40,15 @@ class LocalLayers(Mixer):
         return self.leaves
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
-        """Everybody's local leaves start as those of the one initial tree."""
         common, local = self._split(start.shared)
         groups, memory = self.base.init(start._replace(shared=common, trained=start.trained - self.leaves))
         return groups, _joined(memory, tree_repeat(local, len(start.keys)), tree_repeat(local, 1))
 
     def _split(self, tree: Tree) -> tuple[Tree, Tree]:
-        """Divide a tree into what the other mixer sees and what each client keeps."""
         local = {name: leaf for name, leaf in tree.items() if name in self.leaves}
         return {name: leaf for name, leaf in tree.items() if name not in local}, local
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
-        """What the other mixer has for each client, with the client's local leaves in it."""
         return self._with_local(self.base.read(shared, take_prefix("base", memory), clients), memory, clients)
 
     def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
@@ -69,7 +66,6 @@ class LocalLayers(Mixer):
         return Served(tree_sorted(tree_map(read, found.shared) | local), torch.arange(len(clients)))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Keep each client's leaves as they come by."""
         held: list[tuple[Tensor, Tree]] = []
 
         def passing() -> Iterator[tuple[Tensor, Tree]]:
