@@ -77,7 +77,7 @@ class Algorithm(Settings, ABC):
     uploads_model: ClassVar[bool] = False
     """whether a client uploads u as it trained it, no more and no less: such a method goes over a graph and among
     peers, and layers may stay with their clients"""
-    compressible: ClassVar[bool] = False  # whether, also the server only averages: messages may hold rounded updates
+    compressible: ClassVar[bool] = False  # whether, besides, the server just averages: messages may be rounded updates
     takes_label_shares: ClassVar[bool] = False  # whether label shares may shift outputs: clients have only copies of u
     minimises_likelihood: ClassVar[bool] = False
     """whether it minimises the f of the paper's theorems by steps on responsibility-weighted losses (all one for a
@@ -131,11 +131,10 @@ class Algorithm(Settings, ABC):
 
     @abstractmethod
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        """Build the surrogate near (u, v_t), u as received and v_t as kept, and set v_t to its minimiser.
+        """Build the surrogate near (u, v_t), as received and as kept, and set v_t to its minimiser.
 
         ``scores`` are those of all training samples, ``[..., n]``, and what ``survey`` found; ``mask`` ``[n]`` is false
-        where a column is padding. Returns the client's state, and what fixes the surrogate sample by sample,
-        ``[..., n]``.
+        where a column is padding. Returns the client's state, and what fixes the surrogate by sample, ``[..., n]``.
         """
 
     def start(self, parameters: Tree) -> Tree:

@@ -70,9 +70,8 @@ class Mixed(NamedTuple):
     num_messages: int  # uploads that were sent; there are as many downloads
 
 
+# What a mixer keeps of c newcomers [c, ...], what they uploaded -> the same after the round, what they read next.
 Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
-"""What a mixer keeps of some newcomers ``[c, ...]`` and what they uploaded -> the same after a round, and what they
-read next ``[c, ...]``."""
 
 
 class Welcome(NamedTuple):

@@ -202,8 +202,7 @@ def mean_by_mass(shared: Tree, mean: Tree) -> Tree:
 
     def divided(old: Tensor, new: Tensor) -> Tensor:
         rows = row_of(mass, old)
-        if not old.is_floating_point():
-            return torch.where(rows > 0, new, old)
-        return torch.where(rows > 0, new / rows.clamp(min=torch.finfo(mass.dtype).tiny).to(new.dtype), old)
+        quotient = new / rows.clamp(min=torch.finfo(mass.dtype).tiny).to(new.dtype) if new.is_floating_point() else new
+        return torch.where(rows > 0, quotient, old)
 
     return tree_map(divided, shared, take_prefix("model", mean))

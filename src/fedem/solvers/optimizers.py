@@ -166,8 +166,7 @@ class VectorObjective:
 def pick(values: Tensor) -> Tensor:
     """Choose the first of K trials whose value is the least, up to rounding. ``[K] -> [K]``, one and zeros.
 
-    Near a minimum the values of all trials agree to rounding, where steps do not yet: the order of the trials decides
-    there and not the last bits, so that an engine which adds up otherwise goes the same way.
+    Near a minimum the order of the trials decides and not the last bits, which differ between engines.
     """
     known = values.nan_to_num(nan=torch.inf)
     least = known.min()
@@ -179,10 +178,9 @@ def pick(values: Tensor) -> Tensor:
 class LBFGS(Solver):
     """Quasi-Newton steps: a few gradients each and no Hessian, so the model may be large. No learning rate is used.
 
-    Liu, Nocedal: On the limited memory BFGS method for large scale optimization, Mathematical Programming 1989.
-
-    A step takes the best of ``num_trials`` lengths along the direction, or stays where it is when none is better.
-    Both gradients of a curvature pair are taken over the same batch, so batches may change from step to step.
+    Liu, Nocedal: On the limited memory BFGS method for large scale optimization, Mathematical Programming 1989. A step
+    takes the best of ``num_trials`` lengths along the direction, or stays where it is when none is better. Both
+    gradients of a curvature pair are taken over the same batch, so batches may change from step to step.
 
     Attributes:
         history: H, pairs of a step and the gradient's change over it that are remembered within a round.

@@ -173,10 +173,6 @@ class Codec:
         """Return the server's message for those who took part in the last round, ``[1, ...]``; empty for none."""
         return take_prefix(_NEWS, memory)
 
-    def follow(self, shared: Tree, news: Tree) -> Tree:
-        """Return the new u, from the last round's and what the server's message says."""
-        return tree_map(torch.add, shared, read_update(news, self.model.dtype))
-
 
 def split_residual(personal: Tree) -> tuple[Tree, Tree]:
     """Divide what a client keeps into v_t and the residual of its messages."""
