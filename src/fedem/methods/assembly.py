@@ -22,6 +22,15 @@ from fedem.models.losses import CLASSES
 from fedem.solvers import SOLVERS, Solver
 
 
+class Around(NamedTuple):
+    """What a run puts around a method."""
+
+    topology: Topology | None = None  # a graph to average over instead of a server
+    label_shares: bool = False  # the model then has room for them: fedem.methods.wrappers.label_shares.shifted
+    local_layers: str = "none"
+    compression: Compression = Compression()
+
+
 class Assembled(NamedTuple):
     """A method that is ready to train."""
 
@@ -30,24 +39,10 @@ class Assembled(NamedTuple):
     codec: Codec | None = None  # writes the messages, where they are compressed
 
 
-def assemble(
-    method: str,
-    model: Model,
-    solver: Solver,
-    settings: dict[str, Any],
-    *,
-    topology: Topology | None = None,
-    label_shares: bool = False,
-    local_layers: str = "none",
-    compression: Compression | None = None,
-) -> Assembled:
-    """Build the method called ``method``, and put around it what the run asks for; refuse what does not go together.
-
-    The settings are the method's, checked. ``topology`` is a graph to average over instead of a server. With
-    ``label_shares`` the model has room for them (:func:`~fedem.methods.wrappers.label_shares.shifted`).
-    """
-    row, compression = find_method(method), compression or Compression()
-    problem = _problem(row, model, solver, settings, topology, label_shares, local_layers, compression)
+def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any], around: Around) -> Assembled:
+    """Build a method of checked settings, and put around it what the run asks for; refuse what does not go together."""
+    row, (topology, label_shares, local_layers, compression) = find_method(method), around
+    problem = _problem(row, model, solver, settings, around)
     if problem:
         raise UserError(f"{problem}.")
     algorithm, mixer = row.build(model, solver, settings)
@@ -61,17 +56,9 @@ def assemble(
     return Assembled(algorithm, mixer, codec)
 
 
-def _problem(
-    row: Method,
-    model: Model,
-    solver: Solver,
-    settings: Mapping[str, Any],
-    topology: Topology | None,
-    label_shares: bool,
-    local_layers: str,
-    compression: Compression,
-) -> str:
+def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, Any], around: Around) -> str:
     """Say what does not go together, from what the method declares, and what is allowed; nothing if all does."""
+    topology, label_shares, local_layers, compression = around
     name, kind, threshold = row.name, row.algorithm, compression.threshold
     graph = "none" if topology is None else _name_of(topology, GRAPHS)
     compressible = names_where(lambda other: other.is_compressible)

@@ -24,7 +24,7 @@ from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
 from fedem.engines.device import products
-from fedem.methods.assembly import Assembled, assemble
+from fedem.methods.assembly import Around, Assembled, assemble
 from fedem.methods.base import Algorithm
 from fedem.methods.mixer import Mixer, Settled
 from fedem.methods.wrappers.compression import Codec
@@ -127,16 +127,8 @@ class Recipe:
     def method(self) -> Assembled:
         """The method, with what the run asks for around it."""
         config, run = self.config, self.config.run
-        return assemble(
-            config.method.name,
-            self.model,
-            config.solver,
-            config.method.values,
-            topology=config.graph,
-            label_shares=run.label_shares,
-            local_layers=run.local_layers,
-            compression=config.compression,
-        )
+        around = Around(config.graph, run.label_shares, run.local_layers, config.compression)
+        return assemble(config.method.name, self.model, config.solver, config.method.values, around)
 
     @property
     def algorithm(self) -> Algorithm:
