@@ -7,8 +7,6 @@ the clients (or one of those here), and at its end the row of the table that it 
 # fmt: off
 # isort: off
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
@@ -36,11 +36,6 @@ class Batch(NamedTuple):
     samples: Tree  # [..., B], the batch's columns of what begin made for each sample
     key: Tensor  # int64, the source of the random numbers of whatever layers draw
     masks: tuple[Tensor, ...] = ()  # one [B] bool, false where a row is padding; none without (vmap takes no None)
-
-    @property
-    def mask(self) -> Tensor | None:
-        """The mask, if there is one."""
-        return self.masks[0] if self.masks else None
 
 
 class Local(NamedTuple):
@@ -100,8 +95,7 @@ class Algorithm(Settings, ABC):
     @final
     def with_solver(self, solver: Solver) -> Self:
         """Return the same method, and any method within it, with another local solver."""
-        held = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in held.items() if isinstance(v, Algorithm)}
+        inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in vars(self).items() if isinstance(v, Algorithm)}
         return replace(self, solver=solver, **inner)
 
     @abstractmethod

@@ -25,11 +25,9 @@ from fedem.methods.mixer import Mixed, Mixer, Round, Served, Start, Uploads, gat
 class Clusters(Mixer):
     """One group per cluster. The memory: each client's cluster, size and last update, and whether that was made there.
 
-    Updates are of what is trained: batch statistics move however content a client is.
-
-    A cluster whose mean update is small (it has nearly converged) while a member's is large (it is not happy there)
-    splits in two, so that the largest cosine similarity between updates across the cut is small. Both halves start
-    from what their own members uploaded.
+    Updates are of what is trained: batch statistics always move. A cluster whose mean update is small (it has nearly
+    converged) while a member's is large (it is not happy there) splits in two, so that the largest cosine similarity
+    between updates across the cut is small. Both halves start from what their own members uploaded.
 
     Attributes:
         mean_tolerance: epsilon_1: a cluster splits only when its mean update is shorter than this.
@@ -58,8 +56,7 @@ class Clusters(Mixer):
         return Served(shared, memory["cluster"].cpu()[clients])
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        trees = gather(uploads)
-        memory = {name: leaf.clone() for name, leaf in memory.items()}
+        trees, memory = gather(uploads), {name: leaf.clone() for name, leaf in memory.items()}
         cluster, sizes, fresh = (memory[name] for name in ("cluster", "sizes", "fresh"))
         clients = this.clients.to(cluster.device)
         latest = take_prefix("updates", memory)

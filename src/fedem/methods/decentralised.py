@@ -54,8 +54,7 @@ class Graph(OwnGroups):
         return groups, remember(self.topology.matrices(start.keys, start.seed), start.keys)
 
     def plan(self, shared: Tree, memory: Tree, this: Round) -> RoundPlan:
-        plan = super().plan(shared, memory, this)
-        return plan._replace(scales=self.step_scales(this.sizes, this.average_size))
+        return super().plan(shared, memory, this)._replace(scales=self.step_scales(this.sizes, this.average_size))
 
     def step_scales(self, sizes: Tensor, average_size: float) -> Tensor | None:
         """T n_t / n, where every step is scaled, ``[C]``; ``average_size`` is n / T."""

@@ -22,6 +22,8 @@ from fedem.methods.mixer import Star
 from fedem.methods.steps import distinct_models, mean_by_mass, times_mass, train_step
 from fedem.methods.surrogate import Fixed, Surrogate
 
+_LEAST = 1e-12  # of a mixture weight that Balanced FedEM divides by: below, a component hardly moves at the client
+
 
 @dataclass(frozen=True, eq=False)
 class FedEM(Surrogate):
@@ -49,7 +51,6 @@ class FedEM(Surrogate):
     unseen_prior: float = field(default=1.0, metadata={"min": 0})
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw M models, ``[M, ...]``."""
         return distinct_models(self.model, self.num_components, seed)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
@@ -129,9 +130,6 @@ class FedEM(Surrogate):
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
 
 
-_LEAST = 1e-12  # of a mixture weight that steps are divided by: below, a component hardly moves at the client
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class BalancedFedEM(FedEM):
@@ -160,7 +158,6 @@ class BalancedFedEM(FedEM):
         return local.personal["log_weights"].exp().clamp(min=_LEAST)
 
     def finish(self, local: Local) -> Trained:
-        """Upload the mixture weights as well, by which the components count."""
         return Trained(add_prefix("model", local.shared) | {"mass": self._mass(local)}, local.personal, local.shared)
 
     def summand(self, upload: Tree) -> Tree:

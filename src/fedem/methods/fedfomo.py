@@ -79,7 +79,6 @@ class FedFOMO(SingleModel):
         return mixture_of_one(tree_index(shared, 0))
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client starts from the mean of all models, moves towards those that help it, and fine-tunes."""
         return {"key": torch.zeros((), dtype=torch.int64, device=scores["losses"].device)}
 
 
@@ -112,8 +111,7 @@ class Candidates(OwnGroups):
         greedy = uniform(mine, 1) >= self.exploration
         chance = uniform(derive(mine[:, None], keys), 1).squeeze(-1)
         # Chance decides alone, or among equal gains.
-        rank = torch.where(greedy, gains, 0) + 1e-9 * chance
-        rank = rank.scatter(1, clients[:, None], -torch.inf)
+        rank = (torch.where(greedy, gains, 0) + 1e-9 * chance).scatter(1, clients[:, None], -torch.inf)
         return rank.topk(min(self.num_candidates, len(keys) - 1), dim=1).indices
 
     def read(self, shared: Tree, memory: Tree, clients: Tensor) -> Served:
@@ -126,8 +124,7 @@ class Candidates(OwnGroups):
         return RoundPlan(Served(tree_index(shared, rows), torch.arange(len(here))))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        trees = gather(uploads)
-        clients = this.clients.to(memory["keys"].device)
+        trees, clients = gather(uploads), this.clients.to(memory["keys"].device)
         helped = torch.zeros(len(clients), len(memory["keys"]), dtype=torch.float64, device=clients.device)
         helped.scatter_(1, self._choose(memory, clients, this.key), trees["weights"].double())
         gains = memory["gains"].index_add(0, clients, helped)

@@ -37,7 +37,6 @@ class IFCA(SingleModel):
     num_clusters: int = field(default=3, metadata={"min": 1})
 
     def init_shared(self, seed: int) -> Tree:
-        """Draw K models, ``[K, ...]``."""
         return distinct_models(self.model, self.num_clusters, seed)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
@@ -75,7 +74,6 @@ class IFCA(SingleModel):
         return Mixture(shared, personal["log_weights"])
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client joins the cluster with the least loss on its samples; without samples it averages all."""
         losses = scores["losses"]
         if losses.shape[1] == 0:
             return {"log_weights": uniform_log_weights(self.num_clusters, losses)}

@@ -23,6 +23,8 @@ from fedem.graphs import Topology
 
 _MOST_PAIRED = 10_000  # clients at most where the server keeps a number for each pair of them: 800 MB
 Uploads = Iterable[tuple[Tensor, Tree]]  # as they come in: positions in the cohort [c], the trees from there [c, ...]
+# What a mixer keeps of c newcomers [c, ...], what they uploaded -> the same after the round, what they read next.
+Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
 
 
 class Start(NamedTuple):
@@ -68,10 +70,6 @@ class Mixed(NamedTuple):
     groups: Tensor  # [g] int64, which groups are written; one past the last begins a new one
     means: Tree  # [g, ...]
     num_messages: int  # uploads that were sent; there are as many downloads
-
-
-# What a mixer keeps of c newcomers [c, ...], what they uploaded -> the same after the round, what they read next.
-Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
 
 
 class Welcome(NamedTuple):
@@ -159,8 +157,7 @@ def gather(uploads: Uploads) -> Tree:
     """Wait for all uploads and return them in the cohort's order, ``[C, ...]``."""
     pieces = list(uploads)
     order = torch.cat([positions for positions, _ in pieces]).argsort()
-    together = tree_cat([tree for _, tree in pieces])
-    return tree_map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), together)
+    return tree_map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), tree_cat([tree for _, tree in pieces]))
 
 
 def by_samples(this: Round) -> Tensor:

@@ -50,8 +50,7 @@ class Mocha(SingleModel):
         """The proximal problem around w_t. Losses are means over batches, so the rest is divided by n_t."""
         task = take_prefix("task", shared)
         context = add_prefix("received", trained_leaves(self.model, task))
-        context["stiffness"] = shared["stiffness"]
-        context["share"] = 1 / mask.sum().to(self.model.dtype)
+        context |= {"stiffness": shared["stiffness"], "share": 1 / mask.sum().to(self.model.dtype)}
         return Local(task, personal, self.start(task), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
@@ -90,9 +89,7 @@ class Mocha(SingleModel):
         together = tree_map(torch.add, *trained)
         apart = torch.stack([self.model.outputs(trees[0] | tree, inputs) for tree in trained]).sum(0)
         if not torch.allclose(self.model.outputs(trees[0] | together, inputs), apart, rtol=1e-3, atol=1e-4):
-            raise UserError(
-                "Method mocha trains linear models alone, and this is not one; choose another method or model."
-            )
+            raise UserError("Method mocha trains linear models alone; choose another method, or a linear model.")
 
 
 @final

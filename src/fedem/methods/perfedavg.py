@@ -57,14 +57,11 @@ class PerFedAvg(SingleModel):
         correction: Penalty | None = None
         if self.hessian_free:
             second = gradient(adapted(start), outer)
-            ahead, behind = (
-                gradient(tree_map(lambda w, g, s=sign: w + s * self.difference * g, start, second), inner)
-                for sign in (1.0, -1.0)
-            )
             scale = self.inner_rate / (2 * self.difference)
-            product = tree_map(lambda a, b: scale * (a - b), ahead, behind)
+            ahead = gradient(tree_map(lambda w, g: w + self.difference * g, start, second), inner)
+            behind = gradient(tree_map(lambda w, g: w - self.difference * g, start, second), inner)
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
-            correction = partial(inner_product, tree_map(torch.neg, product))
+            correction = partial(inner_product, tree_map(lambda a, b: -scale * (a - b), ahead, behind))
         return self.plain_step(local, outer, learning_rate, correction, adapted)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:

@@ -64,9 +64,7 @@ class Hypernetwork(OneGroup):
         return Served(_models(shared, take_prefix("network", memory), embeddings), torch.arange(len(clients)))
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Send the clients' changes back through the network, and step it and their embeddings."""
-        trees = gather(uploads)
-        clients = this.clients.to(memory["embeddings"].device)
+        trees, clients = gather(uploads), this.clients.to(memory["embeddings"].device)
         network, embeddings = take_prefix("network", memory), memory["embeddings"]
         trained = take_prefix("last", network)
         base = {name: shared[name] for name in trained}

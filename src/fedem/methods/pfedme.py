@@ -42,10 +42,8 @@ class PFedMe(OwnModel):
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
-        received = trained_leaves(self.model, local.shared)
-        own = take_prefix("own", local.personal)
-        solver_state = self.start(own)
-        rate = torch.full_like(learning_rate, self.inner_rate)
+        received, own = trained_leaves(self.model, local.shared), take_prefix("own", local.personal)
+        solver_state, rate = self.start(own), torch.full_like(learning_rate, self.inner_rate)
 
         def pulled(candidate: Tree) -> Tensor:
             return self.pull / 2 * square_distance(candidate, received)

@@ -39,10 +39,11 @@ class Scaffold(SingleModel):
 
     def init_shared(self, seed: int) -> Tree:
         model = self.model.init(seed)
-        return add_prefix("model", model) | add_prefix("control", _zeros(trained_leaves(self.model, model)))
+        control = tree_map(torch.zeros_like, trained_leaves(self.model, model))
+        return add_prefix("model", model) | add_prefix("control", control)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        return _zeros(take_prefix("control", shared))
+        return tree_map(torch.zeros_like, take_prefix("control", shared))
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         model = take_prefix("model", shared)
@@ -90,11 +91,7 @@ class Scaffold(SingleModel):
         return super().predictor(take_prefix("model", shared), personal)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        return _zeros(take_prefix("control", shared))
-
-
-def _zeros(tree: Tree) -> Tree:
-    return tree_map(torch.zeros_like, tree)
+        return tree_map(torch.zeros_like, take_prefix("control", shared))
 
 
 register(Method("scaffold", Scaffold, Star, title="SCAFFOLD",

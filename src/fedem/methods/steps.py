@@ -34,7 +34,8 @@ def batch_loss(model: Model, parameters: Tree, batch: Batch) -> tuple[Tensor, Tr
 
     However often a step passes over a batch, layers that draw draw the same: it is one objective.
     """
-    losses, changed = model.training_losses(parameters, batch.inputs, batch.targets, batch.mask, batch.key)
+    mask = batch.masks[0] if batch.masks else None
+    losses, changed = model.training_losses(parameters, batch.inputs, batch.targets, mask, batch.key)
     return (batch.weights * losses).sum(), changed
 
 
@@ -156,7 +157,6 @@ class OwnModel(SingleModel):
         return tree_map(lambda v, u: torch.where(personal["trained"], v, u), take_prefix("own", personal), shared)
 
     def begin_both(self, shared: Tree, personal: Tree, context: Tree) -> Local:
-        """Return a client that begins to train both models."""
         own = self.own_model(shared, personal)
         solver_state = add_prefix("shared", self.start(shared)) | add_prefix("own", self.start(own))
         return Local(shared, personal | add_prefix("own", own), solver_state, context)

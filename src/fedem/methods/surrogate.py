@@ -7,7 +7,6 @@ surrogate g of f_t, as the paper defines it:
 2. r = g - f_t has a Lipschitz gradient in u; r and its gradient in u vanish at (u0, v0);
 3. for v minimising g(u, .), g(u, v0) - g(u, v) is a function of v0 and v alone, which is zero only where they agree.
 
-In a round it builds g, sets v_t to the minimiser at u0, and improves u with a few steps of its local solver on g.
 :func:`fedem.surrogates.check` tries the three conditions; :func:`fedem.surrogates.optimise` runs the rounds.
 
 Shapes: n samples of the client, B samples of a batch.
@@ -76,8 +75,8 @@ class Surrogate(Algorithm):
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         fixed = self.fix(shared, personal, scores, mask)
-        minimiser = self.minimise(shared, scores, fixed, mask)
-        return Local(shared, minimiser, self.start(shared), fixed.context), fixed.columns
+        personal = self.minimise(shared, scores, fixed, mask)
+        return Local(shared, personal, self.start(shared), fixed.context), fixed.columns
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step on g in the trained leaves of u."""

@@ -220,8 +220,7 @@ class LBFGS(Solver):
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
         state = _remember(state, moved - start, grad(problem.value)(moved) - gradient)
-        stayed = chosen[-1] > 0
-        reach = torch.where(stayed, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
+        reach = torch.where(chosen[-1] > 0, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
         return problem.tree(moved), state | {"reach": reach}, besides
 
 
@@ -290,7 +289,7 @@ class Newton(Solver):
         return problem.tree(pick(vmap(problem.value)(trials)) @ trials), state, {}
 
 
-MEMBERS: dict[str, type[Solver]] = {"sgd": SGD, "adam": Adam, "lbfgs": LBFGS, "newton": Newton}
+_MEMBERS: dict[str, type[Solver]] = {"sgd": SGD, "adam": Adam, "lbfgs": LBFGS, "newton": Newton}
 
 
 @dataclass(frozen=True)
@@ -320,9 +319,9 @@ class Various(Solver):
         common = {name: getattr(self, name) for name in names_of(Various) if name != "members"}
         names = [name.strip() for name in self.members.split(",")]
         for name in names:
-            if name not in MEMBERS:
-                raise unknown("member of Various.members", name, MEMBERS)
-        kinds = [MEMBERS[name] for name in names]
+            if name not in _MEMBERS:
+                raise unknown("member of Various.members", name, _MEMBERS)
+        kinds = [_MEMBERS[name] for name in names]
         return tuple(kind(**{key: common[key] for key in names_of(kind) if key in common}) for kind in kinds)
 
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
@@ -338,3 +337,6 @@ class Various(Solver):
 
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         raise AssertionError("Various only deals out its members; ask among() which clients have which")
+
+
+SOLVERS = _MEMBERS | {"various": Various}

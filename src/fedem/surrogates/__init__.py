@@ -1,7 +1,5 @@
 """Federated surrogate optimisation for a user's own objective: try a surrogate, then optimise with it."""
 
-from __future__ import annotations
-
 from fedem.core.random import uniform
 from fedem.core.tree import Tree
 from fedem.methods.base import Batch

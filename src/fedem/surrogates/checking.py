@@ -109,8 +109,7 @@ class _Trial:
                 ("3. distance, zero only where v0 is the minimiser", _APART, self._separation()),
                 ("3. distance, a function of v0 and the minimiser alone", _SLOPE, self._dependence()),
             ]
-        conditions = tuple(_worst(*trial) for trial in trials)
-        return Verdict(type(self.surrogate).__name__, conditions, self.smoothness)
+        return Verdict(type(self.surrogate).__name__, tuple(_worst(*trial) for trial in trials), self.smoothness)
 
     def _majorant(self, shared: Tree, personal: Tree) -> Tensor:
         return self.client.majorant(shared, personal, self.fixed)

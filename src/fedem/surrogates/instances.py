@@ -16,16 +16,17 @@ from fedem.methods.steps import inner_product, mixture_of_one, square_distance, 
 from fedem.methods.surrogate import Fixed, Surrogate, draw_about
 from fedem.solvers import Newton
 
+_MOST_PARAMETERS = 2000  # whose Hessian can be solved with
+
 
 @final
 @dataclass(frozen=True, eq=False)
 class QuadraticBound(Surrogate):
-    """Each client bounds its loss by a parabola and goes to its lowest point.
+    """Each client bounds its loss by a parabola and goes to its lowest point; nothing is personal.
 
-    g(u) = f(u0) + <grad f(u0), u - u0> + smoothness/2 |u - u0|^2, where f is a client's mean loss.
-
-    A round is a step of gradient descent with rate 1/smoothness on everybody's loss; f never rises where its gradient
-    is Lipschitz with a constant of at most ``smoothness``. Nothing is personal.
+    g(u) = f(u0) + <grad f(u0), u - u0> + smoothness/2 |u - u0|^2, where f is a client's mean loss. A round is a step of
+    gradient descent with rate 1/smoothness on everybody's loss; f never rises where its gradient is Lipschitz with a
+    constant of at most ``smoothness``.
 
     Attributes:
         smoothness: L.
@@ -71,9 +72,6 @@ class QuadraticBound(Surrogate):
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         return {}
-
-
-_MOST_PARAMETERS = 2000
 
 
 @final

@@ -125,10 +125,9 @@ def _objectives(surrogate: Surrogate, chunk: Chunk, alone: bool) -> Tensor:
 
 
 class OneClient:
-    """A client's f and g as functions of (u, v), on samples ``[n, ...]`` and ``[n]``.
+    """A client's f and g as functions of (u, v), on samples ``[n, ...]`` and ``[n]``; errors name the function.
 
-    Whatever a surrogate's function raises names that function. Where the client is ``doubled``, it stands beside itself
-    as an engine stacks clients: everything has a first dimension of two.
+    Where the client is ``doubled``, it stands beside itself as an engine stacks clients, in a first dimension of two.
     """
 
     def __init__(self, surrogate: Surrogate, inputs: Tensor, targets: Tensor, position: int = 0, doubled: bool = False):
@@ -141,7 +140,6 @@ class OneClient:
             self._samples, self._mask, self._batch = _twice((self._samples, self._mask, self._batch))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call one of the surrogate's functions."""
         try:
             method = getattr(self._surrogate, function)
             return (vmap(method) if self._doubled else method)(*arguments)
@@ -175,7 +173,6 @@ class OneClient:
         return scores | self.tree("survey", shared, personal, *self._samples, self._mask)
 
     def fix(self, shared: Tree, personal: Tree) -> Fixed:
-        """Build g near (u, v)."""
         fixed = self.call("fix", shared, personal, self._scores(shared, personal), self._mask)
         if not isinstance(fixed, Fixed):
             raise self._refusal("fix", _described(fixed), "fedem.surrogates.Fixed(columns, context)")
@@ -188,13 +185,10 @@ class OneClient:
         return self.tree("minimise", shared, self._scores(shared, personal), fixed, self._mask)
 
     def objective(self, shared: Tree, personal: Tree) -> Tensor:
-        """f(u, v)."""
         return self._number("objective", shared, personal, self._batch)
 
     def majorant(self, shared: Tree, personal: Tree, fixed: Fixed) -> Tensor:
-        """g(u, v)."""
-        batch = self._batch._replace(samples=fixed.columns)
-        return self._number("majorant", shared, personal, fixed.context, batch)
+        return self._number("majorant", shared, personal, fixed.context, self._batch._replace(samples=fixed.columns))
 
     def start(self, seed: int, key: Tensor) -> tuple[Tree, Tree]:
         """Draw u and v as training does; refuse trees that don't fit together."""

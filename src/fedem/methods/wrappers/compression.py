@@ -22,6 +22,7 @@ from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_bytes, t
 from fedem.models.base import Model
 
 FORMATS = ("none", "bfloat16", "int8")
+_SENT, _RESIDUAL, _NEWS, _REST = "sent/components", "residual", "news", "rest"  # names of leaves, and prefixes
 _LARGEST = 127
 _SHORT = 2  # numbers of a row that take no more room as bfloat16 than as int8 with a scale
 
@@ -81,9 +82,6 @@ def _written(name: str, leaf: Tensor, form: str, leading: int) -> Tree:
     # Where the scale was rounded down, the largest number loses less than half a step all the same.
     whole = (rows / torch.where(steps == 0, 1, steps)).round().clamp(-_LARGEST, _LARGEST)
     return {name: whole.to(torch.int8).reshape(leaf.shape), f"scale/{name}": scale}
-
-
-_SENT, _RESIDUAL, _NEWS, _REST = "sent/components", "residual", "news", "rest"
 
 
 @final

@@ -106,9 +106,9 @@ class Shifted(nn.Module):
         """``[n, ...] -> [n, K]``."""
         outputs: Tensor = self.network(inputs)
         if outputs.shape[-1:] != self.label_shift.shape:
-            allowed = f"{len(self.label_shift)}, as the classes that occur need"
             given = f"The model puts out {outputs.shape[-1]} numbers for each sample"
-            raise UserError(f"{given}; allowed with run.label_shares: {allowed}.")
+            allowed = f"allowed with run.label_shares: {len(self.label_shift)}, as the classes that occur need"
+            raise UserError(f"{given}; {allowed}.")
         return outputs + self.label_shift
 
 
