@@ -22,8 +22,7 @@ from fedem.deploy.peers.group import pack, unpack
 from fedem.deploy.peers.meeting import Meeting, host_meeting, interface_of
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
-from fedem.models.images import read_weights
-from fedem.models.networks import EfficientNetLite0
+from fedem.models.images import EfficientNetLite0, read_weights
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.data.federation import Federation
 from fedem.models import CNN, LSTM, MLP, MODELS, LeafCNN, MobileNetV2, Model, ResNet18
+from fedem.models.images import _same
 from fedem.models.losses import CrossEntropy
-from fedem.models.networks import _same
 
 # Small inputs that each model takes.
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -26,7 +26,7 @@ from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.tree import Tree, tree_index
 from fedem.models.base import Model, leaves_of
-from fedem.models.small import PooledConv2d
+from fedem.models.images import PooledConv2d
 from fedem.runs.result import PersonalModel
 
 TENSORS = "safetensors"

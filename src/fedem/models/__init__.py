@@ -1,9 +1,9 @@
 """Models by name."""
 
 from fedem.models.base import Model, ModelSpec
+from fedem.models.images import CNN, EfficientNetLite0, LeafCNN, MobileNetV2, ResNet18, ResNet34
 from fedem.models.losses import CrossEntropy, Logistic, SquaredError
-from fedem.models.networks import EfficientNetLite0, MobileNetV2, ResNet18, ResNet34
-from fedem.models.small import CNN, LSTM, MLP, LeafCNN, Linear
+from fedem.models.small import LSTM, MLP, Linear
 
 MODELS: dict[str, type[ModelSpec]] = {
     "linear": Linear,
@@ -18,19 +18,6 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 
 __all__ = [
-    "CNN",
-    "LSTM",
-    "MLP",
-    "MODELS",
-    "CrossEntropy",
-    "EfficientNetLite0",
-    "LeafCNN",
-    "Linear",
-    "Logistic",
-    "MobileNetV2",
-    "Model",
-    "ModelSpec",
-    "ResNet18",
-    "ResNet34",
-    "SquaredError",
-]
+    "CNN", "LSTM", "MLP", "MODELS", "CrossEntropy", "EfficientNetLite0", "LeafCNN", "Linear", "Logistic", "MobileNetV2",
+    "Model", "ModelSpec", "ResNet18", "ResNet34", "SquaredError",
+]  # fmt: skip

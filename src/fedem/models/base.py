@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from textwrap import shorten
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
 from fedem.models.losses import Loss
 
+Builder = Callable[[], nn.Module]
 _NO_RULE = (RuntimeError, ValueError)  # torch's for an operation that has no rule for vmap
 
 
@@ -59,11 +60,7 @@ class Model:
     """
 
     def __init__(
-        self,
-        source: nn.Module | Callable[[], nn.Module],
-        loss: Loss,
-        dtype: torch.dtype = torch.float32,
-        precision: str = "tf32",
+        self, source: nn.Module | Builder, loss: Loss, dtype: torch.dtype = torch.float32, precision: str = "tf32"
     ):
         self.loss = loss
         self.dtype, self.precision = dtype, precision
@@ -138,8 +135,7 @@ class Model:
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            outputs: Tensor = functional_call(module, state, (self.prepare(inputs),))
-        return outputs.to(self.dtype)
+            return functional_call(module, state, (self.prepare(inputs),)).to(self.dtype)
 
     def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each sample in evaluation mode, ``[n]``."""
@@ -170,18 +166,16 @@ class Model:
 
     def probe(self, inputs: Tensor) -> None:
         """Try a few inputs, on their device; what is found is noted in ``bytes_per_sample`` and ``not_stackable``."""
-        self.bytes_per_sample = measure(self, inputs[:1])
-        self.not_stackable = reason_not_to_stack(self, inputs)
+        self.bytes_per_sample = _measure(self, inputs[:1])
+        self.not_stackable = _reason_not_to_stack(self, inputs)
 
     def component_outputs(self, components: Tree, inputs: Tensor) -> Tensor:
         """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``."""
-        outputs: Tensor = self.over_components(self.outputs, (0, None), self.is_large)(components, inputs)
-        return outputs
+        return self.over_components(self.outputs, (0, None), self.is_large)(components, inputs)
 
     def component_losses(self, components: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each sample under each of M models, ``[M, n]``."""
-        losses: Tensor = self.over_components(self.losses, (0, None, None), self.is_large)(components, inputs, targets)
-        return losses
+        return self.over_components(self.losses, (0, None, None), self.is_large)(components, inputs, targets)
 
     @cached_property
     def is_large(self) -> bool:
@@ -229,11 +223,13 @@ def leaves_of(module: nn.Module) -> Tree:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
+def rebuilder(source: nn.Module) -> Builder:
     """Return a function that copies ``source`` and initialises the copy afresh."""
-    for name, part in source.named_modules():
-        own = any(leaf.requires_grad for leaf in part.parameters(recurse=False))
-        if own and not callable(getattr(part, "reset_parameters", None)):
+    # What is frozen was given for its values.
+    own = [name for name, part in source.named_modules() if any(leaf.requires_grad for leaf in part.parameters(False))]
+    for name in own:
+        part = source.get_submodule(name)
+        if not callable(getattr(part, "reset_parameters", None)):
             raise UserError(
                 f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters(), so "
                 "components could not start differently; pass a function that builds the module instead."
@@ -241,16 +237,14 @@ def rebuilder(source: nn.Module) -> Callable[[], nn.Module]:
 
     def rebuild() -> nn.Module:
         module = deepcopy(source)
-        for part in module.modules():
-            # What is frozen was given for its values.
-            if any(leaf.requires_grad for leaf in part.parameters(recurse=False)):
-                part.reset_parameters()  # type: ignore[operator]  # its presence is checked above
+        for name in own:
+            module.get_submodule(name).reset_parameters()  # type: ignore[operator]  # its presence is checked above
         return module
 
     return rebuild
 
 
-def measure(model: Model, inputs: Tensor) -> int:
+def _measure(model: Model, inputs: Tensor) -> int:
     """Count the bytes that all layers put out for these inputs."""
     total = 0
 
@@ -267,35 +261,41 @@ def measure(model: Model, inputs: Tensor) -> int:
     return total
 
 
-def reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
+def _reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
     """Say why models can't be stacked; None when they can. Refuses what can't be trained or evaluated at all."""
     # In double precision where the module bears it: layers that normalise few samples amplify rounding.
-    judge = type(model)(model.build, model.loss, torch.float64)
+    for judge in (Model(model.build, model.loss, torch.float64), model):
+        try:
+            trees = [tree_to(judge.init(seed), inputs.device) for seed in (0, 1)]
+            alone = _pull(judge, trees[1], inputs)
+            break
+        except _NO_RULE as error:
+            if judge is model:
+                raise UserError(f"The model can't be trained: {error}") from error
+    with torch.no_grad():
+        evaluated = judge.outputs(trees[1], inputs)
+        apart = torch.cat([judge.outputs(trees[1], row) for row in inputs.split(1)])
+    if not _agree(evaluated, apart):
+        said = "What the model predicts for a sample depends on the samples beside it, or on chance"
+        raise UserError(f"{said}; allowed: modules that treat samples one by one in evaluation mode.")
     try:
-        _pull(judge, inputs)
-    except RuntimeError:
-        judge = model
-    try:
-        alone = _pull(judge, inputs)
-    except _NO_RULE as error:
-        raise UserError(f"The model can't be trained: {error}") from error
-    _check_evaluation(judge, inputs)
-    try:
-        together, evaluates_alike = _pull_beside(judge, inputs), _evaluates_stacked(judge, inputs)
+        together = _pull_beside(judge, trees, inputs)
+        with torch.no_grad():
+            by_model = vmap(judge.outputs, in_dims=(0, None))(tree_stack(trees), inputs)[1]
+            by_client = vmap(judge.outputs, in_dims=(None, 0))(trees[1], torch.stack([inputs.flip(0), inputs]))[1]
     except _NO_RULE as error:
         return shorten(str(error).splitlines()[0], 160)
     spoilt = [name for name in alone if name not in model.trainable and not _agree(together[name], alone[name])]
     if spoilt:
         return f"training changes {spoilt[0]!r}, which sees the padding of short batches"
     gradients = [{name: tree[name] for name in model.trainable} for tree in (together, alone)]
-    if evaluates_alike and _agree(*map(tree_flat, gradients)):
+    if all(_agree(*pair) for pair in ((by_model, evaluated), (by_client, evaluated), map(tree_flat, gradients))):
         return None
     return "its results change with the padding of short batches or with who is trained beside"
 
 
-def _pull(model: Model, inputs: Tensor, tree: Tree | None = None, mask: Tensor | None = None) -> Tree:
+def _pull(model: Model, leaves: Tree, inputs: Tensor, mask: Tensor | None = None) -> Tree:
     """Return the gradient of something that depends on every output, and the buffers after a pass."""
-    leaves = tree_to(model.init(1), inputs.device) if tree is None else tree
     key = torch.tensor(0, device=inputs.device)
 
     def objective(trained: Tree) -> tuple[Tensor, Tree]:
@@ -304,43 +304,17 @@ def _pull(model: Model, inputs: Tensor, tree: Tree | None = None, mask: Tensor |
         return (squares if mask is None else squares * mask).sum(), buffers
 
     gradient, buffers = grad(objective, has_aux=True)({name: leaves[name] for name in model.trainable})
-    pulled: Tree = gradient | buffers
-    return pulled
+    return gradient | buffers
 
 
-def _pull_beside(model: Model, inputs: Tensor) -> Tree:
-    """Return the same with another model beside it, and padding below the inputs."""
+def _pull_beside(model: Model, trees: list[Tree], inputs: Tensor) -> Tree:
+    """Return the same of the second of two models that stand beside each other, with padding below the inputs."""
     # Other rows than there are, of numbers that occur.
     most, least = inputs.amax(0, keepdim=True), inputs.amin(0, keepdim=True)
     padded = torch.cat([inputs, most, least, most])
     mask = torch.arange(len(padded), device=inputs.device) < len(inputs)
-    trees = tree_stack([tree_to(model.init(seed), inputs.device) for seed in (0, 1)])
-
-    def pull(tree: Tree, inputs: Tensor, mask: Tensor) -> Tree:
-        return _pull(model, inputs, tree, mask)
-
-    both: Tree = vmap(pull)(trees, torch.stack([padded, padded]), torch.stack([mask, mask]))
+    both = vmap(partial(_pull, model))(tree_stack(trees), torch.stack([padded, padded]), torch.stack([mask, mask]))
     return tree_index(both, 1)
-
-
-def _check_evaluation(model: Model, inputs: Tensor) -> None:
-    """Refuse a module whose evaluation of a sample depends on the samples beside it."""
-    parameters = tree_to(model.init(1), inputs.device)
-    with torch.no_grad():
-        apart = torch.cat([model.outputs(parameters, row) for row in inputs.split(1)])
-        if not _agree(model.outputs(parameters, inputs), apart):
-            said = "What the model predicts for a sample depends on the samples beside it, or on chance"
-            raise UserError(f"{said}; allowed: modules that treat samples one by one in evaluation mode.")
-
-
-def _evaluates_stacked(model: Model, inputs: Tensor) -> bool:
-    """Say whether stacked models evaluate as single ones do, and so one model on stacked inputs."""
-    trees = [tree_to(model.init(seed), inputs.device) for seed in (0, 1)]
-    with torch.no_grad():
-        alone = model.outputs(trees[1], inputs)
-        models = vmap(model.outputs, in_dims=(0, None))(tree_stack(trees), inputs)
-        clients = vmap(model.outputs, in_dims=(None, 0))(trees[1], torch.stack([inputs.flip(0), inputs]))
-        return _agree(models[1], alone) and _agree(clients[1], alone)
 
 
 def _agree(first: Tensor, second: Tensor) -> bool:

@@ -38,17 +38,10 @@ Geometry = tuple[Window, Window, Window, Window, bool]  # kernel, stride, paddin
 _State = tuple[Tensor, Tensor]
 
 
-def call(function: Any, *arguments: Any) -> Any:
-    """Call an autograd function, whose ``apply`` torch leaves untyped."""
-    return function.apply(*arguments)
-
-
 class StackableMaxPool2d(nn.MaxPool2d):
-    """``nn.MaxPool2d`` in a form that stacks without copies.
+    """``nn.MaxPool2d`` with stacked models beside the channels, where a convolution's outputs have them.
 
-    torch's rule for vmap lays the models beside the samples; but a convolution's outputs have them beside the channels,
-    and putting them elsewhere copies the largest tensors of a network, forwards and backwards. Here they stay where
-    they are.
+    torch's rule for vmap lays them beside the samples, which copies the largest tensors of a network, both ways.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -60,8 +53,7 @@ class StackableMaxPool2d(nn.MaxPool2d):
 
 def max_pool(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return the largest number of each window, ``[n, C, H, W] -> [n, C, H', W']``."""
-    pooled: Tensor = call(_MaxPool, inputs, geometry)[0]
-    return pooled
+    return _MaxPool.apply(inputs, geometry)[0]
 
 
 def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
@@ -77,11 +69,8 @@ def _pairs(*windows: Window) -> list[list[int]]:
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(inputs: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        kernel, stride, padding, dilation, over = geometry
-        pooled: tuple[Tensor, Tensor] = torch.ops.aten.max_pool2d_with_indices(
-            inputs, *_pairs(kernel, stride, padding, dilation), over
-        )
-        return pooled
+        *windows, over = geometry
+        return torch.ops.aten.max_pool2d_with_indices(inputs, *_pairs(*windows), over)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Geometry], output: tuple[Tensor, Tensor]) -> None:
@@ -91,31 +80,26 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return call(_Gradient, gradient, *ctx.saved_tensors, ctx.geometry), None
+        return _MaxPoolGradient.apply(gradient, *ctx.saved_tensors, ctx.geometry), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int, None], inputs: Tensor, geometry: Geometry) -> tuple[Any, tuple[int, int]]:
-        size = info.batch_size
-        pooled = call(_MaxPool, _beside_channels(inputs, dims[0], size), geometry)
-        return tuple(leaf.unflatten(1, (size, -1)) for leaf in pooled), (1, 1)
+        pooled = _MaxPool.apply(_beside_channels(inputs, dims[0], info.batch_size), geometry)
+        return tuple(leaf.unflatten(1, (info.batch_size, -1)) for leaf in pooled), (1, 1)
 
 
-class _Gradient(torch.autograd.Function):
+class _MaxPoolGradient(torch.autograd.Function):
     """Its backward pass, with a rule of its own for the same reason."""
 
     @staticmethod
     def forward(gradient: Tensor, inputs: Tensor, indices: Tensor, geometry: Geometry) -> Tensor:
         kernel, stride, padding, dilation, over = geometry
         gradient = gradient.contiguous()
-        result: Tensor
         if kernel == stride and padding == 0 and dilation == 1:
             # Windows that don't overlap: every number goes to one place, and putting it there is much faster.
-            result = torch.ops.aten.max_unpool2d(gradient, indices, inputs.shape[-2:])
-        else:
-            result = torch.ops.aten.max_pool2d_with_indices_backward(
-                gradient, inputs, *_pairs(kernel, stride, padding, dilation), over, indices
-            )
-        return result
+            return torch.ops.aten.max_unpool2d(gradient, indices, inputs.shape[-2:])
+        windows = _pairs(kernel, stride, padding, dilation)
+        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, inputs, *windows, over, indices)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Geometry], output: Tensor) -> None:
@@ -125,15 +109,13 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         """It puts numbers where the maxima were, so backwards they are picked up there."""
         (indices,) = ctx.saved_tensors
-        picked = gradient.flatten(-2).gather(-1, indices.flatten(-2)).reshape(indices.shape)
-        return picked, None, None, None
+        return gradient.flatten(-2).gather(-1, indices.flatten(-2)).reshape(indices.shape), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         *leaves, geometry = arguments
-        size = info.batch_size
-        folded = [_beside_channels(leaf, dim, size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
-        return call(_Gradient, *folded, geometry).unflatten(1, (size, -1)), 1
+        folded = [_beside_channels(leaf, dim, info.batch_size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
+        return _MaxPoolGradient.apply(*folded, geometry).unflatten(1, (info.batch_size, -1)), 1
 
 
 @dataclass
@@ -159,11 +141,9 @@ def training_pass(mask: Tensor | None, key: Tensor) -> Iterator[None]:
 
 
 def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> Tensor:
-    """Zero each number, or each channel, with probability ``rate``, and scale the others to keep the mean.
-
-    What is zeroed depends on the pass's key and on the place: the row, and the position within it. So neither the
-    padding below a batch nor the clients beside it change anything.
-    """
+    """Zero each number, or each channel, with probability ``rate``, and scale the others to keep the mean."""
+    # What is zeroed depends on the pass's key and on the place: the row, and the position within it. So neither the
+    # padding below a batch nor the clients beside it change anything.
     if rate == 1:
         return torch.zeros_like(inputs)
     shape = inputs.shape[:2] if whole_channels else inputs.shape
@@ -197,11 +177,12 @@ class KeyedChannelDropout(KeyedDropout):
 
 
 class MaskedBatchNorm(_BatchNorm):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are not padding.
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are not padding."""
 
-    A channel with a single number can't be normalised by its own batch: it is by the running statistics, which then
-    stay as they are.
-    """
+    # They are there (:func:`make_stackable`).
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
@@ -209,36 +190,31 @@ class MaskedBatchNorm(_BatchNorm):
             return self._by(inputs, own=False)
         mask = _CURRENT.get().mask
         if mask is None and self.momentum is not None and len(inputs) * inputs.shape[2:].numel() > 1:
-            self._kept()[2].add_(1)
+            self.num_batches_tracked.add_(1)
             return self._by(inputs, own=True)
         return self._masked(inputs, torch.ones(len(inputs), device=inputs.device) if mask is None else mask)
 
-    def _kept(self) -> Any:
-        """Return the running mean and variance and the number of batches, which are there (:func:`make_stackable`)."""
-        return self.running_mean, self.running_var, self.num_batches_tracked
-
     def _by(self, inputs: Tensor, own: bool) -> Tensor:
         """Normalise by the batch's own statistics, all rows counting, or by the running ones."""
-        mean, variance, _ = self._kept()
-        return batch_norm(inputs, mean, variance, self.weight, self.bias, own, self.momentum or 0.0, self.eps)
+        kept = self.running_mean, self.running_var
+        return batch_norm(inputs, *kept, self.weight, self.bias, own, self.momentum or 0.0, self.eps)
 
     def _masked(self, inputs: Tensor, mask: Tensor) -> Tensor:
         """Normalise by the statistics of the rows in ``mask`` ``[n]``."""
-        running_mean, running_variance, tracked = self._kept()
+        running_mean, running_variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
         inputs = inputs.to(running_mean.dtype)
         channels, rows = (1, -1, *(1,) * (inputs.ndim - 2)), (-1, *(1,) * (inputs.ndim - 1))
         dims = [0, *range(2, inputs.ndim)]
         weights = mask.to(inputs.dtype).view(rows)
         count = weights.sum() * inputs.shape[2:].numel()
+        # A channel with a single number is normalised by the running statistics, which then stay as they are.
         lonely = count <= 1
         mean = torch.where(lonely, running_mean, (weights * inputs).sum(dims) / count)
         centred = inputs - mean.view(channels)
         spread = (weights * centred.square()).sum(dims)
         variance = torch.where(lonely, running_variance, spread / count)
         tracked.add_((~lonely).long())
-        pace = (
-            1 / tracked.clamp(min=1).to(count.dtype) if self.momentum is None else count.new_zeros(()) + self.momentum
-        )
+        pace = 1 / tracked.clamp(min=1).to(count.dtype) if self.momentum is None else count.new_full((), self.momentum)
         pace = torch.where(lonely, 0.0, pace)
         # As torch has it: the running variance is the unbiased one.
         unbiased = torch.where(lonely, running_variance, spread.detach() / (count - 1).clamp(min=1))
@@ -249,11 +225,10 @@ class MaskedBatchNorm(_BatchNorm):
 
 
 class FoldedLinear(nn.Linear):
-    """``nn.Linear`` whose weight stands on the left.
+    """``nn.Linear`` whose weight stands on the left, and whose gradient that comes back is laid out afresh.
 
     Under vmap over components torch folds them into the rows of one matrix product only when the stacked factor is the
-    left one and contiguous; else it copies the inputs once for each component. So the weight stands on the left, and
-    the gradient that comes back is laid out afresh (it is far smaller than the inputs).
+    left one and contiguous; else it copies the inputs, far larger than that gradient, once for each component.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -280,17 +255,16 @@ class WidenedConv2d(nn.Conv2d):
         """``[n, 1, H, W] -> [n, O, H', W']``."""
         if not self.training or self.bias is None:
             return super().forward(inputs)
-        assert not isinstance(self.padding, str), "is_widened() has seen to it"
+        assert not isinstance(self.padding, str), "_is_widened() has seen to it"
         above, left = self.padding
         # A place in a window that lies in the image wherever the window is.
         below, right = self.kernel_size[0] - 1 - above, self.kernel_size[1] - 1 - left
         carried = pad(self.bias[:, None, None, None], (left, right, above, below))
         weight = torch.cat([self.weight, carried], dim=1)
-        outputs: Tensor = self._conv_forward(pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight, None)
-        return outputs
+        return self._conv_forward(pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight, None)
 
 
-def is_widened(layer: nn.Conv2d) -> bool:
+def _is_widened(layer: nn.Conv2d) -> bool:
     """Say whether a convolution has one input channel and no peculiarities."""
     plain = layer.in_channels == 1 and layer.padding_mode == "zeros" and layer.dilation == (1, 1)
     if not plain or isinstance(layer.padding, str):
@@ -310,7 +284,8 @@ class StackableLSTM(nn.LSTM):
             raise UserError("A stackable LSTM received a PackedSequence; allowed: sequences padded to one tensor.")
         outputs, hidden, cell = self._time_first(input, hx)
         last = []
-        for layer, start in enumerate(zip(hidden.split(self._directions), cell.split(self._directions), strict=True)):
+        starts = (part.split(1 + self.bidirectional) for part in (hidden, cell))
+        for layer, start in enumerate(zip(*starts, strict=True)):
             if layer and self.dropout and self.training:
                 # By rows, which are samples.
                 outputs = keyed_dropout(outputs.transpose(0, 1), self.dropout).transpose(0, 1)
@@ -320,10 +295,6 @@ class StackableLSTM(nn.LSTM):
         if input.ndim == 2:
             return outputs[:, 0], (hidden[:, 0], cell[:, 0])
         return outputs.transpose(0, 1) if self.batch_first else outputs, (hidden, cell)
-
-    @property
-    def _directions(self) -> int:
-        return 2 if self.bidirectional else 1
 
     def _time_first(self, inputs: Tensor, state: _State | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs ``[T, n, d]`` and the start ``[layers * directions, n, h]``; refuse what does not fit."""
@@ -336,12 +307,10 @@ class StackableLSTM(nn.LSTM):
             raise UserError(f"An LSTM received inputs of shape {list(inputs.shape)}; allowed: {expected}.")
         single = inputs.ndim == 2
         inputs = inputs.unsqueeze(1) if single else inputs.movedim(time, 0)
-        shape = (self.num_layers * self._directions, inputs.shape[1], self.hidden_size)
-        if state is None:
-            zeros = torch.zeros(shape, dtype=inputs.dtype, device=inputs.device)
-            return inputs, zeros, zeros
+        num_starts, samples = self.num_layers * (1 + self.bidirectional), inputs.shape[1:2] if not single else ()
+        allowed = (num_starts, *samples, self.hidden_size)
+        state = state or (torch.zeros(allowed, dtype=inputs.dtype, device=inputs.device),) * 2
         for part in state:
-            allowed = (shape[0], shape[2]) if single else shape
             if part.shape != allowed:
                 raise UserError(f"An LSTM received a state of shape {list(part.shape)}; allowed: {list(allowed)}.")
         hidden, cell = (part.unsqueeze(1) if single else part for part in state)
@@ -359,13 +328,13 @@ class StackableLSTM(nn.LSTM):
         # In the parameters' type, whatever torch.autocast or the layer below made of the inputs: what adds up over many
         # times in few bits drifts.
         moving = (part.to(recurrent.dtype) for part in (gates, *start))
-        hidden, cell, _, _ = call(_Recurrence, bias, recurrent, *moving)
+        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, *moving)
         outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
         return outputs, (hidden[:, -1], cell)
 
     def _stack(self, name: str) -> Tensor:
         """Stack a parameter's directions, ``[directions, 4h, ...]``, with torch's order of gates brought into ours."""
-        names = (name, f"{name}_reverse")[: self._directions]
+        names = (name, f"{name}_reverse") if self.bidirectional else (name,)
         return torch.stack([getattr(self, name) for name in names]).roll(self.hidden_size, dims=1)
 
 
@@ -394,16 +363,14 @@ class _Recurrence(torch.autograd.Function):
         weight, start, hidden, gates, cells = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
         grad_cell = torch.zeros_like(start) if grad_cell is None else grad_cell
-        grad_gates, grad_start, grad_cell = call(
-            _RecurrenceGradient, weight, hidden, gates, cells, grad_hidden, grad_cell
-        )
+        grad_gates, *starts = _RecurrenceGradient.apply(weight, hidden, gates, cells, grad_hidden, grad_cell)
         before = torch.cat([start.unsqueeze(1), hidden[:, :-1]], dim=1)
         grad_weight = grad_gates.flatten(1, 2).mT @ before.flatten(1, 2)
-        return grad_gates.sum((1, 2)), grad_weight, grad_gates, grad_start, grad_cell
+        return grad_gates.sum((1, 2)), grad_weight, grad_gates, *starts
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
-        return _fold(_Recurrence, 2, info.batch_size, in_dims, tensors)
+        return _fold(_Recurrence, 2, info.batch_size, in_dims, *tensors)
 
 
 class _RecurrenceGradient(torch.autograd.Function):
@@ -427,31 +394,22 @@ class _RecurrenceGradient(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
-        return _fold(_RecurrenceGradient, 1, info.batch_size, in_dims, tensors)
+        return _fold(_RecurrenceGradient, 1, info.batch_size, in_dims, *tensors)
 
 
-def _fold(
-    function: type[torch.autograd.Function],
-    num_parameters: int,
-    size: int,
-    in_dims: tuple[int | None, ...],
-    tensors: tuple[Tensor, ...],
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+def _fold(function: Any, num_parameters: int, size: int, in_dims: tuple[int | None, ...], *tensors: Tensor) -> Any:
     """Call ``function`` once for all of a mapped dimension: as more models, or as more samples of the same models.
 
     The first ``num_parameters`` tensors are parameters ``[S, ...]``; the others and the outputs are ``[S, ..., n, _]``.
     """
-
-    def mapped(tensor: Tensor, dim: int | None) -> Tensor:
-        return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
+    pairs = zip(tensors, in_dims, strict=True)
+    mapped = [leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0) for leaf, dim in pairs]
     if any(dim is not None for dim in in_dims[:num_parameters]):
-        outputs = call(function, *(mapped(*pair).flatten(0, 1) for pair in zip(tensors, in_dims, strict=True)))
+        outputs = function.apply(*(leaf.flatten(0, 1) for leaf in mapped))
         return tuple(output.unflatten(0, (size, len(output) // size)) for output in outputs), (0,) * len(outputs)
     # The parameters, perhaps larger than all else, are not copied then.
-    rows = zip(tensors[num_parameters:], in_dims[num_parameters:], strict=True)
-    samples = (mapped(*pair).movedim(0, -3).flatten(-3, -2) for pair in rows)
-    outputs = call(function, *tensors[:num_parameters], *samples)
+    samples = (leaf.movedim(0, -3).flatten(-3, -2) for leaf in mapped[num_parameters:])
+    outputs = function.apply(*tensors[:num_parameters], *samples)
     outputs = tuple(output.unflatten(-2, (size, output.shape[-2] // size)) for output in outputs)
     return outputs, tuple(output.ndim - 3 for output in outputs)
 
@@ -518,15 +476,9 @@ def _recur_back(
 
 # As operations of torch's own kind: a recording then holds one entry for a whole loop.
 _LIBRARY = library.Library("fedem", "DEF")
-_LIBRARY.define(
-    "lstm(Tensor bias, Tensor weight, Tensor gates, Tensor hidden, Tensor cell) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "lstm_gradient(Tensor weight, Tensor hidden, Tensor gates, Tensor cells, Tensor grad_hidden, Tensor grad_cell)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.impl("lstm", _recur, "CompositeExplicitAutograd")
-_LIBRARY.impl("lstm_gradient", _recur_back, "CompositeExplicitAutograd")
+for _name, _function in {"lstm": _recur, "lstm_gradient": _recur_back}.items():
+    _LIBRARY.define(_name + library.infer_schema(_function, mutates_args=()))
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
 _FORMS: dict[type[nn.Module], type[nn.Module]] = {
@@ -539,7 +491,7 @@ _FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: StackableLSTM,
 }
 _ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
-    nn.Conv2d: is_widened,
+    nn.Conv2d: _is_widened,
     nn.MaxPool2d: lambda layer: not layer.return_indices,
     nn.LSTM: lambda layer: not layer.proj_size,  # which projects its hidden state
 }

@@ -17,8 +17,7 @@ from torch.nn.functional import softplus
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 
-CLASSES, NUMBERS = "classes", "numbers"
-"""what is predicted"""
+CLASSES, NUMBERS = "classes", "numbers"  # what is predicted
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Loss(Settings, ABC):
     """A negative log-likelihood, what a model must put out for it, and how its predictions are mixed."""
 
     task: ClassVar[str] = CLASSES
-    metric: ClassVar[str] = "accuracy"
-    """that predictions are judged by unless another is named"""
+    metric: ClassVar[str] = "accuracy"  # that predictions are judged by unless another is named
 
     @abstractmethod
     def num_outputs(self, targets: Tensor) -> int:
@@ -46,36 +44,27 @@ class Loss(Settings, ABC):
         """Return what is averaged over components: class probabilities ``[n, K]``, or means ``[n, D]``."""
 
 
-class _Classification(Loss):
-    """Shared by the losses whose targets are classes."""
-
-    @abstractmethod
-    def num_classes(self, num_outputs: int) -> int:
-        """Return K for a model with ``num_outputs`` outputs; refuse a number that does not fit."""
-
-    def check(self, num_outputs: int, targets: Tensor) -> None:
-        num_classes = self.num_classes(num_outputs)
-        if targets.is_floating_point() or targets.ndim != 1:
-            said = f"Targets are {targets.dtype} of shape {list(targets.shape)}"
-            raise UserError(f"{said}; allowed for classes: integers, [n].")
-        if len(targets) and (int(targets.min()) < 0 or int(targets.max()) >= num_classes):
-            allowed = f"0 to {num_classes - 1}"
-            raise UserError(f"Targets run from {int(targets.min())} to {int(targets.max())}; allowed: {allowed}.")
+def _check_classes(targets: Tensor, num_classes: int) -> None:
+    if targets.is_floating_point() or targets.ndim != 1:
+        said = f"Targets are {targets.dtype} of shape {list(targets.shape)}"
+        raise UserError(f"{said}; allowed for classes: integers, [n].")
+    if len(targets) and (int(targets.min()) < 0 or int(targets.max()) >= num_classes):
+        said = f"Targets run from {int(targets.min())} to {int(targets.max())}"
+        raise UserError(f"{said}; allowed: 0 to {num_classes - 1}.")
 
 
 @dataclass(frozen=True)
-class CrossEntropy(_Classification):
+class CrossEntropy(Loss):
     """-log softmax(outputs)[target] for outputs ``[n, K]``."""
 
     def num_outputs(self, targets: Tensor) -> int:
-        """K: one more than the largest class."""
         return int(targets.max()) + 1
 
-    def num_classes(self, num_outputs: int) -> int:
+    def check(self, num_outputs: int, targets: Tensor) -> None:
         if num_outputs < 2:
             allowed = "allowed for cross-entropy: one per class, at least 2"
             raise UserError(f"The model puts out 1 number per sample; {allowed}.")
-        return num_outputs
+        _check_classes(targets, num_outputs)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return -torch.log_softmax(outputs, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -85,17 +74,17 @@ class CrossEntropy(_Classification):
 
 
 @dataclass(frozen=True)
-class Logistic(_Classification):
+class Logistic(Loss):
     """-log sigmoid(+-output) for two classes and outputs ``[n, 1]``."""
 
     def num_outputs(self, targets: Tensor) -> int:
         return 1
 
-    def num_classes(self, num_outputs: int) -> int:
+    def check(self, num_outputs: int, targets: Tensor) -> None:
         if num_outputs != 1:
             allowed = 'allowed for two classes (logistic): 1, or loss = "cross_entropy"'
             raise UserError(f"The model puts out {num_outputs} numbers per sample; {allowed}.")
-        return 2
+        _check_classes(targets, 2)
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softplus(-o)`` for class 1 and ``softplus(o)`` for class 0, ``[n]``."""
@@ -120,11 +109,10 @@ class SquaredError(Loss):
     variance: float = field(default=1.0, metadata={"above": 0})
 
     def num_outputs(self, targets: Tensor) -> int:
-        """D."""
         return 1 if targets.ndim == 1 else targets.shape[1]
 
     def check(self, num_outputs: int, targets: Tensor) -> None:
-        if (1 if targets.ndim == 1 else targets.shape[1]) != num_outputs:
+        if self.num_outputs(targets) != num_outputs:
             allowed = f"allowed for a model with {num_outputs} outputs: [n, {num_outputs}]"
             raise UserError(f"Targets have shape {list(targets.shape)}; {allowed}.")
 

@@ -14,6 +14,8 @@ import importlib.util
 import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,57 +115,49 @@ def _calibration_error(predictions: Tensor, targets: Tensor) -> float:
     return float(torch.zeros(_BINS, dtype=gaps.dtype).index_add(0, place, gaps).abs().sum() / len(guess))
 
 
-def _by_class(score: str) -> Callable[[Tensor, Tensor], float | None]:
-    """One class against the rest, the mean over the classes that occur; of two classes, the second against the first.
+def _by_class(score: str, predictions: Tensor, targets: Tensor) -> float | None:
+    """One class against the rest, the mean over the classes that occur; of two, the second against the first."""
+    from sklearn import metrics
 
-    Undefined where all samples are of one class.
-    """
-
-    def judge(predictions: Tensor, targets: Tensor) -> float | None:
-        from sklearn import metrics
-
-        there = one_hot(targets, predictions.shape[1])
-        classes = there.any(0).nonzero().flatten()
-        if len(classes) < 2:
-            return None
-        columns = classes if predictions.shape[1] > 2 else classes[1]
-        return float(getattr(metrics, score)(there[:, columns].numpy(), predictions[:, columns].numpy()))
-
-    return judge
+    there = one_hot(targets, predictions.shape[1])
+    classes = there.any(0).nonzero().flatten()
+    if len(classes) < 2:
+        return None  # undefined where all samples are of one class
+    columns = classes if predictions.shape[1] > 2 else classes[1]
+    return float(getattr(metrics, score)(there[:, columns].numpy(), predictions[:, columns].numpy()))
 
 
-def _of_guesses(score: str) -> Callable[[Tensor, Tensor], float | None]:
+def _by_guess(score: str, predictions: Tensor, targets: Tensor) -> float:
     """Return a score of the most probable classes, the mean over classes."""
+    from sklearn import metrics
 
-    def judge(predictions: Tensor, targets: Tensor) -> float | None:
-        from sklearn import metrics
+    # Balanced accuracy is the mean recall of the classes that occur.
+    only = {"labels": targets.unique().numpy()} if score == "recall_score" else {}
+    guesses = predictions.argmax(1).numpy()
+    return float(getattr(metrics, score)(targets.numpy(), guesses, average="macro", zero_division=0, **only))
 
-        # Balanced accuracy is the mean recall of the classes that occur.
-        only = {"labels": targets.unique().numpy()} if score == "recall_score" else {}
-        guesses = predictions.argmax(1).numpy()
-        return float(getattr(metrics, score)(targets.numpy(), guesses, average="macro", zero_division=0, **only))
 
-    return judge
+def _is_among(k: int, predictions: Tensor, targets: Tensor) -> Tensor:
+    return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
 
 
 def _top(k: int) -> Metric:
-    def is_among(predictions: Tensor, targets: Tensor) -> Tensor:
-        return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
+    name, title = f"top_{k}_accuracy", f"top-{k} accuracy"
+    return Metric(name, CLASSES, partial(_is_among, k), in_percent=True, title=title, least_classes=k + 1)
 
-    title = f"top-{k} accuracy"
-    return Metric(f"top_{k}_accuracy", CLASSES, is_among, in_percent=True, title=title, least_classes=k + 1)
+
+def _of_sklearn(name: str, judge: Callable[..., float | None], score: str, **options: Any) -> Metric:
+    return Metric(name, CLASSES, None, partial(judge, score), needs_sklearn=True, **options)
 
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric("accuracy", CLASSES, _is_right, in_percent=True),
-        Metric("balanced_accuracy", CLASSES, None, _of_guesses("recall_score"), in_percent=True, needs_sklearn=True),
-        Metric("roc_auc", CLASSES, None, _by_class("roc_auc_score"), title="ROC-AUC", needs_sklearn=True),
-        Metric("average_precision", CLASSES, None, _by_class("average_precision_score"), needs_sklearn=True),
-        Metric(
-            "macro_f1", CLASSES, None, _of_guesses("f1_score"), title="macro F1", in_percent=True, needs_sklearn=True
-        ),
+        _of_sklearn("balanced_accuracy", _by_guess, "recall_score", in_percent=True),
+        _of_sklearn("roc_auc", _by_class, "roc_auc_score", title="ROC-AUC"),
+        _of_sklearn("average_precision", _by_class, "average_precision_score"),
+        _of_sklearn("macro_f1", _by_guess, "f1_score", title="macro F1", in_percent=True),
         _top(5),
         Metric("log_loss", CLASSES, _surprise, larger_is_better=False),
         Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
@@ -190,10 +184,7 @@ def find_metric(name: str) -> Metric:
 
 
 def choose_metrics(names: str, loss: Loss, num_outputs: int) -> tuple[Metric, ...]:
-    """Return the metrics called ``names``, with commas between them; the loss's own one where none is named.
-
-    Refuses those that do not fit what is predicted, and those that need a package which is not installed.
-    """
+    """Return the metrics called ``names``, with commas between them; the loss's own one where none is named."""
     chosen = [find_metric(name) for name in names.split(",")] if names else [METRICS[loss.metric]]
     num_classes = max(2, num_outputs)
     fitting = [each.name for each in METRICS.values() if each.task == loss.task and each.least_classes <= num_classes]
