@@ -30,10 +30,7 @@ def log_responsibilities(losses: Tensor, log_weights: Tensor, sharpness: float =
 
 
 def _from_least(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each sample's least loss ``[n]``, and the losses from there ``[M, n]``.
-
-    A large part that is common to all would swallow the weights in floating point.
-    """
+    """Each sample's least loss ``[n]``, and the losses from there ``[M, n]``: a large common part swallows weights."""
     finite = _finite(losses)
     least = finite.amin(dim=0)
     return least, finite - least
@@ -99,22 +96,20 @@ def fit_log_weights(
     log_weights = uniform_log_weights(len(losses), losses).double()
     if losses.shape[1] == 0:
         return log_weights.to(losses.dtype)
-    doubles = losses.double()
     if max_iterations is None:
-        return _converge(doubles, log_weights, prior, tolerance).to(losses.dtype)
-    mask = torch.ones(losses.shape[1], dtype=torch.bool, device=losses.device)
+        return _converge(losses.double(), log_weights, prior, tolerance).to(losses.dtype)
+    doubles, mask = losses.double(), losses.new_ones(losses.shape[1], dtype=torch.bool)
     for _ in range(max_iterations):
         log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
     return log_weights.to(losses.dtype)
 
 
 def _converge(losses: Tensor, log_weights: Tensor, prior: float, tolerance: float) -> Tensor:
-    """Maximise the likelihood in the weights by projected Newton steps.
+    """Maximise the likelihood in the weights by projected Newton steps; where one fails, EM goes on.
 
     The problem is concave, its optimum often at the simplex's edge; there, or where components are alike, EM takes
     thousands of updates. Without the constraint that weights sum to one, -mean log(w P) + sum(w) over w >= 0 has the
-    same minimum, and only bounds are left to keep (Bertsekas 1982). Where a Newton step fails, EM goes on. The prior's
-    samples are like others, in a mean by their counts.
+    same minimum, and only bounds are left (Bertsekas 1982). The prior's samples are like others, by their counts.
     """
     _, relative = _from_least(losses)
     count = len(losses)

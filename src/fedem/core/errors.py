@@ -25,7 +25,6 @@ def needed(what: object, *packages: str, extra: str = "") -> None:
         try:
             import_module(package)
         except ImportError:
+            said = f"{what} needs the package {package}, which is not installed"
             install = f"fedem[{extra}]" if extra else package
-            raise UserError(
-                f"{what} needs the package {package}, which is not installed: pip install '{install}'."
-            ) from None
+            raise UserError(f"{said}: pip install '{install}'.") from None

@@ -13,10 +13,7 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file so that it is there whole or not at all, even after a crash of the machine.
-
-    A ``private`` one is never readable by others, not for a moment.
-    """
+    """Write a file whole or not at all, even if the machine crashes; a ``private`` one is never readable by others."""
     temporary = path.with_name(f".{path.name}.tmp")
     if private:
         temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
@@ -55,12 +52,10 @@ def plain(content: Any) -> Any:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a lock, the file ``path``, that one process at a time can have; a process that is killed releases it.
-
-    Yields whether the lock is held: False when another process has it and this one does not ``wait``.
-    """
+    """Hold the lock ``path`` of one process at a time; yields False if another has it and there is no ``wait``."""
     from filelock import FileLock, Timeout
 
+    # A process that is killed releases it.
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:
         lock.acquire()

@@ -61,10 +61,8 @@ def client_keys(names: Sequence[str]) -> Tensor:
 
 
 def choose(keys: Tensor, count: int, *words: int) -> Tensor:
-    """Choose ``count`` of the keyed items uniformly without replacement; returns their positions in ascending order.
-
-    An item is chosen by its own hash, so the choice does not depend on the order of the items.
-    """
+    """Choose ``count`` of the keyed items uniformly without replacement; returns their positions in ascending order."""
+    # An item is chosen by its own hash, so the choice does not depend on the order of the items.
     if count >= len(keys):
         return torch.arange(len(keys))
     tickets = derive(derive(*words), keys)  # the words once, and not for each of perhaps a million keys

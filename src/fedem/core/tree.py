@@ -61,10 +61,8 @@ def tree_floats(tree: Tree) -> Tree:
 
 
 def tree_flat(tree: Tree, batch_dims: int = 0) -> Tensor:
-    """Lay all floating leaves behind each other by name: a vector, or one for each of the first ``batch_dims`` indices.
-
-    By name, because a tree that comes back from a file may have another order.
-    """
+    """Lay all floating leaves behind each other: a vector, or one for each of the first ``batch_dims`` indices."""
+    # By name: a tree that comes back from a file may have another order.
     return torch.cat([leaf.reshape(*leaf.shape[:batch_dims], -1) for _, leaf in sorted(tree_floats(tree).items())], -1)
 
 

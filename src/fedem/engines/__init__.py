@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedem.core.errors import UserError, unknown
-from fedem.engines.base import Batching, Cohort, Engine, SolverDeal, Work
-from fedem.engines.one_by_one import OneByOne
+from fedem.engines.base import Batching, Cohort, Engine, OneByOne, SolverDeal, Work
 from fedem.engines.stacked import Stacked
 from fedem.models.base import Model
 

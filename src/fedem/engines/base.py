@@ -1,4 +1,4 @@
-"""The seam between a method for one client and the many clients of a federation; and which samples are in which batch.
+"""The seam between a method for one client and the many of a federation: engines, the reference one, and batches.
 
 Samples are shuffled afresh each epoch, by the client's own key.
 
@@ -11,20 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.core.random import derive
+from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, tree_index
+from fedem.core.tree import Tree, tree_index, tree_map
 from fedem.data.samples import Samples
-from fedem.methods.base import Algorithm
+from fedem.methods.base import Algorithm, Batch, Trained
 
+# (shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
-"""(shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each."""
+# what a client reads and keeps, its samples [n, ...] and [n], and a mask of all of them
+_Client = tuple[Tree, Tree, Tensor, Tensor, Tensor]
 
 
 class Cohort(NamedTuple):
@@ -114,23 +116,19 @@ class Engine(Settings, ABC):
 
 
 class SolverDeal:
-    """Trains clients with an engine, those with the same solver together (:class:`~fedem.solvers.Various`).
-
-    It keeps the method with each solver that clients have had, since an engine records what comes back.
-    """
+    """Trains clients with an engine, those with the same solver together (:class:`~fedem.solvers.Various`)."""
 
     def __init__(self, algorithm: Algorithm):
+        # The method is kept with each solver that clients have had, since an engine records what comes back.
         self._algorithm, self._variants = algorithm, {algorithm.solver: algorithm}
 
     def train(
         self, engine: Engine, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
     ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round; the keys of their ``names`` ``[C]`` decide on their solvers.
-
-        A solver may walk through the samples otherwise than ``work`` says; it takes exactly ``num_steps`` where given.
-        """
+        """Train every client of the cohort for one round; the keys of their ``names`` ``[C]`` choose their solvers."""
         for solver, members in self._algorithm.solver.among(names):
             algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
+            # A solver may walk through the samples otherwise than ``work`` says.
             walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else work.batching
             if num_steps is not None:
                 walk = replace(walk, local_steps=num_steps)
@@ -154,10 +152,9 @@ class Positions(NamedTuple):
 
 
 class BatchPlan:
-    """All batches of C clients in one round."""
+    """All batches of C clients in one round, shuffled with one sort by their ``keys`` ``[C]`` for this round."""
 
     def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor, device: torch.device):
-        """Shuffle all clients with one sort, by their ``keys`` ``[C]`` for this round; ``sizes`` ``[C]`` on the CPU."""
         # What decides on shapes stays on the CPU: asking a GPU would wait for all that it has still to do.
         self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
         self._steps_per_epoch = _ceil_divide(sizes, self._widths)
@@ -190,10 +187,9 @@ class BatchPlan:
 
 
 def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[int, Positions]]:
-    """Walk through all samples of clients sorted by falling size, ``width`` columns at a time, in order.
+    """Walk through all samples of clients sorted by falling ``sizes`` ``[C]``, ``width`` columns at a time, in order.
 
-    Yields the number of active clients and their positions. Clients without samples never become active. ``sizes``
-    ``[C]`` are on the CPU, what comes out on ``device``.
+    Yields the number of active clients and their positions; clients without samples never become active.
     """
     for start in range(0, int(sizes.max()) if len(sizes) else 0, width):
         num_active = int((sizes > start).sum())
@@ -214,3 +210,50 @@ def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: in
 
 def _ceil_divide(a: Tensor, b: Tensor) -> Tensor:
     return -(-a // b)
+
+
+@final
+@dataclass(frozen=True)
+class OneByOne(Engine):
+    """The reference: one client after the other, as a deployed client would run. Any module works."""
+
+    def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
+        for position in range(len(cohort.reads)):
+            rate = work.learning_rate if work.scales is None else work.learning_rate * float(work.scales[position])
+            trained = _run(algorithm, _client(cohort, position), work.batching, work.keys[position], rate)
+            upload, kept = (tree_map(lambda leaf: leaf[None], tree) for tree in (trained.upload, trained.personal))
+            yield Finished(torch.tensor([position]), upload, kept)
+
+    def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
+        rows = [function(*_client(cohort, position)) for position in range(len(cohort.reads))]
+        return {name: torch.stack([row[name] for row in rows]).double().cpu() for name in rows[0]}
+
+
+def _client(cohort: Cohort, position: int) -> _Client:
+    inputs, targets = cohort.samples.client(position).to(cohort.device)
+    everything = torch.ones(len(targets), dtype=torch.bool, device=inputs.device)
+    shared = tree_index(cohort.shared, int(cohort.reads[position]))
+    return shared, tree_index(cohort.personal, position), inputs, targets, everything
+
+
+def _run(algorithm: Algorithm, client: _Client, batching: Batching, key: Tensor, learning_rate: float) -> Trained:
+    shared, personal, inputs, targets, everything = client
+    device = inputs.device
+    rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
+    scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
+    local, samples = algorithm.begin(shared, personal, scores, everything)
+    plan = BatchPlan(batching, torch.tensor([len(targets)]), key[None], device)
+    layer_key = derive(plan.keys[0], STOCHASTIC_LAYERS)
+    with torch.random.fork_rng(devices=[device] if inputs.is_cuda else []):
+        # For layers of a user's own that draw from torch's generators: the same draws whoever else is trained.
+        torch.default_generator.manual_seed(int(layer_key))
+        if inputs.is_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(int(layer_key))
+        for step in range(int(plan.steps)):
+            rows = plan.batch(step, 0, 1).positions[0]
+            weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=device)
+            columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
+            batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))
+            local = algorithm.step(local, batch, rate)
+    return algorithm.finish(local)

@@ -60,8 +60,6 @@ def release(device: torch.device) -> None:
 def products(name: str, device: torch.device) -> Iterator[None]:
     """Let a GPU take products of float32 numbers in TF32 (10 bits of each factor), or not; then set it back.
 
-    Meanwhile convolutions sum in the same order each time: the same run gives the same bits, at the same speed.
-
     "bfloat16" goes further, where a model computes (:class:`~fedem.models.base.Model`); its other products are in TF32.
     """
     if device.type != "cuda":
@@ -71,7 +69,7 @@ def products(name: str, device: torch.device) -> Iterator[None]:
     before = matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic
     try:
         matrices.allow_tf32 = convolutions.allow_tf32 = name != "float32"
-        convolutions.deterministic = True
+        convolutions.deterministic = True  # summed in one order: the same run gives the same bits, at the same speed
         yield
     finally:
         matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before

@@ -26,7 +26,6 @@ from fedem.engines.base import Cohort, Engine, Finished, Tally, Work
 from fedem.methods.base import Algorithm
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 
@@ -66,23 +65,18 @@ class Team:
             raise UserError(f"{started}; allowed: at most one for each GPU, or run.device cpu.")
 
     def share(self, sizes: Tensor) -> Tensor:
-        """Return which of the clients, given their numbers of samples ``[C]``, are this process's, ``[c]`` ascending.
-
-        By size they are dealt out to and fro, so all have as many clients, give or take one, and nearly as many
-        samples: no more apart than one client's.
-        """
+        """Return which clients are this process's, ``[c]`` ascending, given all clients' numbers of samples ``[C]``."""
         if self.size == 1:
             return torch.arange(len(sizes))
+        # By size they are dealt out to and fro, so all have as many clients, give or take one, and nearly as many
+        # samples: no more apart than one client's.
         order = sizes.argsort(descending=True, stable=True)
         lap, seat = torch.arange(len(sizes)) // self.size, torch.arange(len(sizes)) % self.size
         owner = torch.where(lap % 2 == 0, seat, self.size - 1 - seat)
         return order[owner == self.rank].sort().values
 
     def total(self, *trees: Tree) -> tuple[Tree, ...]:
-        """Add up the processes' trees, of the same names and shapes; of integer leaves the largest, as in a mean.
-
-        There is one message for each kind of number, so one for most methods.
-        """
+        """Add up the processes' trees, of the same names and shapes; of integer leaves the largest, as in a mean."""
         if self.size == 1:
             return trees
         from torch.distributed import ReduceOp, all_reduce
@@ -93,7 +87,7 @@ class Team:
             for name in sorted(tree):
                 kind = tree[name].dtype if tree[name].is_floating_point() else torch.int64
                 kinds.setdefault(kind, []).append((index, name))
-        for kind in sorted(kinds, key=str):
+        for kind in sorted(kinds, key=str):  # one message for each kind of number, so one for most methods
             leaves = [trees[index][name] for index, name in kinds[kind]]
             numbers = torch.cat([leaf.to(kind).flatten() for leaf in leaves])
             with _in_touch():
@@ -111,8 +105,7 @@ class Team:
 
             with _in_touch():
                 broadcast_object_list(told, src=0, group=self.group, device=torch.device("cpu"))
-        answer: _Value = told[0]
-        return answer
+        return told[0]
 
     def agree(self, what: str, value: str) -> None:
         """Refuse to go on, all processes at once, where they have different values."""
@@ -134,15 +127,12 @@ ALONE = Team()
 
 
 def placed(pieces: Iterable[tuple[Tensor, Tree]], size: int) -> Tree:
-    """Put trees ``[c, ...]`` at their positions ``[c]`` among ``size``, so that :meth:`Team.total` puts all together.
-
-    Elsewhere is what counts for nothing there. For numbers that are added up that is zero: minus infinity, as the
-    logarithm of a weight, stays what it is.
-    """
+    """Put trees ``[c, ...]`` at their positions ``[c]`` among ``size``, for :meth:`Team.total` to put all together."""
     found: Tree = {}
     for positions, tree in pieces:
         for name, leaf in tree.items():
             if name not in found:
+                # Elsewhere is what counts for nothing there: zero in a sum, where a log weight's minus infinity stays.
                 is_added = leaf.is_floating_point() or leaf.dtype == torch.bool
                 nothing = 0 if is_added else torch.iinfo(leaf.dtype).min
                 found[name] = leaf.new_full((size, *leaf.shape[1:]), nothing)
@@ -198,17 +188,15 @@ def joined() -> Iterator[Team]:
 
 
 @cache
-def _meeting_place() -> Store:
+def _meeting_place() -> Any:
     """Find the place where processes leave word for each other; it stays for all their runs."""
     from torch.distributed.rendezvous import rendezvous
 
-    store: Store
     try:
-        store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+        return next(rendezvous("env://", timeout=_PATIENCE))[0]
     except ValueError as error:
         problem = f"RANK and WORLD_SIZE are set, but the processes can't meet ({error})"
         raise UserError(f"{problem}; allowed: processes started by torchrun, or neither of the two set.") from None
-    return store
 
 
 @contextmanager
@@ -220,18 +208,10 @@ def _in_touch() -> Iterator[None]:
         raise UserError("Another process of this run ended or can't be reached, so the run can't go on.") from error
 
 
-def share_out(engine: Engine, team: Team) -> Engine:
-    """Return an engine that works as ``engine`` does, by all processes together."""
-    return engine if team.size == 1 else Shared(engine, team)
-
-
 @final
 @dataclass(frozen=True)
 class Shared(Engine):
-    """Another engine in each process, which runs its share of the clients; all get everybody's results.
-
-    Fewer clients than processes are run by all of them, and nothing is exchanged.
-    """
+    """Another engine in each process, which runs its share of the clients; all get everybody's results."""
 
     base: Engine
     team: Team
@@ -242,7 +222,7 @@ class Shared(Engine):
 
     def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
         sizes = cohort.samples.sizes
-        if len(sizes) < self.team.size:
+        if len(sizes) < self.team.size:  # then all run them all, and nothing is exchanged
             yield from self.base.train(algorithm, cohort, work)
             return
         members = self.team.share(sizes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
@@ -28,7 +29,6 @@ from fedem.engines.device import budget, is_out_of_memory, release
 from fedem.methods.base import Algorithm, Batch, Local
 
 _T = TypeVar("_T")
-
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
@@ -59,17 +59,11 @@ class Stacked(Engine):
         return self._found.get("most_together", 0)
 
     def train(self, algorithm: Algorithm, cohort: Cohort, work: Work) -> Iterator[Finished]:
-        """Yield the clients chunk by chunk."""
-        scale = torch.ones(()) if work.scales is None else work.scales
-        rates = (work.learning_rate * scale.double()).to(cohort.device, algorithm.model.dtype)
-        wanted = self._rows(algorithm, cohort, _SCORE_ROWS)
-        scores, rows = self._shrinking(cohort, "rows", wanted, lambda count: flat_scores(algorithm, cohort, count))
+        scores, rows = self._in_rows(algorithm, cohort, _SCORE_ROWS, partial(_flat_scores, algorithm, cohort))
 
         def train_first(count: int) -> Finished:
-            chunk = Chunk.of(cohort, left[:count])
-            plan = BatchPlan(work.batching, chunk.sizes, work.keys[chunk.members], cohort.device)
-            rate = rates[chunk.members.to(rates.device)] if rates.ndim else rates
-            return self._train_chunk(algorithm, chunk, plan, scores, rows, rate)
+            members = left[:count]
+            return self._train_chunk(algorithm, Chunk.of(cohort, members), work.take(members), scores, rows)
 
         for left in self._chunks(algorithm, cohort, work.batching):
             while len(left):
@@ -79,10 +73,7 @@ class Stacked(Engine):
                 left = left[count:]
 
     def _shrinking(self, cohort: Cohort, what: str, count: int, work: Callable[[int], _T]) -> tuple[_T, int]:
-        """Do ``work`` with ``count`` at once, or with half as many where memory runs out, and so on.
-
-        Returns the result and the count; ``what`` is the name under which a smaller count is remembered.
-        """
+        """Do ``work`` with ``count`` at once, or with half as many where memory runs out, remembered as ``what``."""
         count = min(count, self._found.get(what, count))
         while True:
             try:
@@ -102,27 +93,25 @@ class Stacked(Engine):
             self._replays[key] = Replay(vmap(function, in_dims=dims), self.record_after)
         return self._replays[key]
 
-    def _train_chunk(
-        self, algorithm: Algorithm, chunk: Chunk, plan: BatchPlan, flat: Tree | None, rows: int, rate: Tensor
-    ) -> Finished:
+    def _train_chunk(self, algorithm: Algorithm, chunk: Chunk, work: Work, flat: Tree | None, rows: int) -> Finished:
+        scale = torch.ones(()) if work.scales is None else work.scales
+        rate = (work.learning_rate * scale.double()).to(chunk.starts.device, algorithm.model.dtype)
         deep = len(algorithm.model.trainable) > _MOST_RECORDED
         step = self._stacked(algorithm.step, deep, 0, 0, 0 if rate.ndim else None)
         begin = self._stacked(algorithm.begin, deep, chunk.shared_dim, 0, 0, 0)
-        local, samples, starts = begin_clients(begin, algorithm, chunk, flat, rows)
-        layer_keys = derive(plan.keys, STOCHASTIC_LAYERS)
-        steps = plan.steps
+        local, samples, starts = _begin_clients(begin, algorithm, chunk, flat, rows)
+        plan = BatchPlan(work.batching, chunk.sizes, work.keys, chunk.starts.device)
+        layer_keys, steps = derive(plan.keys, STOCHASTIC_LAYERS), plan.steps
 
         def advance(local: Local, index: int, first: int, last: int) -> Local:
             """Step number ``index`` of the clients from ``first`` up to ``last``."""
-            where = plan.batch(index, first, last)
-            some = slice(first, last)
+            where, some = plan.batch(index, first, last), slice(first, last)
             inputs, targets = chunk.some(some).read(where)
             weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
             masks = (where.mask,) if where.padded else ()
             columns = _columns(samples, starts[some], where)
             batch = Batch(inputs, targets, weights, columns, derive(layer_keys[some], index), masks)
-            stepped: Local = step(local, batch, rate[some] if rate.ndim else rate)
-            return stepped
+            return step(local, batch, rate[some] if rate.ndim else rate)
 
         done: list[Local] = []
         for index in range(int(steps.max())):
@@ -143,9 +132,10 @@ class Stacked(Engine):
         """Return the bytes that clients may take together, found once for a device."""
         return self.max_bytes or self._found.setdefault(str(cohort.device), budget(cohort.device))
 
-    def _rows(self, algorithm: Algorithm, cohort: Cohort, wanted: int) -> int:
-        """Return how many samples may go through all of a client's models at once, ``wanted`` at most."""
-        return max(1, min(wanted, self._max_bytes(cohort) // bytes_per_sample(algorithm, cohort)))
+    def _in_rows(self, algorithm: Algorithm, cohort: Cohort, most: int, work: Callable[[int], _T]) -> tuple[_T, int]:
+        """Do ``work`` with as many samples as may go through all of a client's models at once, ``most`` at most."""
+        wanted = max(1, min(most, self._max_bytes(cohort) // _bytes_per_sample(algorithm, cohort)))
+        return self._shrinking(cohort, "rows", wanted, work)
 
     def _chunks(self, algorithm: Algorithm, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
         """Cut the cohort, longest-running clients first."""
@@ -156,7 +146,7 @@ class Stacked(Engine):
             return
         # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients; samples.
         model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
-        row_bytes = 2 * bytes_per_sample(algorithm, cohort)
+        row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
         own_bytes = cohort.samples.num_bytes // max(1, len(cohort.samples))
         # Where a batch is as wide as a client is large, clients of very different sizes would be mostly padding.
         for run in [slice(None)] if batching.batch_size else similar(sizes[order].tolist()):
@@ -169,9 +159,7 @@ class Stacked(Engine):
                 some = some[count:]
 
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
-        """Walk through all clients' samples in blocks."""
-        wanted = self._rows(algorithm, cohort, _TALLY_ROWS)
-        return self._shrinking(cohort, "rows", wanted, lambda count: self._tally(function, cohort, count))[0]
+        return self._in_rows(algorithm, cohort, _TALLY_ROWS, partial(self._tally, function, cohort))[0]
 
     def _tally(self, function: Tally, cohort: Cohort, rows: int) -> Tree:
         sizes = cohort.samples.sizes
@@ -234,23 +222,16 @@ class Chunk:
         return cls(members, shared, None if common else 0, personal, samples, starts, places, sizes)
 
     def some(self, which: slice) -> Chunk:
-        """Some of the clients, a run of them."""
-        return replace(
-            self,
-            members=self.members[which],
-            shared=self.shared if self.shared_dim is None else tree_index(self.shared, which),
-            personal=tree_index(self.personal, which),
-            starts=self.starts[which],
-            places=self.places[which],
-            sizes=self.sizes[which],
-        )
+        cut = {name: getattr(self, name)[which] for name in ("members", "starts", "places", "sizes")}
+        shared = self.shared if self.shared_dim is None else tree_index(self.shared, which)
+        return replace(self, shared=shared, personal=tree_index(self.personal, which), **cut)
 
     def read(self, where: Positions) -> Pool:
         """Read the clients' inputs ``[c, B, ...]`` and targets ``[c, B]`` at ``where``."""
         return self.samples.read(self.starts[:, None] + where.positions)
 
 
-def bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
+def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
     """Estimate what one sample takes on its way through all of a client's models."""
     components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
     inputs = cohort.samples.pool.inputs[:1].numel() * 4
@@ -266,7 +247,7 @@ def similar(sizes: list[int]) -> Iterator[slice]:
             start = end
 
 
-def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
+def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
     """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
     if len(next(iter(cohort.shared.values()))) > 1:
         return None
@@ -277,17 +258,12 @@ def flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
     return tree_cat([algorithm.score(shared, *span.to(cohort.device)) for span in spans], -1)
 
 
-def begin_clients(
+def _begin_clients(
     begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
 ) -> tuple[Local, Tree, Tensor]:
-    """Begin the clients' rounds, those of similar size together, so that little is padded.
-
-    Returns:
-        the clients' states ``[c, ...]``, what they made for each sample ``[..., columns]``, and the column of each
-        client's first sample ``[c]``
-    """
+    """Return the clients' states ``[c, ...]``, what they made of samples ``[..., columns]``, their first columns."""
     locals_, columns, starts, total = [], [], [], 0
-    for run in similar(chunk.sizes.tolist()):
+    for run in similar(chunk.sizes.tolist()):  # those of similar size together, so that little is padded
         some = chunk.some(run)
         where = Positions.first(some.sizes, some.starts.device)
         scores = _padded_scores(algorithm, some, where, flat, rows)
@@ -332,7 +308,6 @@ class Replay:
         self._recordings: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function, or its recording."""
         # Strides too: a recording may view what another layout would have to copy.
         key = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in tree_leaves(arguments))
         if key not in self._recordings:

@@ -23,7 +23,7 @@ from fedem.data.federation import Federation
 from fedem.data.samples import thinned
 from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
-from fedem.engines.processes import ALONE, Team, joined, share_out
+from fedem.engines.processes import ALONE, Shared, Team, joined
 from fedem.models import MODELS
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
@@ -255,7 +255,7 @@ class Trainer:
     @cached_property
     def engine(self) -> Engine:
         """Runs clients by all processes of the team together; in a round each process runs its share by itself."""
-        return share_out(self._chosen[0], self.team)
+        return self._chosen[0] if self.team.size == 1 else Shared(self._chosen[0], self.team)
 
     @property
     def note(self) -> str | None:
