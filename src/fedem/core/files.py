@@ -55,8 +55,7 @@ def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold the lock ``path`` of one process at a time; yields False if another has it and there is no ``wait``."""
     from filelock import FileLock, Timeout
 
-    # A process that is killed releases it.
-    lock = FileLock(path, timeout=-1 if wait else 0)
+    lock = FileLock(path, timeout=-1 if wait else 0)  # released too where the process is killed
     try:
         lock.acquire()
     except Timeout:

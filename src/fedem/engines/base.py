@@ -2,8 +2,7 @@
 
 Samples are shuffled afresh each epoch, by the client's own key.
 
-Shapes: G groups, C clients of the cohort, c clients finished together, A active ones (the first A), B the width of a
-batch.
+Shapes: G groups, C clients of the cohort, c clients finished together, A active ones (the first A), B a batch's width.
 """
 
 from __future__ import annotations

@@ -66,8 +66,6 @@ class Team:
 
     def share(self, sizes: Tensor) -> Tensor:
         """Return which clients are this process's, ``[c]`` ascending, given all clients' numbers of samples ``[C]``."""
-        if self.size == 1:
-            return torch.arange(len(sizes))
         # By size they are dealt out to and fro, so all have as many clients, give or take one, and nearly as many
         # samples: no more apart than one client's.
         order = sizes.argsort(descending=True, stable=True)

@@ -4,8 +4,7 @@ Clients are sorted by their number of steps, so that those still active are alwa
 copied when one finishes. Samples stay flat; only a batch is ever padded, and those whose last batch is short take it
 apart from the others.
 
-Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, M components, n samples of a client, N
-of all.
+Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, n samples of a client.
 """
 
 from __future__ import annotations
@@ -86,12 +85,8 @@ class Stacked(Engine):
 
     def _stacked(self, function: Callable[..., Any], deep: bool, *dims: int | None) -> Callable[..., Any]:
         """Return a method's function for many clients; unless ``deep``, recorded where the same shapes come back."""
-        if deep:
-            return vmap(function, in_dims=dims)
-        key = function, dims
-        if key not in self._replays:
-            self._replays[key] = Replay(vmap(function, in_dims=dims), self.record_after)
-        return self._replays[key]
+        stacked = vmap(function, in_dims=dims)
+        return stacked if deep else self._replays.setdefault((function, dims), Replay(stacked, self.record_after))
 
     def _train_chunk(self, algorithm: Algorithm, chunk: Chunk, work: Work, flat: Tree | None, rows: int) -> Finished:
         scale = torch.ones(()) if work.scales is None else work.scales
@@ -298,8 +293,7 @@ class Replay:
 
     A call through nested vmap and grad costs about a millisecond of Python, whatever the data. Where the same shapes
     come back round after round, the tensor operations behind a call are recorded (``make_fx``) and from then on run
-    directly: same operations, same bits. Recording costs about as much as sixty calls save, so it waits until a shape
-    has proved to come back.
+    directly: same operations, same bits. Recording costs about what sixty calls save, so it waits for a shape's return.
     """
 
     def __init__(self, function: Callable[..., Any], after: int):

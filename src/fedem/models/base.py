@@ -14,6 +14,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 from textwrap import shorten
 from typing import Any
 
@@ -193,13 +194,10 @@ class Model:
             return vmap(function, in_dims=in_dims)
 
         def loop(*arguments: Any) -> Any:
-            def at(m: int) -> Any:
-                pairs = zip(arguments, in_dims, strict=True)
-                return function(*(leaf if dim is None else pytree_map(lambda x: x[m], leaf) for leaf, dim in pairs))
-
-            stacked = arguments[in_dims.index(0)]
-            results = [at(m) for m in range(len(tree_leaves(stacked)[0]))]
-            return pytree_map(lambda *leaves: torch.stack(leaves), *results)
+            pairs = list(zip(arguments, in_dims, strict=True))
+            components = range(len(tree_leaves(arguments[in_dims.index(0)])[0]))
+            each = ([x if dim is None else pytree_map(itemgetter(m), x) for x, dim in pairs] for m in components)
+            return pytree_map(lambda *leaves: torch.stack(leaves), *(function(*own) for own in each))
 
         return loop
 
@@ -230,10 +228,9 @@ def rebuilder(source: nn.Module) -> Builder:
     for name in own:
         part = source.get_submodule(name)
         if not callable(getattr(part, "reset_parameters", None)):
-            raise UserError(
-                f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters(), so "
-                "components could not start differently; pass a function that builds the module instead."
-            )
+            said = f"Part {name or 'the module'!r} ({type(part).__name__}) has parameters but no reset_parameters()"
+            so = "so components could not start differently; pass a function that builds the module instead"
+            raise UserError(f"{said}, {so}.")
 
     def rebuild() -> nn.Module:
         module = deepcopy(source)

@@ -222,12 +222,9 @@ def _read(path: Path, modified: int) -> Mapping[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    weights: object
+    is_safe = path.suffix == ".safetensors"
     try:
-        if path.suffix == ".safetensors":
-            weights = load_file(path)
-        else:
-            weights = torch.load(path, map_location="cpu", weights_only=True)
+        weights: object = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
     # What they raise for a file cut short, for one that is not an archive, for one that holds more than data.
     except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -264,7 +261,7 @@ class _Joined(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C', H', W']``."""
-        outputs = super().forward(inputs)
+        outputs = nn.Sequential.forward(self, inputs)
         return inputs + outputs if self.joined else outputs
 
 

@@ -38,6 +38,11 @@ Geometry = tuple[Window, Window, Window, Window, bool]  # kernel, stride, paddin
 _State = tuple[Tensor, Tensor]
 
 
+def call(function: Any, *arguments: Any) -> Any:
+    """Call an autograd function, whose ``apply`` torch leaves untyped."""
+    return function.apply(*arguments)
+
+
 class StackableMaxPool2d(nn.MaxPool2d):
     """``nn.MaxPool2d`` with stacked models beside the channels, where a convolution's outputs have them.
 
@@ -53,7 +58,7 @@ class StackableMaxPool2d(nn.MaxPool2d):
 
 def max_pool(inputs: Tensor, geometry: Geometry) -> Tensor:
     """Return the largest number of each window, ``[n, C, H, W] -> [n, C, H', W']``."""
-    return _MaxPool.apply(inputs, geometry)[0]
+    return call(_MaxPool, inputs, geometry)[0]
 
 
 def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
@@ -62,15 +67,10 @@ def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
     return stacked.flatten(1, 2)
 
 
-def _pairs(*windows: Window) -> list[list[int]]:
-    return [[window, window] if isinstance(window, int) else list(window) for window in windows]
-
-
 class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(inputs: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        *windows, over = geometry
-        return torch.ops.aten.max_pool2d_with_indices(inputs, *_pairs(*windows), over)
+        return torch.ops.aten.max_pool2d_with_indices(inputs, *geometry)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Geometry], output: tuple[Tensor, Tensor]) -> None:
@@ -80,11 +80,11 @@ class _MaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return _MaxPoolGradient.apply(gradient, *ctx.saved_tensors, ctx.geometry), None
+        return call(_MaxPoolGradient, gradient, *ctx.saved_tensors, ctx.geometry), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int, None], inputs: Tensor, geometry: Geometry) -> tuple[Any, tuple[int, int]]:
-        pooled = _MaxPool.apply(_beside_channels(inputs, dims[0], info.batch_size), geometry)
+        pooled = call(_MaxPool, _beside_channels(inputs, dims[0], info.batch_size), geometry)
         return tuple(leaf.unflatten(1, (info.batch_size, -1)) for leaf in pooled), (1, 1)
 
 
@@ -93,13 +93,12 @@ class _MaxPoolGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(gradient: Tensor, inputs: Tensor, indices: Tensor, geometry: Geometry) -> Tensor:
-        kernel, stride, padding, dilation, over = geometry
+        kernel, stride, padding, dilation, _ = geometry
         gradient = gradient.contiguous()
         if kernel == stride and padding == 0 and dilation == 1:
             # Windows that don't overlap: every number goes to one place, and putting it there is much faster.
             return torch.ops.aten.max_unpool2d(gradient, indices, inputs.shape[-2:])
-        windows = _pairs(kernel, stride, padding, dilation)
-        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, inputs, *windows, over, indices)
+        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, inputs, *geometry, indices)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Geometry], output: Tensor) -> None:
@@ -115,7 +114,7 @@ class _MaxPoolGradient(torch.autograd.Function):
     def vmap(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
         *leaves, geometry = arguments
         folded = [_beside_channels(leaf, dim, info.batch_size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
-        return _MaxPoolGradient.apply(*folded, geometry).unflatten(1, (info.batch_size, -1)), 1
+        return call(_MaxPoolGradient, *folded, geometry).unflatten(1, (info.batch_size, -1)), 1
 
 
 @dataclass
@@ -154,9 +153,8 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
     words = derive(rows[:, None], torch.arange(-(-places // 4), device=inputs.device))
     # Each quarter of a word in turn to its top, where a signed comparison sees that quarter first.
     quarters = words[..., None] << torch.arange(0, 64, 16, device=inputs.device)
-    kept = (quarters >= (round(rate * _LEVELS) - _LEVELS // 2) << 48).flatten(1)[:, :places].reshape(shape)
-    if whole_channels:
-        kept = kept.reshape(*shape, *(1,) * (inputs.ndim - 2))
+    kept = (quarters >= (round(rate * _LEVELS) - _LEVELS // 2) << 48).flatten(1)[:, :places]
+    kept = kept.reshape(*shape, *(1,) * (inputs.ndim - len(shape)))
     return inputs * (kept * torch.tensor(1 / (1 - rate), dtype=inputs.dtype))
 
 
@@ -307,8 +305,8 @@ class StackableLSTM(nn.LSTM):
             raise UserError(f"An LSTM received inputs of shape {list(inputs.shape)}; allowed: {expected}.")
         single = inputs.ndim == 2
         inputs = inputs.unsqueeze(1) if single else inputs.movedim(time, 0)
-        num_starts, samples = self.num_layers * (1 + self.bidirectional), inputs.shape[1:2] if not single else ()
-        allowed = (num_starts, *samples, self.hidden_size)
+        samples = () if single else (inputs.shape[1],)
+        allowed = (self.num_layers * (1 + self.bidirectional), *samples, self.hidden_size)
         state = state or (torch.zeros(allowed, dtype=inputs.dtype, device=inputs.device),) * 2
         for part in state:
             if part.shape != allowed:
@@ -328,7 +326,7 @@ class StackableLSTM(nn.LSTM):
         # In the parameters' type, whatever torch.autocast or the layer below made of the inputs: what adds up over many
         # times in few bits drifts.
         moving = (part.to(recurrent.dtype) for part in (gates, *start))
-        hidden, cell, _, _ = _Recurrence.apply(bias, recurrent, *moving)
+        hidden, cell, _, _ = call(_Recurrence, bias, recurrent, *moving)
         outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
         return outputs, (hidden[:, -1], cell)
 
@@ -363,7 +361,7 @@ class _Recurrence(torch.autograd.Function):
         weight, start, hidden, gates, cells = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden) if grad_hidden is None else grad_hidden
         grad_cell = torch.zeros_like(start) if grad_cell is None else grad_cell
-        grad_gates, *starts = _RecurrenceGradient.apply(weight, hidden, gates, cells, grad_hidden, grad_cell)
+        grad_gates, *starts = call(_RecurrenceGradient, weight, hidden, gates, cells, grad_hidden, grad_cell)
         before = torch.cat([start.unsqueeze(1), hidden[:, :-1]], dim=1)
         grad_weight = grad_gates.flatten(1, 2).mT @ before.flatten(1, 2)
         return grad_gates.sum((1, 2)), grad_weight, grad_gates, *starts
@@ -418,8 +416,7 @@ def _recur(
     bias: Tensor, weight: Tensor, gates: Tensor, hidden: Tensor, cell: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run forwards, seven operations a step, in place within what is returned."""
-    num_models, num_times, num_samples, _ = gates.shape
-    size = hidden.shape[-1]
+    num_models, num_times, num_samples, size = *gates.shape[:3], hidden.shape[-1]
     gates = torch.add(gates, bias[:, None, None], out=gates.new_empty(gates.shape))
     all_hidden = gates.new_empty(num_models, num_times, num_samples, size)
     cells = gates.new_empty(num_models, num_times + 1, num_samples, size)
@@ -476,9 +473,10 @@ def _recur_back(
 
 # As operations of torch's own kind: a recording then holds one entry for a whole loop.
 _LIBRARY = library.Library("fedem", "DEF")
-for _name, _function in {"lstm": _recur, "lstm_gradient": _recur_back}.items():
-    _LIBRARY.define(_name + library.infer_schema(_function, mutates_args=()))
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+_LIBRARY.define("lstm" + library.infer_schema(_recur, mutates_args=()))
+_LIBRARY.define("lstm_gradient" + library.infer_schema(_recur_back, mutates_args=()))
+_LIBRARY.impl("lstm", _recur, "CompositeExplicitAutograd")
+_LIBRARY.impl("lstm_gradient", _recur_back, "CompositeExplicitAutograd")
 
 
 _FORMS: dict[type[nn.Module], type[nn.Module]] = {

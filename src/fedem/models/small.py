@@ -87,6 +87,6 @@ class LSTM(ModelSpec):
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         if len(input_shape) != 1 or input_shape[0] < 1:
-            allowed = "[window], at least 1 character each"
-            raise UserError(f"The inputs of LSTM have shape {list(input_shape)}; allowed: {allowed}.")
+            shape = list(input_shape)
+            raise UserError(f"The inputs of LSTM have shape {shape}; allowed: [window], at least 1 character each.")
         return CharacterLSTM(self.vocabulary, self.embedding, self.hidden, self.layers, num_outputs)
