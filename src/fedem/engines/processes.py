@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -24,10 +24,6 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree
 from fedem.engines.base import Cohort, Engine, Finished, Tally, Work
 from fedem.methods.base import Algorithm
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 _PATIENCE = timedelta(hours=1)  # for each other: the leader may prepare a data set while the others wait
 _GRACE = 1.0  # seconds for the first that fails to say why, before another ends and torchrun ends all
@@ -42,7 +38,7 @@ class Team:
 
     rank: int = 0
     size: int = 1
-    group: ProcessGroup | None = None
+    group: Any = None  # torch's process group
 
     @property
     def leads(self) -> bool:

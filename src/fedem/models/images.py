@@ -261,7 +261,9 @@ class _Joined(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C', H', W']``."""
-        outputs = nn.Sequential.forward(self, inputs)
+        outputs = inputs
+        for layer in self:
+            outputs = layer(outputs)
         return inputs + outputs if self.joined else outputs
 
 
