@@ -29,14 +29,14 @@ def make_training(method: str, federation: Federation, batching: Batching, cohor
     hyper = {"num_components": NUM_COMPONENTS[method]} if method == "fedem" else {}
     return Training(
         row.algorithm(model, solver, **hyper),
-        row.mixer(),
         Stacked(),
         batching,
+        SEED,
+        row.mixer(),
         Constant(LEARNING_RATES[method]),
         federation,
         num_rounds=1000,
         cohort_size=federation.num_clients if cohort_size is None else cohort_size,
-        seed=SEED,
         device=torch.device("cpu"),
     )
 

@@ -13,6 +13,7 @@ from fedem.engines import Batching, Engine, Stacked
 from fedem.methods import METHODS
 from fedem.models import Linear, Model
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
+from fedem.runs.config import RunSettings
 from fedem.runs.evaluate import Scores, evaluate
 from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import State, Training
@@ -98,14 +99,14 @@ def make_training(
     algorithm, mixer = METHODS[method].build(model or make_model(loss), solver or SGD(0.01, momentum=0.9), settings)
     return Training(
         algorithm,
-        mixer,
         engine or stacked(),
         batching or Batching(batch_size=4, local_epochs=2),
+        seed,
+        mixer,
         schedule or Constant(0.2),
         federation,
         num_rounds,
         federation.num_clients if cohort_size is None else cohort_size,
-        seed,
         torch.device(device),
     )
 
@@ -117,11 +118,9 @@ def advance(training: Training, rounds: int = 3, state: State | None = None) -> 
     return state
 
 
-def make_personalizer(training: Training, engine: Engine | None = None, **settings: float) -> Personalizer:
-    values = {"fine_tune_epochs": 0, "unseen_epochs": 2} | settings
-    return Personalizer(
-        training.algorithm, training.mixer, engine or training.engine, training.batching, 0.2, seed=0, **values
-    )
+def make_personalizer(training: Training, engine: Engine | None = None, **settings: Any) -> Personalizer:
+    run = RunSettings(**{"unseen_epochs": 2} | settings)
+    return Personalizer(training.algorithm, training.mixer, engine or training.engine, training.batching, 0.2, run)
 
 
 def scores_of(training: Training, state: State, engine: Engine | None = None) -> dict[str, Scores]:

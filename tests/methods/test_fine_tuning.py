@@ -55,7 +55,7 @@ def test_fine_tuning_lowers_every_new_clients_training_loss(method: str) -> None
     state = advance(training, 5)
     personalizers = [_gently(training, rate) for rate in (1e-9, 0.01)]
     if method == "perfedavg":
-        personalizers[0] = replace(personalizers[0], fine_tune_epochs=0)
+        personalizers[0] = replace(personalizers[0], run=replace(personalizers[0].run, fine_tune_epochs=0))
     before, after = (
         losses_of(training, personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys), NEWCOMERS.train)
         for personalizer in personalizers

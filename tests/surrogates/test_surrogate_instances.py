@@ -105,7 +105,7 @@ def test_responsibilities_of_zero_add_nothing() -> None:
 
 def run(algorithm: Algorithm, federation: Federation, rounds: int, engine: Engine) -> State:
     whole, rate, everybody = Batching(0, local_steps=1), Constant(0.3), federation.num_clients
-    training = Training(algorithm, Star(), engine, whole, rate, federation, rounds, everybody, 0, torch.device("cpu"))
+    training = Training(algorithm, engine, whole, 0, Star(), rate, federation, rounds, everybody, torch.device("cpu"))
     return advance(training, rounds)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,15 @@ def remove_leftovers(folder: Path) -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; NaN and infinities become null."""
     write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write CSV atomically; a row may lack some of the ``columns``."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue().encode())
 
 
 def plain(content: Any) -> Any:

@@ -115,7 +115,8 @@ class Node:
 
     def fit(self, shared: Tree) -> Tree:
         """Return the personal tree of a client that never trained, fitted beside ``shared``."""
-        plain = replace(self._personalizer, fine_tune_epochs=0)  # which belongs to a predictor, not to what is kept
+        # What fine-tuning makes belongs to a predictor, not to what is kept.
+        plain = replace(self._personalizer, run=replace(self.plan.config.run, fine_tune_epochs=0))
         with torch.no_grad(), self.plan.products():
             found = plain.personalize(State(0, self._one(shared), {}), self._own.train, self._own.keys)
         return tree_index(found.personal, 0)
@@ -150,7 +151,7 @@ class Node:
     @cached_property
     def _local(self) -> LocalTraining:
         plan = self.plan
-        return LocalTraining(plan.algorithm, OneByOne(), plan.config.batching, plan.config.run.seed, plan.codec)
+        return LocalTraining(plan.algorithm, OneByOne(), plan.config.batching, plan.config.run.seed, codec=plan.codec)
 
     @cached_property
     def _personalizer(self) -> Personalizer:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 Values = dict[str, Any]
 Sections = dict[str, Values]
 Layer = Mapping[str, Mapping[str, Any]]
-Kinds = tuple[type[Settings], ...]
 _Kind = TypeVar("_Kind")
 
 GIVEN = "given"  # the name of data or a model passed from Python, which can't be made again from a file
@@ -125,7 +124,7 @@ class Section(NamedTuple):
     def is_named(self) -> bool:
         return "" not in self.table
 
-    def kinds(self, values: Mapping[str, Any]) -> Kinds:
+    def kinds(self, values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
         """Return the classes that describe ``values``: for a method two, for a name without settings none."""
         name = values.get("name") if self.is_named else ""
         if not isinstance(name, str) or name not in (*self.table, *self.bare):
@@ -369,10 +368,7 @@ def unbound(file: Layer, *asked: Layer) -> Layer:
 
 
 def route(options: Mapping[str, Any], method: str) -> Sections:
-    """Sort flat options, as Python callers pass them, into sections by the names of their keys.
-
-    A section's own name takes a name or a whole section: ``solver="adam"``, ``schedule={"name": "cosine"}``.
-    """
+    """Sort flat options of Python callers into sections; also ``solver="adam"``, ``schedule={"name": "cosine"}``."""
     chosen: Sections = {"method": {"name": resolve_method(method)}}
     flat: Values = {}
     for key, value in options.items():

@@ -31,8 +31,7 @@ _PREDICT_ROWS = 1 << 13
 _ABSURD = 100.0  # nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes
 
 _Pair = tuple[Tensor, Tensor]  # a client's predictions and targets, on the CPU
-Record = dict[str, Any]
-"""Figures by name: a line of metrics.jsonl, summary.json, a row of clients.csv."""
+Record = dict[str, Any]  # figures by name: a line of metrics.jsonl, summary.json, a row of clients.csv
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +82,6 @@ class Scores:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger metric is better."""
         return find_metric(self.metric).larger_is_better
 
 
@@ -96,10 +94,7 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
 def evaluate(
     algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
 ) -> dict[str, Scores]:
-    """Score every client's own predictor on each part of its data that there is; by default with the loss's metric.
-
-    Means over samples are summed up by the engine. Predictions are collected, client by client, for other metrics only.
-    """
+    """Score every client's own predictor on each part of its data that there is; by default with the loss's metric."""
     model, loss = algorithm.model, algorithm.model.loss
     metrics = metrics or (METRICS[loss.metric],)
 
@@ -118,6 +113,7 @@ def evaluate(
         if len(samples):
             with torch.no_grad():
                 sums = engine.tally(algorithm, assess, Cohort(*found, samples))
+                # Predictions are collected for metrics that are not means over samples only.
                 collected = any(each.over_client for each in metrics)
                 pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
             means = {name: total / samples.sizes for name, total in sums.items()}
@@ -143,11 +139,7 @@ def _judged(metric: Metric, predictions: Tensor, targets: Tensor) -> float | Non
 def _by_metric(
     metrics: Sequence[Metric], weights: Tensor, counts: Tensor, means: Mapping[str, Tensor], pairs: Sequence[_Pair]
 ) -> Scores:
-    """Return the scores by the first metric, the others within.
-
-    ``weights``, ``counts``, and the ``means`` over samples of the loss and of metrics are ``[T]`` each; the T ``pairs``
-    are needed for the metrics that are not means.
-    """
+    """Return the scores by the first metric, the others within; all but the T ``pairs`` are, or have, ``[T]`` each."""
     found: list[Scores] = []
     for metric in metrics:
         if metric.per_sample:

@@ -1,13 +1,11 @@
 """A run's folder: what is written while it runs, and read when it is over or was killed.
 
-========================  ==========================================================
 config.toml               the complete configuration; runs again as it is
 metrics.jsonl             one line per round
 summary.json              the outcome, once the run is complete
 clients.csv               each client's scores and mixture weights
 checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
 tensorboard/              the metrics as TensorBoard events
-========================  ==========================================================
 
 A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
 moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
@@ -17,18 +15,17 @@ the new one.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_json
+from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.runs.config import Config, read_toml
 from fedem.runs.rounds import State
@@ -47,8 +44,6 @@ class RunFolder:
 
     def exists(self) -> bool:
         return (self.path / "config.toml").is_file()
-
-    # --- writing
 
     def prepare(self, resume: bool = False) -> None:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
@@ -98,10 +93,7 @@ class RunFolder:
         return json.dumps(plain(record), allow_nan=False) + "\n"
 
     def save(self, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
-        """Write ``states`` (by role, such as "last" and "best") and ``metadata`` (JSON), then drop what nothing names.
-
-        A state is written once; roles that have the same one share its file.
-        """
+        """Write ``states`` by role, each once, such as "last" and "best", and ``metadata``; drop what nothing names."""
         from safetensors.torch import save
 
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -124,20 +116,12 @@ class RunFolder:
         remove_leftovers(self.checkpoints)
 
     def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
-        """Write the outcome."""
-        text = io.StringIO()
         # Clients held out may have parts that the others lack, and the server of a network has no client's figures.
-        columns = list(dict.fromkeys(["client", "role", *(key for row in clients for key in row)]))
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(clients)
-        write_atomically(self.path / "clients.csv", text.getvalue().encode())
+        columns = dict.fromkeys(["client", "role", *(key for row in clients for key in row)])
+        write_csv(self.path / "clients.csv", columns, clients)
         write_json(self.path / "summary.json", summary)
 
-    # --- reading
-
     def config(self) -> Config:
-        """Read config.toml."""
         path = self.check().path / "config.toml"
         try:
             return Config.build(read_toml(path), preset=False)
@@ -157,12 +141,10 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
-        lines = []
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
+        lines: list[dict[str, Any]] = []
+        with suppress(json.JSONDecodeError):
+            for text in path.read_text(encoding="utf-8").splitlines():
                 lines.append(json.loads(text))
-            except json.JSONDecodeError:
-                break
         return lines
 
     def summary(self) -> dict[str, Any] | None:
@@ -171,13 +153,11 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(path.read_text(encoding="utf-8")) or None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"{path} can't be read: {error}.") from None
-        return summary or None
 
     def clients(self) -> list[dict[str, str]]:
-        """Read clients.csv."""
         path = self.path / "clients.csv"
         if not path.exists():
             raise UserError(f"{self.path} has no clients.csv: the run is not complete.")

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -70,14 +70,13 @@ class Dissimilarity(NamedTuple):
 
 def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = False) -> None:
     """Refuse methods that minimise something else than f, and mixers that seek no consensus on its components."""
-    problem = ""
-    if not algorithm.minimises_likelihood:
-        name = type(algorithm).__name__
-        problem = f"{name} can't be diagnosed, as it minimises another function than the theorems' f"
-    elif not mixer.seeks_consensus:
+    if not (algorithm.minimises_likelihood and mixer.seeks_consensus):
         problem = f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed, as they don't "
         problem += "tend to one model, or one set of components, for all"
-    if problem:
+        if not algorithm.minimises_likelihood:
+            problem = (
+                f"{type(algorithm).__name__} can't be diagnosed: it minimises another function than the theorems' f"
+            )
         names = names_where(lambda row: row.is_diagnosable)
         raise UserError(f"{problem}; allowed: {names}, without label shares and local layers.")
     if compressed:
@@ -85,10 +84,7 @@ def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = Fal
 
 
 def diagnose(training: Training, before: State, after: State) -> Diagnosis:
-    """Diagnose the state ``after`` a round that started from ``before``; costs about one round of all clients.
-
-    ``training`` is of a method and a mixer that :func:`check_diagnosable` lets pass.
-    """
+    """Diagnose the state ``after`` a round that started from ``before``; costs about one round of all clients."""
     check_diagnosable(training.algorithm, training.mixer, training.codec is not None)
     samples, device = training.federation.train, training.device
     shares = samples.sizes.double().to(device) / len(samples)
@@ -104,7 +100,7 @@ def diagnose(training: Training, before: State, after: State) -> Diagnosis:
     totals: Tree = {}
     members = training.team.share(samples.sizes)
     work = Work(Batching(batch_size), training.federation.keys[members], 0.0)
-    for chunk in training.engine.train(_measuring(training), cohort.take(members), work):
+    for chunk in training.engine.train(_measuring(training.algorithm), cohort.take(members), work):
         for name, term in _weighted(chunk.uploads, shares[members[chunk.positions].to(device)]).items():
             totals[name] = totals[name] + term if name in totals else term
     (totals,) = training.team.total(totals)
@@ -171,8 +167,7 @@ class _Measured(Wrapped):
             return (share * batch.weights * responsibilities * losses).sum()
 
         def one(component: Tree, responsibilities: Tensor) -> Tree:
-            gradient: Tree = grad(objective)(trained_leaves(self.model, component), component, responsibilities)
-            return gradient
+            return grad(objective)(trained_leaves(self.model, component), component, responsibilities)
 
         gradients = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
         return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
@@ -183,16 +178,10 @@ class _Measured(Wrapped):
         return Trained(gains | add_prefix("gradient", local.solver_state), {}, {})
 
 
-# Kept as long as a training lasts, since an engine records the functions that come back.
-_KEPT: WeakKeyDictionary[Training, _Measured] = WeakKeyDictionary()
-
-
-def _measuring(training: Training) -> _Measured:
-    if training not in _KEPT:
-        algorithm = training.algorithm
-        sharpness = getattr(algorithm, "sharpness", 1.0)  # of a mixture of one, any will do
-        _KEPT[training] = _Measured(algorithm.model, algorithm.solver, algorithm, sharpness)
-    return _KEPT[training]
+@lru_cache(maxsize=1)  # an engine records the functions that come back
+def _measuring(algorithm: Algorithm) -> _Measured:
+    sharpness = getattr(algorithm, "sharpness", 1.0)  # of a mixture of one, any will do
+    return _Measured(algorithm.model, algorithm.solver, algorithm, sharpness)
 
 
 def _log_weights(training: Training, state: State) -> Tensor:
@@ -258,16 +247,17 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
     """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
     if not (algorithm.minimises_likelihood and algorithm.uploads_model):
         names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
-        reason = "since their clients minimise (responsibility-weighted) losses"
-        name = type(algorithm).__name__
-        raise UserError(f"Alpha can't be measured for {name}; allowed, {reason}: {names}, without label shares.")
+        raise UserError(
+            f"Alpha can't be measured for {type(algorithm).__name__}; allowed, since their clients minimise "
+            f"(responsibility-weighted) losses: {names}, without label shares."
+        )
     if compressed:
         raise UserError("Alpha can't be measured with compressed messages; allowed: [compression] off.")
     model = algorithm.model
     if model.num_parameters > MOST_PARAMETERS:
-        most = f"at most {MOST_PARAMETERS}, as the exact solution needs a Hessian"
         raise UserError(
-            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: {most}."
+            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: at most "
+            f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
         )
     with torch.random.fork_rng(devices=[]):
         unsteady = next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
@@ -295,8 +285,7 @@ def choose_clients(training: Training, round_index: int) -> Tensor:
 def measure_alpha(training: Training, state: State, clients: Tensor | None = None) -> Inexactness:
     """Let clients train for the round that follows ``state``, which is left as it is, and judge their solutions.
 
-    :func:`check_measurable` must let the method and its model pass. ``clients`` are positions ``[C]``; those of
-    :func:`choose_clients` when not given.
+    ``clients`` are positions ``[C]``; those of :func:`choose_clients` when not given.
     """
     check_measurable(training.algorithm, training.codec is not None)
     clients = choose_clients(training, state.round) if clients is None else clients
@@ -310,7 +299,7 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
     resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
     alphas: dict[int, Tensor] = {}
     settings = (state.round, this.learning_rate, plan.num_steps, plan.scales)
-    for chunk in training.local.train(cohort, training.federation.keys[clients], *settings):
+    for chunk in training.train(cohort, training.federation.keys[clients], *settings):
         for row, position in enumerate(chunk.positions.tolist()):
             whose = ((cohort.shared, int(cohort.reads[position])), (chunk.uploads, row), (cohort.personal, position))
             trees = [tree_double(tree_index(tree, index)) for tree, index in whose]
@@ -367,9 +356,9 @@ class Recovery:
     Learnt components are matched with true ones, each at most once, at the least total cosine distance.
     """
 
-    matching: tuple[tuple[int, int], ...]
+    matching: list[tuple[int, int]]
     """pairs (learnt, true)"""
-    component_distances: tuple[float, ...]
+    component_distances: list[float]
     """cosine distance of each pair"""
     weight_distance: float
     """cosine distance between the matrices of mixture weights, columns matched"""
@@ -393,9 +382,5 @@ def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_w
     translation = torch.full((components.shape[0],), -1)  # an unmatched component is nobody's cluster
     translation[learnt] = true
     hits = translation[weights.cpu().argmax(1)] == true_weights.argmax(1)
-    return Recovery(
-        tuple(zip(learnt.tolist(), true.tolist(), strict=True)),
-        tuple(distances[learnt, true].tolist()),
-        float(flat),
-        float(hits.double().mean()),
-    )
+    matching = list(zip(learnt.tolist(), true.tolist(), strict=True))
+    return Recovery(matching, distances[learnt, true].tolist(), float(flat), float(hits.double().mean()))

@@ -23,6 +23,7 @@ from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Learn, Mixer, Welcome
 from fedem.methods.wrappers import FineTuned
 from fedem.methods.wrappers.compression import split_residual
+from fedem.runs.config import RunSettings
 from fedem.runs.rounds import State, init_personal
 
 _SCORED = 1 << 13  # samples of a newcomer scored at once
@@ -46,7 +47,6 @@ class Predictors(NamedTuple):
         return tree_index(self.shared, self.reads.to(_device(self.shared)))
 
     def of(self, algorithm: Algorithm, position: int) -> Mixture:
-        """Return one client's predictor."""
         shared = tree_index(self.shared, int(self.reads[position]))
         return algorithm.predictor(shared, tree_index(self.personal, position))
 
@@ -64,25 +64,14 @@ class Predictors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Personalizer:
-    """Makes predictors from a federation's state.
-
-    Attributes:
-        fine_tune_epochs: passes over its samples that every client trains for itself before it predicts; 1 turns
-            FedAvg into FedAvg+, and any other method likewise.
-        unseen_epochs: passes that a client unseen in training makes, where it has something to train.
-        learning_rate: of all this training.
-        fine_tune_rate: of fine-tuning; 0 for the method's own, where it has one, else ``learning_rate``.
-    """
+    """Makes predictors from a federation's state: fine-tunes them if the run says so, and fits unseen clients."""
 
     algorithm: Algorithm
     mixer: Mixer
     engine: Engine
     batching: Batching
-    learning_rate: float
-    fine_tune_epochs: int
-    unseen_epochs: int
-    seed: int
-    fine_tune_rate: float = 0.0
+    learning_rate: float  # of all training here, where neither the run nor the method has a rate for fine-tuning
+    run: RunSettings
 
     @cached_property
     def _own_rounds(self) -> SolverDeal:
@@ -96,24 +85,22 @@ class Personalizer:
         """Return the predictors of the clients that took part in training."""
         served = self.mixer.read(state.shared, state.memory, torch.arange(federation.num_clients))
         found = Predictors(*served, split_residual(state.personal)[0])
-        if not self.fine_tune_epochs:
-            return found
-        return self._fine_tuned(found, federation.train, federation.keys, self.fine_tune_epochs)
+        epochs = self.run.fine_tune_epochs
+        return self._fine_tuned(found, federation.train, federation.keys, epochs) if epochs else found
 
     def _train(
         self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
     ) -> tuple[Tensor, Tree, Tree]:
         """Let every client that has samples train for ``epochs`` passes.
 
-        Returns:
-            their positions ``[c]`` on the device, what they upload and what they keep, ``[c, ...]`` each or empty
+        Returns their positions ``[c]`` on the device, what they upload and what they keep, ``[c, ...]`` each or empty.
         """
         device, able = _device(start.shared), (samples.sizes > 0).nonzero().flatten()
         where = able.to(device)
         if not len(able):
             return where, {}, {}
         cohort = Cohort(start.shared, start.reads[able], tree_index(start.personal, where), samples.take(able))
-        work = Work(Batching(self.batching.batch_size, epochs), derive(names[able], FINE_TUNE, self.seed), rate)
+        work = Work(Batching(self.batching.batch_size, epochs), derive(names[able], FINE_TUNE, self.run.seed), rate)
         finished = list(deal.train(self.engine, cohort, work, names[able]))
         order = torch.cat([chunk.positions for chunk in finished]).argsort().to(device)
         _, uploads, personal = zip(*finished, strict=True)
@@ -123,23 +110,18 @@ class Personalizer:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
         setting = self.algorithm.fine_tune_setting
         own_rate = float(getattr(self.algorithm, setting)) if setting else self.learning_rate
-        own, rate = Predictors.apart(start.own, start.personal), self.fine_tune_rate or own_rate
+        own, rate = Predictors.apart(start.own, start.personal), self.run.fine_tune_rate or own_rate
         where, shared, personal = self._train(self._tuning, own, samples, keys, epochs, rate)
         return own._replace(shared=_put(own.shared, where, shared), personal=_put(own.personal, where, personal))
 
     def personalize(
         self, state: State, samples: Samples, keys: Tensor, max_iterations: int | None = None, beside: int | None = None
     ) -> Predictors:
-        """Fit clients unseen in training on their ``samples``; all that the others share stays as it is.
+        """Fit unseen clients with these ``keys`` ``[T]`` on their ``samples``, if any; what others share stays fixed.
 
-        Args:
-            state: of the federation that was trained.
-            samples: of the new clients; a client may have none.
-            keys: of the new clients, ``[T]``.
-            max_iterations: bounds the method's own rule: updates of FedEM's mixture weights, of which the paper makes
-                one (None for convergence); for a method that must train, passes over the samples (None for
-                ``unseen_epochs``).
-            beside: position of a client that took part: start from what it reads, and not from what is for all.
+        ``max_iterations`` bounds the method's own rule: updates of FedEM's mixture weights, in the paper one (None for
+        convergence); for a method that must train, passes over the samples (None for ``unseen_epochs``). ``beside`` is
+        the position of a client that took part: start from what it reads, and not from what is for all.
         """
         start = self.mixer.welcome(state.shared, state.memory)
         if start.refusal:
@@ -157,9 +139,9 @@ class Personalizer:
         personal = tree_map(lambda leaf: leaf[rows, position], tree_stack([fit.personal for fit in fits]))
         chosen = Predictors(start.shared, best, personal)
         if start.kept is not None and start.learn is not None:
-            passes = max_iterations or self.unseen_epochs
+            passes = max_iterations or self.run.unseen_epochs
             chosen = self._learnt(chosen, start.kept[rows], start.learn, samples, keys, passes)
-        tuned = self.fine_tune_epochs or (self.unseen_epochs if start.fine_tune else 0)
+        tuned = self.run.fine_tune_epochs or (self.run.unseen_epochs if start.fine_tune else 0)
         epochs = max_iterations if tuned and max_iterations else tuned
         return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
 
@@ -195,8 +177,8 @@ class Personalizer:
             trees.append(tree)
         else:
             return Predictors(shared, reads, tree_stack(trees))
-        personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.seed).to(device))
-        start, epochs = Predictors(shared, reads, personal), max_iterations or self.unseen_epochs
+        personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.run.seed).to(device))
+        start, epochs = Predictors(shared, reads, personal), max_iterations or self.run.unseen_epochs
         where, _, trained = self._train(self._own_rounds, start, samples, keys, epochs, self.learning_rate)
         return start._replace(personal=_put(personal, where, trained))
 

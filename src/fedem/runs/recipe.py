@@ -64,7 +64,6 @@ class SampleFormat:
         return inputs
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
         return {
             "input_shape": list(self.inputs),
             "input_dtype": str(self.input_dtype).removeprefix("torch."),
@@ -79,16 +78,13 @@ class SampleFormat:
         """Read what :meth:`to_json` wrote, among other things."""
         names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
         shape, dtype = tuple(content["input_shape"]), getattr(torch, content["input_dtype"])
-        known = None if encoding is None else Encoding.from_json(encoding)
+        known = encoding and Encoding.from_json(encoding)
         return cls(shape, dtype, content["num_outputs"], names and tuple(names), known, labels and tuple(labels))
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """A configuration settled on its data. What it describes is made when it is first asked for.
-
-    So a recipe can be read where a device or a file of weights that it names is missing.
-    """
+    """A configuration settled on its data; what it names, such as a device or a file, need not be there to read it."""
 
     config: Config
     format: SampleFormat
@@ -157,9 +153,8 @@ class Recipe:
         return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
-        run, batching, rate = self.config.run, self.config.batching, self.config.schedule.learning_rate
-        after = (run.fine_tune_epochs, run.unseen_epochs, run.seed, run.fine_tune_rate)
-        return Personalizer(self.algorithm, self.mixer, engine, batching, rate, *after)
+        config, rate = self.config, self.config.schedule.learning_rate
+        return Personalizer(self.algorithm, self.mixer, engine, config.batching, rate, config.run)
 
     def describe(self, state: State) -> Record:
         """Say what was trained: the head of every summary."""
@@ -207,12 +202,10 @@ class Recipe:
         raise UserError(f"The model is not the one that was trained: {found}.")
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them."""
         return {"config": self.config.sections, "shapes": self.format.to_json()}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_json` wrote."""
         return cls(Config.build(content["config"], preset=False), SampleFormat.from_json(content["shapes"]))
 
     def metadata(self, names: Sequence[str]) -> dict[str, Any]:
@@ -302,10 +295,10 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device: torch.device | None = torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
         raise UserError(f"Unknown device {name!r}; allowed: auto, cpu, cuda, cuda:0, ...")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"Device {name!r} is not there; this machine has {torch.cuda.device_count()} CUDA devices.")

@@ -20,17 +20,7 @@ from torch.func import vmap
 
 from fedem.core.errors import UserError
 from fedem.core.random import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
-from fedem.core.tree import (
-    Tree,
-    tree_bytes,
-    tree_floats,
-    tree_index,
-    tree_map,
-    tree_repeat,
-    tree_sorted,
-    tree_stack,
-    tree_to,
-)
+from fedem.core.tree import Tree, tree_bytes, tree_index, tree_map, tree_repeat, tree_sorted, tree_stack, tree_to
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Cohort, Engine, SolverDeal, Work
 from fedem.engines.base import Finished
@@ -46,28 +36,21 @@ from fedem.solvers.schedules import Schedule
 class State:
     """All that a federation has learnt. Stepping makes a new one."""
 
-    round: int
-    """rounds done"""
-    shared: Tree
-    """``[G, ...]``"""
-    personal: Tree
-    """``[T, ...]``"""
-    memory: Tree = field(default_factory=dict)
-    """the mixer's"""
+    round: int  # rounds done
+    shared: Tree  # [G, ...]
+    personal: Tree  # [T, ...]
+    memory: Tree = field(default_factory=dict)  # the mixer's
 
     def to(self, device: torch.device) -> State:
-        """Move to ``device``."""
         return State(self.round, *(tree_to(tree, device) for tree in (self.shared, self.personal, self.memory)))
 
 
 class RoundCosts(NamedTuple):
     """What a round cost; a line of metrics.jsonl begins with it."""
 
-    round: int
-    """rounds done with it"""
+    round: int  # rounds done with it
     learning_rate: float
-    clients: int
-    """that took part"""
+    clients: int  # that took part
     seconds: float
     bytes_up: int
     bytes_down: int
@@ -77,24 +60,13 @@ class DivergedError(UserError):
     """Numbers are no longer finite."""
 
 
-# The first state.
-
-
-def mixer_seed(seed: int) -> int:
-    """Return the source of what a mixer draws once for a run."""
-    return int(derive(seed, MIXER))
-
-
-def round_key(seed: int, round_index: int) -> int:
-    """Return the source of what a mixer draws in a round."""
-    return int(derive(seed, MIXER, round_index))
+def mixer_seed(seed: int, *round_index: int) -> int:
+    """Return the source of what a mixer draws once for a run or, with its index, in a round."""
+    return int(derive(seed, MIXER, *round_index))
 
 
 def first_state(method: Assembled, names: Tensor, seed: int) -> State:
-    """Draw the state before the first round, of clients whose names have these keys ``[T]``.
-
-    There may be none: a server that does not know its clients begins with the same shared trees, and no personal ones.
-    """
+    """Draw the state before the first round, of clients whose names have these keys ``[T]``, if they are known."""
     algorithm, mixer, codec = method
     shared, draws = tree_sorted(algorithm.init_shared(int(derive(seed, COMPONENTS)))), list[Tree]()
 
@@ -130,9 +102,6 @@ def init_personal(algorithm: Algorithm, shared: Tree, keys: Tensor, apart: bool 
     return vmap(algorithm.init_personal, in_dims=(0 if apart else None, 0))(shared, keys)
 
 
-# The clients' step.
-
-
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
     """The clients' side of a round, for any number of them."""
@@ -141,7 +110,7 @@ class LocalTraining:
     engine: Engine
     batching: Batching
     seed: int
-    codec: Codec | None = None
+    codec: Codec | None = field(default=None, kw_only=True)  # writes the messages, where they are compressed
 
     @cached_property
     def _by_solver(self) -> SolverDeal:
@@ -156,10 +125,9 @@ class LocalTraining:
         num_steps: int | None = None,
         scales: Tensor | None = None,
     ) -> Iterator[Finished]:
-        """Train C clients, whose names have these keys ``[C]``, for one round, counted from 0.
+        """Train C clients, whose names have these keys ``[C]``, for one round, counted from 0, and yield some by some.
 
-        ``num_steps`` and ``scales`` are as in :class:`~fedem.methods.mixer.RoundPlan`. Yields some clients after the
-        other: their messages and what they keep.
+        ``num_steps`` and ``scales`` are as in :class:`~fedem.methods.mixer.RoundPlan`.
         """
         keys = derive(names, SHUFFLE, self.seed, round_index)
         personal, residual = split_residual(cohort.personal)
@@ -180,21 +148,13 @@ class LocalTraining:
             yield chunk._replace(uploads=messages, personal=join_residual(chunk.personal, unsaid))
 
 
-# The server's step.
-
-
 def server_step(
     method: Assembled, state: State, this: Round, uploads: Uploads, share: float, team: Team = ALONE
 ) -> tuple[State, int]:
-    """Mix the clients' messages as they come in, and step every group that is written.
+    """Mix the clients' messages as they come in, and step every group that is written; refuse what is not finite.
 
-    A process of a ``team`` has the uploads of its share of the clients. ``share`` of all samples took part.
-
-    Returns:
-        the state after the round, personal trees as they were; and how many messages were sent
-
-    Raises:
-        DivergedError: numbers are no longer finite.
+    A process of a ``team`` has the uploads of its share of the clients. ``share`` of all samples took part. Returns the
+    state after the round, personal trees as they were, and how many messages were sent.
     """
     algorithm, mixer, codec = method
     read = vmap(codec.decode if codec else algorithm.summand)
@@ -216,8 +176,8 @@ def server_step(
 
 def step_groups(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
     """Return the groups' next trees ``[G, ...]``: those that are written take the method's step on the server."""
-    device = next(iter(shared.values())).device
-    groups, count = mixed.groups.to(device), len(next(iter(shared.values())))
+    first = next(iter(shared.values()))
+    groups, count = mixed.groups.to(first.device), len(first)
     # A new group has no past of its own.
     past = tree_index(shared, torch.where(groups < count, groups, 0))
     written = vmap(partial(algorithm.update, share=share))(past, mixed.means)
@@ -228,7 +188,7 @@ def step_groups(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) 
 
 def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite) -> str | None:
     """Return the name of a leaf with numbers that are not finite, if there is one."""
-    return next((name for name, leaf in tree_floats(tree).items() if not bool(is_fine(leaf).all())), None)
+    return next((name for name, leaf in tree.items() if not bool(is_fine(leaf).all())), None)
 
 
 def _refuse_divergence(name: str | None, round_number: int, learning_rate: float) -> None:
@@ -237,9 +197,6 @@ def _refuse_divergence(name: str | None, round_number: int, learning_rate: float
             f"Training diverged in round {round_number}: {name!r} is no longer finite at learning rate "
             f"{learning_rate:g}; a smaller schedule.learning_rate is needed."
         )
-
-
-# Who takes part, and the simulator's round.
 
 
 def cohort_size(clients_per_round: float, num_clients: int) -> int:
@@ -259,35 +216,22 @@ def cohort_size(clients_per_round: float, num_clients: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
-    """The simulator: everything that stays the same from round to round."""
+class Training(LocalTraining):
+    """The simulator: both sides of a round, and everything else that stays the same from round to round."""
 
-    algorithm: Algorithm
     mixer: Mixer
-    engine: Engine
-    batching: Batching
     schedule: Schedule
     federation: Federation
     num_rounds: int
     cohort_size: int
-    seed: int
     device: torch.device
-    team: Team = ALONE
-    """the processes that share each cohort; all hold the whole state"""
-    codec: Codec | None = None
-    """writes the messages, where they are compressed"""
+    team: Team = ALONE  # the processes that share each cohort; all hold the whole state
 
     @cached_property
     def _method(self) -> Assembled:
         return Assembled(self.algorithm, self.mixer, self.codec)
 
-    @cached_property
-    def local(self) -> LocalTraining:
-        """The clients' side of a round."""
-        return LocalTraining(self.algorithm, self.engine, self.batching, self.seed, self.codec)
-
     def init(self) -> State:
-        """Draw the initial state."""
         return first_state(self._method, self.federation.keys, self.seed).to(self.device)
 
     def sample(self, round_index: int) -> Tensor:
@@ -297,7 +241,7 @@ class Training:
     def round(self, round_index: int, clients: Tensor) -> Round:
         """Return what the mixer knows of a round of ``clients``."""
         train, count = self.federation.train, self.federation.num_clients
-        key, rate = round_key(self.seed, round_index), self.schedule.rate(round_index, self.num_rounds)
+        key, rate = mixer_seed(self.seed, round_index), self.schedule.rate(round_index, self.num_rounds)
         trained = self.algorithm.model.trainable
         return Round(clients, train.sizes[clients], count, rate, key, len(train) / count, trained)
 
@@ -315,10 +259,11 @@ class Training:
         def uploads() -> Iterator[tuple[Tensor, Tree]]:
             names, scales = self.federation.keys[clients[own]], None if plan.scales is None else plan.scales[own]
             settings = (names, state.round, this.learning_rate, plan.num_steps, scales)
-            for chunk in self.local.train(cohort.take(own), *settings):
-                sent.add_(self._upload_bytes(chunk.uploads))
+            for chunk in self.train(cohort.take(own), *settings):
+                message = chunk.uploads
+                sent.add_(self.codec.num_bytes(message) if self.codec else tree_bytes(self._public(message)))
                 kept.append((own[chunk.positions], chunk.personal))
-                yield own[chunk.positions], chunk.uploads
+                yield own[chunk.positions], message
 
         share = int(samples.sizes.sum()) / len(self.federation.train)
         after, num_messages = server_step(self._method, state, this, uploads(), share, self.team)
@@ -333,9 +278,6 @@ class Training:
         bytes_up, bytes_down = (num_messages * way // count for way in ways)
         costs = RoundCosts(after.round, this.learning_rate, count, seconds, bytes_up, bytes_down)
         return replace(after, personal=written), costs
-
-    def _upload_bytes(self, uploads: Tree) -> int:
-        return tree_bytes(self._public(uploads)) if self.codec is None else self.codec.num_bytes(uploads)
 
     def _download_bytes(self, state: State, clients: Tensor, served: Tree) -> int:
         """Count what the cohort downloads; a server may have news for those who took part in the last round."""

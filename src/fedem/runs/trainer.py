@@ -142,8 +142,9 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     if metadata["data"] != trainer.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     trainer.recipe.check_leaves(metadata.get("leaves"))
-    history = [line for line in folder.metrics() if line["round"] <= states["last"].round]
-    return Progress(states["last"], states.get("best"), metadata["best_validation"], history, metadata["seconds"])
+    last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
+    history = [line for line in folder.metrics() if line["round"] <= last.round]
+    return Progress(last, best, metadata["best_validation"], history, started)
 
 
 @contextmanager
@@ -176,15 +177,11 @@ def reassess(
     fine_tune_rate: float | None = None,
     metrics: str | Sequence[str] | None = None,
 ) -> Result:
-    """Make a run's data again and score its saved states afresh; nothing is trained together, nothing is written.
-
-    Fine-tuning and ``metrics`` may be others than the run's: they come after training, so they can be tried without
-    training again.
-    """
+    """Make a run's data again and score its saved states afresh, perhaps fine-tuned otherwise; nothing is written."""
     folder = RunFolder(Path(path))
-    tuning = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate}
-    asked = {"device": device, **tuning, "metrics": metrics}
-    config = folder.config().replace("run", **{key: value for key, value in asked.items() if value is not None})
+    asked = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate, "metrics": metrics}
+    given = {key: value for key, value in asked.items() if value is not None}
+    config = folder.config().replace("run", device=device, **given)
     if fine_tune_rate is not None and not config.run.fine_tune_epochs:
         raise UserError(
             f"fine_tune_rate is {fine_tune_rate:g}, but clients of {path} don't fine-tune; allowed with it: "
@@ -204,16 +201,14 @@ class Progress:
     best: State | None = None
     best_validation: float | None = None
     history: list[Record] = field(default_factory=list)
-    seconds_before: float = 0.0  # taken before the run was resumed
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=time.perf_counter)  # for a run that is resumed, as if it had never stopped
 
     @property
     def seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.started
+        return time.perf_counter() - self.started
 
     @property
     def states(self) -> dict[str, State]:
-        """The states worth keeping, by role."""
         return {"last": self.state} | ({"best": self.best} if self.best else {})
 
     def to(self, device: torch.device) -> Progress:
@@ -245,10 +240,6 @@ class Trainer:
         return self.recipe.config
 
     @cached_property
-    def _own_engine(self) -> Engine:
-        return self.recipe.engine()[0]
-
-    @cached_property
     def _chosen(self) -> tuple[Engine, str | None]:
         return self.recipe.engine()
 
@@ -266,8 +257,9 @@ class Trainer:
     def training(self) -> Training:
         recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
         cohort = cohort_size(run.clients_per_round, federation.num_clients)
-        how = (recipe.algorithm, recipe.mixer, self._chosen[0], config.batching, config.schedule, federation)
-        return Training(*how, run.rounds, cohort, run.seed, recipe.device, self.team, recipe.codec)
+        local = (recipe.algorithm, self._chosen[0], config.batching, run.seed)
+        rest = (recipe.mixer, config.schedule, federation, run.rounds, cohort, recipe.device, self.team)
+        return Training(*local, *rest, codec=recipe.codec)
 
     @cached_property
     def personalizer(self) -> Personalizer:
@@ -364,11 +356,7 @@ class Trainer:
                 summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             if (recovery := self._recovery(found)) is not None:
-                summary["recovery"] = {
-                    "component_distances": list(recovery.component_distances),
-                    "weight_distance": recovery.weight_distance,
-                    "cluster_accuracy": recovery.cluster_accuracy,
-                }
+                summary["recovery"] = {key: value for key, value in vars(recovery).items() if key != "matching"}
         encoding = self.recipe.format.encoding
         if encoding is not None and encoding.target.classes is None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.

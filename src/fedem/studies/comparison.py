@@ -5,15 +5,13 @@ All methods of a seed have the same data and the same clients held out; each has
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError
-from fedem.core.files import write_atomically, write_json
+from fedem.core.files import write_csv, write_json
 from fedem.methods import METHODS, resolve_method, title_of
 from fedem.models.metrics import find_metric
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
@@ -135,16 +133,11 @@ class Comparison:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether the best has the largest score."""
         return find_metric(self.metric).larger_is_better
 
     def save(self, folder: Path, command: str) -> None:
         """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.runs[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.runs)
-        write_atomically(folder / "comparison.csv", text.getvalue().encode())
+        write_csv(folder / "comparison.csv", self.runs[0], self.runs)
         names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
         content = {"command": command} | {name: getattr(self, name) for name in names}
         methods = [
@@ -183,7 +176,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         curve = list(_curve([own[seed].folder.metrics() for seed in seeds], score))
         sections = own[seeds[0]].config.sections
         training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
-        rows.append(Row(method, _title(found[0]), figures, curve, training))
+        count = found[0]["num_components"]
+        title = title_of(found[0]["method"]) + (f" (M={count})" if count > 1 else "")
+        rows.append(Row(method, title, figures, curve, training))
     rows.sort(key=lambda row: row.figures[score].rank(decisive.larger_is_better))
     known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
     known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
@@ -202,11 +197,6 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
 def data_name(config: Config) -> str:
     """Return what the data are called in a table: a file's name, or the data set's."""
     return Path(config.values("data").get("path") or config.name("data")).name
-
-
-def _title(summary: Mapping[str, Any]) -> str:
-    components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
-    return title_of(summary["method"]) + components
 
 
 def _curve(histories: Sequence[Sequence[Record]], name: str) -> Iterator[Point]:

@@ -37,16 +37,15 @@ class Experiment:
     place: str  # where the paper has it
     seeds: int  # how many the paper has
     # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
-    figures: tuple[str, ...]
+    figures: Sequence[str]
     settings: tuple[Layer, ...]
     axes: _Axes
-    without: tuple[Labels, ...]  # combinations that are left out
+    without: Sequence[Labels]  # combinations that are left out
     paper: Mapping[str, tuple[float | None, ...]]  # by the labels, in the order of the axes, joined with " / "
     quick: Mapping[str, tuple[Layer, ...]]  # settings of a short trial, of the runs with a label or of "all"
 
     @property
     def labels(self) -> list[str]:
-        """The labels on all axes."""
         return [label for choices in self.axes.values() for label in choices]
 
 
@@ -85,18 +84,11 @@ def read(folder: Path) -> Experiment:
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
     _check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
-    return Experiment(
-        folder.name,
-        str(content["title"]),
-        str(content["place"]),
-        seeds,
-        tuple(figures),
-        _layers(content["settings"], f"{path}, settings"),
-        axes,
-        tuple(without),
-        {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()},
-        {label: _layers(settings, f"{path}, quick") for label, settings in content["quick"].items()},
-    )
+    content |= {key: str(content[key]) for key in ("title", "place")}
+    content["settings"] = _layers(content["settings"], f"{path}, settings")
+    content["paper"] = {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()}
+    content["quick"] = {label: _layers(values, f"{path}, quick") for label, values in content["quick"].items()}
+    return Experiment(folder.name, **content | {"axes": axes})
 
 
 def _check_known(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
@@ -150,29 +142,28 @@ def plan(
     experiment: Experiment,
     out: Path,
     seeds: Sequence[int],
-    only: Mapping[str, Sequence[str]] | None = None,
+    only: Mapping[str, Sequence[str]] = {},
     asked: Sequence[Layer] = (),
-    own: Mapping[str, Sequence[Layer]] | None = None,
+    own: Mapping[str, Sequence[Layer]] = {},
     quick: bool = False,
 ) -> list[Entry]:
-    """Return the runs in folders of ``out``, those with the same data and seed together; they are checked.
+    """Return the runs in folders of ``out``, with ``only`` these labels by axis.
 
-    ``only`` has labels by axis, to leave out the others. Settings are those declared (if ``quick``, also those of the
-    short trial), then those ``asked`` for all runs, then the ``own`` of the runs with a label.
+    Settings are those declared (if ``quick``, also those of the short trial), then those ``asked`` for all runs, then
+    the ``own`` of the runs with a label.
     """
-    chosen = only or {}
-    _check_known("axis", chosen, experiment.axes)
-    for axis, names in chosen.items():
+    _check_known("axis", only, experiment.axes)
+    for axis, names in only.items():
         _check_known(f"choice of {axis}", names, experiment.axes[axis])
 
     def layers(labels: Labels) -> list[Layer]:
         declared = [experiment.settings, *(experiment.axes[axis][label] for axis, label in labels.items())]
         short = [experiment.quick.get(label, ()) for label in (ALL, *labels.values())] if quick else []
-        further = [asked, *((own or {}).get(label, ()) for label in labels.values())]
+        further = [asked, *(own.get(label, ()) for label in labels.values())]
         return list(itertools.chain(*declared, *short, *further))
 
     axes = experiment.axes.items()
-    kept = {axis: [name for name in names if name in chosen.get(axis, names)] for axis, names in axes}
+    kept = {axis: [name for name in names if name in only.get(axis, names)] for axis, names in axes}
     return sweep.plan(out, kept, seeds, layers, experiment.without)
 
 

@@ -37,12 +37,10 @@ class Entry(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Its labels and seed."""
         return _title(self.labels, self.seed)
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to do."""
         return self.folder.summary() is not None
 
 
@@ -70,18 +68,15 @@ class SharedData:
     """Makes the data of runs, and keeps those made last: runs with the same data come one after the other."""
 
     def __init__(self, make: Callable[[Config], Dataset] = Config.make_data, most: int = 1):
-        self._make, self._most = make, most
-        self._kept: list[tuple[Any, Dataset]] = []
+        self._make, self._most, self._kept = make, most, dict[Any, Dataset]()
 
     def of(self, config: Config) -> Dataset:
-        """Return a run's data."""
         wanted = _data_key(config)
-        found = next((dataset for key, dataset in self._kept if key == wanted), None)
-        if found is None:
-            del self._kept[: max(0, len(self._kept) + 1 - self._most)]  # first, lest one too many be in memory
-            found = self._make(config)
-            self._kept.append((wanted, found))
-        return found
+        if wanted not in self._kept:
+            while len(self._kept) >= self._most:  # first, lest one too many be in memory
+                del self._kept[next(iter(self._kept))]
+            self._kept[wanted] = self._make(config)
+        return self._kept[wanted]
 
 
 def _name(labels: Labels, seed: int) -> str:
@@ -97,10 +92,9 @@ def plan(
     without: Sequence[Labels] = (),
     name: Callable[[Labels, int], str] = _name,
 ) -> list[Entry]:
-    """Return a run for every seed and combination of the axes' labels, but for those ``without``.
+    """Return a run for every seed and combination of the axes' labels, but for those ``without``, and check them.
 
-    Runs with the same seed and data come together. Configurations and complete runs are checked. ``layers`` returns the
-    settings of the runs with these labels, all but the seed; ``name`` the name of their folder in ``out``.
+    Runs with the same seed and data come together. ``layers`` returns all settings but the seed for labels.
     """
     check_seeds(seeds)
     entries = []
@@ -113,7 +107,7 @@ def plan(
             entries.append(Entry(labels, seed, config, RunFolder(out / name(labels, seed))))
     if not entries:
         raise UserError("No run is left: every one is excluded.")
-    for entry in entries:
+    for entry in filter(lambda entry: entry.is_complete, entries):
         _check_complete(entry)
     return sorted(entries, key=lambda entry: (seeds.index(entry.seed), repr(_data_key(entry.config))))
 
@@ -141,10 +135,7 @@ def layers_of(values: Mapping[str, Any]) -> list[Layer]:
 
 
 def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tuple[str, str, Layer]:
-    """Read ``section.key=value``, which follows on ``whose`` in ``text``: the section, section.key, and the layer.
-
-    What one of the ``options`` gives, by section.key or section, is refused.
-    """
+    """Read ``section.key=value`` after ``whose``: section, section.key, layer; refuse what one of ``options`` gives."""
     layer = parse_assignment(text.removeprefix(whose))
     ((section, (key,)),) = layer.items()
     place = f"{section}.{key}"
@@ -154,10 +145,9 @@ def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tupl
 
 
 def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> list[str]:
-    """Prepare every run on its data, and refuse all where one can't be trained; nothing is written.
+    """Prepare every run on its data, and refuse all where one can't be trained; return what they note, each once.
 
-    Complete runs need not be among them, unless their data may have changed. A run that another process is training is
-    left to it if the work is ``shared``, or else refused. Returns what runs that are not complete note, each once.
+    A run that another process is training is left to it if the work is ``shared``, or else refused.
     """
     entries, notes = list(entries), []
     for entry in entries:
@@ -178,15 +168,12 @@ def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> l
 def work_off(
     entries: Iterable[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
 ) -> dict[str, str]:
-    """Train what is not complete, one run after the other; those that another process is training are left to it.
+    """Train what is not complete, but for runs that another process is training; return what went wrong, by title.
 
-    ``watch`` is a context for each run, which yields the listener of its rounds. Returns what went wrong, by the title
-    of the run.
+    ``watch`` is a context for each run, which yields the listener of its rounds.
     """
     failed: dict[str, str] = {}
-    for entry in entries:
-        if entry.is_complete:
-            continue
+    for entry in (entry for entry in entries if not entry.is_complete):
         with _claimed(entry) as mine:
             if not mine or entry.is_complete:
                 continue
@@ -230,8 +217,6 @@ def _data_key(config: Config) -> tuple[Any, ...]:
 
 def _check_complete(entry: Entry) -> None:
     """Refuse a complete run with other settings than those asked for: its figures would pass for theirs."""
-    if not entry.is_complete:
-        return
     made = entry.folder.config()
     # What was settled with the data in hand can't be known without them.
     settled = entry.config.replace("run", partition_hash=made.run.partition_hash)

@@ -35,13 +35,8 @@ _OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
 # What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f.
 REQUIRED: Layer = {
     "solver": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
-    "run": {
-        "clients_per_round": 1.0,
-        "unseen": 0.0,
-        "local_layers": "none",
-        "label_shares": False,
-        "fine_tune_epochs": 0,
-    },
+    "run": {"clients_per_round": 1.0, "unseen": 0.0, "local_layers": "none", "label_shares": False}
+    | {"fine_tune_epochs": 0},
 }
 # Where a run says nothing else. What belongs to a method, as fine-tuning does to FedAvg+, is refused and not undone.
 ASSUMED: Layer = {
@@ -91,7 +86,6 @@ class Study:
     dissimilarity: Dissimilarity
 
     def record(self) -> Record:
-        """Name all figures, for a file."""
         return {
             "method": self.config.name("method"),
             "initial_rate": self.initial_rate,

@@ -1,11 +1,9 @@
 """Settings chosen on the validation part: a sweep whose axis is the trials, which a sampler draws one after the other.
 
-========================  ==========================================================
 base/config.toml          the run whose settings are tried
 search.json               what is searched, on which data
 trials/NNN/trial.json     a trial's values and, once it is over, their scores
 trials/NNN/seedS/         its runs (see :mod:`fedem.runs.folder`)
-========================  ==========================================================
 
 The next trial's values are a function of the trials before, so a search that was killed goes on as if it never was.
 """
@@ -33,6 +31,7 @@ from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
+from fedem.runs.rounds import DivergedError
 from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies import sweep
 from fedem.studies.sweep import Entry, SharedData, Spread, check_seeds, layers_of
@@ -41,9 +40,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
 Grids = Mapping[str, Sequence[Any]]  # the values to try of each setting, by section.key
-Tried = tuple[Values, float | None]  # values and their score; None where training failed
 
-_DIVERGED = "Training diverged"
 SAMPLERS = ("grid", "random", "tpe")
 RATE = "schedule.learning_rate"
 # The paper's grids: of every method's learning rate, and of the weight of a penalty.
@@ -102,12 +99,14 @@ def read_grids(texts: Iterable[str]) -> Grids:
     return grids
 
 
-def next_values(grids: Grids, sampler: str, seed: int, tried: Sequence[Tried], maximize: bool) -> Values:
+def next_values(
+    grids: Grids, sampler: str, seed: int, tried: Sequence[tuple[Values, float | None]], maximize: bool
+) -> Values:
     """Return the values of the next trial, a function of the arguments alone: so a search can be taken up anywhere.
 
     Sampler "grid" goes through all combinations, the last setting fastest; "random" and "tpe" draw a number between the
-    least and the largest, on a logarithmic scale where all are above 0, or else one of the values. The seed decides
-    what is drawn, together with the number of trials ``tried`` before.
+    least and the largest, on a logarithmic scale where all are above 0, or else one of the values. What was ``tried``
+    before comes with its score, None where training failed.
     """
     if sampler == "grid":
         return dict(zip(grids, next(islice(product(*grids.values()), len(tried), None)), strict=True))
@@ -169,16 +168,13 @@ class Search:
 
     @property
     def count(self) -> int:
-        """How many trials there are to be."""
         return math.prod(map(len, self.grids.values())) if self.num_trials is None else self.num_trials
 
     @property
     def base(self) -> Config:
-        """The run whose settings are tried."""
         return Config.build(*self.layers)
 
     def config(self, values: Mapping[str, Any], seed: int) -> Config:
-        """Return the run that has these values."""
         return Config.build(*self.layers, *layers_of(values), {"run": {"seed": seed}})
 
     def chosen_layer(self, values: Mapping[str, Any]) -> Sections:
@@ -187,11 +183,9 @@ class Search:
 
     def check(self) -> None:
         """Refuse what can't be searched, before any data are made."""
-        number, is_grid, given = self.num_trials, self.sampler == "grid", overlay(*self.layers)
+        number, given = self.num_trials, overlay(*self.layers)
         if self.sampler not in SAMPLERS:
             raise unknown("sampler", self.sampler, SAMPLERS)
-        if not is_grid:
-            needed(f"The sampler {self.sampler}", "optuna", extra="tune")
         if not self.grids:
             raise UserError("There is no setting to search; allowed: one or several, each as --grid section.key=...")
         for key, values in self.grids.items():
@@ -201,18 +195,24 @@ class Search:
             if name in given.get(section, {}):
                 raise UserError(f"{key} is both set and searched; allowed: one of --set and --grid.")
         check_seeds(self.seeds)
-        if is_grid and number is not None:
-            raise UserError(
-                f"--trials is {number}, but a grid is tried as a whole; allowed: with --sampler random or tpe."
-            )
-        if not is_grid and (number is None or number < 1):
-            raise UserError(f"--trials is {number}; allowed: at least 1.")
+        if self.sampler != "grid":
+            needed(f"The sampler {self.sampler}", "optuna", extra="tune")
+            if number is None or number < 1:
+                raise UserError(f"--trials is {number}; allowed: at least 1.")
+        elif number is not None:
+            allowed = "with --sampler random or tpe"
+            raise UserError(f"--trials is {number}, but a grid is tried as a whole; allowed: {allowed}.")
         for combination in self._each_value():
             self.config(combination, self.seeds[0])
 
     def prepare(self) -> tuple[SharedData, str]:
         """Make every seed's data, without their test part, and check the runs on them; returns them and the metric."""
-        data, metric = SharedData(lambda config: without_test(config.make_data()), len(self.seeds)), ""
+
+        def make(config: Config) -> Dataset:
+            dataset = config.make_data()
+            return dataset._replace(federation=_without_test(dataset.federation))
+
+        data, metric = SharedData(make, len(self.seeds)), ""
         for config in self.first_configs:  # which try what is made at a run's start, such as a graph
             trainer = Trainer.prepare(config, data.of(config))
             metric = trainer.recipe.metrics[0].name
@@ -232,7 +232,6 @@ class Search:
         return [self.config(next(self._each_value()), seed) for seed in self.seeds]
 
     def record(self) -> Record:
-        """Name what decides which trials there are."""
         grids = {key: list(values) for key, values in self.grids.items()}
         return {"grids": grids, "sampler": self.sampler, "seeds": list(self.seeds)}
 
@@ -244,16 +243,12 @@ class Search:
             yield from (first | {key: value} for value in values[1:])
 
 
-def without_test(dataset: Dataset) -> Dataset:
-    """Return the data without their test part, so that nothing can be chosen by it."""
-
-    def dropped(federation: Federation) -> Federation:
-        pool = federation.train.pool
-        nothing = Samples.of(pool.inputs[:0], pool.targets[:0], torch.zeros_like(federation.test.offsets))
-        unseen = None if federation.unseen is None else dropped(federation.unseen)
-        return replace(federation, test=nothing, unseen=unseen)
-
-    return dataset._replace(federation=dropped(dataset.federation))
+def _without_test(federation: Federation) -> Federation:
+    """Return the clients without their test part, so that nothing can be chosen by it."""
+    pool = federation.train.pool
+    nothing = Samples.of(pool.inputs[:0], pool.targets[:0], torch.zeros_like(federation.test.offsets))
+    unseen = None if federation.unseen is None else _without_test(federation.unseen)
+    return replace(federation, test=nothing, unseen=unseen)
 
 
 @dataclass(frozen=True)
@@ -269,19 +264,16 @@ class Trial:
 
     @property
     def spread(self) -> Spread:
-        """The score over the seeds."""
         return Spread.of(self.scores or [None])
 
     def record(self) -> Record:
-        """Name all figures, for a file."""
         return vars(self) | self.spread._asdict()
 
     @classmethod
     def read(cls, path: Path) -> Trial:
-        """Read a trial's file."""
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            scores = None if record["scores"] is None else tuple(record["scores"])
+            scores = record["scores"] and tuple(record["scores"])
             return cls(record["number"], record["values"], scores, record["seconds"], record["error"])
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(f"{path} can't be read as a trial ({type(error).__name__}: {error}).") from None
@@ -314,7 +306,6 @@ class Tuned:
         return paper_rate(base.name("data"), base.name("method")) if RATE in self.search.grids else None
 
     def record(self) -> Record:
-        """Name all figures, for a file."""
         base = self.search.base
         return {
             "data": base.name("data"),
@@ -366,16 +357,13 @@ def _check_same(out: Path, search: Search, data: SharedData) -> None:
     content = search.record() | {"data": prints}
     if not path.exists():
         write_json(path, content)
-        return
     before = json.loads(path.read_text(encoding="utf-8"))
     changed = sorted(name for name, value in plain(content).items() if before.get(name) != value)
     if changed == ["data"]:
         raise UserError(f"The data are not those that the search in {out} was begun on.")
     if changed:
-        raise UserError(
-            f"The search in {out} was begun with other settings ({', '.join(changed)}); resume it as it was, or choose "
-            "another folder."
-        )
+        mend = "resume it as it was, or choose another folder"
+        raise UserError(f"The search in {out} was begun with other settings ({', '.join(changed)}); {mend}.")
 
 
 def _carry_out(
@@ -386,23 +374,22 @@ def _carry_out(
     place.mkdir(parents=True, exist_ok=True)
     # Resumed, the trial has the same values, even if another version of the sampler would draw others.
     write_json(place / "trial.json", trial.record())
-    done, seed, scores, seconds = trial.number * len(search.seeds) * rounds, search.seeds[0], [], 0.0
+    done, seed, ends = trial.number * len(search.seeds) * rounds, search.seeds[0], []
 
     def listen(record: Record) -> None:
         if listener is not None:
             listener({"round": done + record["round"]})
 
     try:
-        with _failing():  # values that don't go together
+        with _failing(UserError):  # values that don't go together
             search.config(trial.values, seed)
         layers = [*search.layers, *layers_of(trial.values)]
         for entry in sweep.plan(place, {}, search.seeds, lambda _: layers):
             seed = entry.seed
-            summary = entry.folder.summary() or _trained(entry, data.of(entry.config), listen)
-            scores.append(_score(summary, metric))
-            seconds += summary["seconds_total"]
+            ends.append(_end(entry, data, metric, listen))
             done += rounds
-        trial = replace(trial, scores=tuple(scores), seconds=seconds)
+        scores, seconds = zip(*ends, strict=True)
+        trial = replace(trial, scores=scores, seconds=sum(seconds))
     except _FailedError as failed:
         trial = replace(trial, error=f"seed {seed}: {failed}")
     write_json(place / "trial.json", trial.record())
@@ -414,29 +401,26 @@ class _FailedError(Exception):
 
 
 @contextmanager
-def _failing(beginning: str = "") -> Iterator[None]:
-    """Take an error with this beginning for the values' fault; another, such as a folder's, is not."""
+def _failing(kind: type[UserError]) -> Iterator[None]:
+    """Take an error of this kind for the values' fault; another, such as a folder's, is not."""
     try:
         yield
-    except UserError as error:
-        if not str(error).startswith(beginning):
-            raise
+    except kind as error:
         raise _FailedError(error) from None
 
 
-def _trained(entry: Entry, dataset: Dataset, listener: Listener) -> Mapping[str, Any]:
-    begun = entry.folder.exists()
-    with _failing():
-        trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
-    with _failing(_DIVERGED):
-        return carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
-
-
-def _score(summary: Mapping[str, Any], metric: str) -> float:
-    """Return the score to choose by; training that diverged has none."""
+def _end(entry: Entry, data: SharedData, metric: str, listener: Listener) -> tuple[float, float]:
+    """Carry a run out, if it is not complete; returns the score to choose by and the seconds it took."""
+    summary: Mapping[str, Any] | None = entry.folder.summary()
+    if summary is None:
+        begun = entry.folder.exists()
+        with _failing(UserError):
+            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
+        with _failing(DivergedError):
+            summary = carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
     if has_diverged(summary):
-        raise _FailedError(f"{_DIVERGED}: the loss on the training samples is {summary['train_loss']}")
+        raise _FailedError(f"Training diverged: the loss on the training samples is {summary['train_loss']}")
     score = summary[f"validation_{metric}"]
     if score is None or not math.isfinite(score):
         raise _FailedError("the validation score is not finite")
-    return float(score)
+    return float(score), summary["seconds_total"]

@@ -77,7 +77,7 @@ def optimise(
     mixer.check(federation.keys, mixer_seed(seed))
     engine, _ = choose_engine("auto", 0, surrogate.model, device)
     cohort = cohort_size(clients_per_round, federation.num_clients)
-    training = Training(surrogate, mixer, engine, batching, schedule, federation, rounds, cohort, seed, device)
+    training = Training(surrogate, engine, batching, seed, mixer, schedule, federation, rounds, cohort, device)
     # A surrogate must not fail on the client with the fewest samples, nor on the one with the most.
     for position in sorted({int(samples.sizes.argmin()), int(samples.sizes.argmax())}):
         client = OneClient(surrogate, *samples.client(position), position)

@@ -30,7 +30,7 @@ from fedem.deploy.plan import Plan, RunConfig
 from fedem.methods.mixer import Round
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.rounds import DivergedError, RoundCosts, State, cohort_size, first_state, round_key, server_step
+from fedem.runs.rounds import DivergedError, RoundCosts, State, cohort_size, first_state, mixer_seed, server_step
 
 log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
 _POLL = 1.0  # seconds between looks at who is connected
@@ -156,7 +156,7 @@ class MethodStrategy(Strategy):
 
     def _mix(self, state: State, answers: Sequence[Reply], rate: float) -> State:
         sizes, connected = torch.tensor([answer.num_samples for answer in answers]), len(self._registry.connected)
-        clients, key = torch.arange(len(answers)), round_key(self.config.run.seed, state.round)
+        clients, key = torch.arange(len(answers)), mixer_seed(self.config.run.seed, state.round)
         average, trained = float(sizes.double().mean()), self.plan.model.trainable
         this = Round(clients, sizes, connected, rate, key, average, trained)
         trees = (tree_repeat(tree_to(answer.upload, self.plan.device), 1) for answer in answers)

@@ -44,7 +44,7 @@ from fedem.models.images import INSTALLED
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.rounds import RoundCosts, cohort_size, first_state, mixer_seed, not_finite, round_key, step_groups
+from fedem.runs.rounds import RoundCosts, cohort_size, first_state, mixer_seed, not_finite, step_groups
 
 _CPU, _HERE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64)
 
@@ -170,7 +170,7 @@ class Peer:
         started = time.perf_counter()
         seed, algorithm = self.plan.config.run.seed, self.plan.algorithm
         cohort = choose(self.graph.keys, self.cohort_size, COHORT, seed, round_index)
-        key, rate = round_key(seed, round_index), self.plan.rate(round_index)
+        key, rate = mixer_seed(seed, round_index), self.plan.rate(round_index)
         average = float(self.sizes.double().mean())
         this = Round(cohort, self.sizes[cohort], len(self.sizes), rate, key, average, algorithm.model.trainable)
         matrix = among(self.graph.matrix(round_index, key), cohort)
