@@ -141,8 +141,8 @@ class Section(NamedTuple):
             raise UserError(f"[{self.name}] has {next(iter(own))!r}, but {values['name']!r} takes no settings.")
         return named | complete(self.name, own, *kinds)
 
-    def typed(self, values: Mapping[str, Any]) -> Settings | MethodSettings | None:
-        """Check the section's ``values`` and make its settings of them."""
+    def typed(self, values: Mapping[str, Any]) -> Any:
+        """Check the section's ``values`` and make its settings of them; None for a name that has none."""
         own = self.complete(values)
         name = own.pop("name", "")
         if self.table is METHODS:
@@ -236,8 +236,7 @@ class Config:
         if isinstance(path := merged["graph"].get("path"), str) and path:
             # A run may be taken up from another folder.
             merged["graph"]["path"] = str(Path(path).absolute())
-        made: dict[str, Any] = {_field(name): section.typed(merged.get(name, {})) for name, section in SECTIONS.items()}
-        return cls(**made)
+        return cls(**{_field(name): section.typed(merged.get(name, {})) for name, section in SECTIONS.items()})
 
     def resolve(self, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True) -> Recipe:
         """Settle on ``dataset`` what depends on the data; see :func:`fedem.runs.recipe.resolve`."""
@@ -281,8 +280,7 @@ class Config:
     def replace(self, section: str, **values: Any) -> Config:
         """Return a copy with some values of one section changed."""
         merged = overlay({section: self.sections[section]}, {section: values})[section]
-        changed: dict[str, Any] = {_field(section): SECTIONS[section].typed(merged)}
-        return dataclasses.replace(self, **changed)
+        return dataclasses.replace(self, **{_field(section): SECTIONS[section].typed(merged)})
 
     def differences(self, other: Config) -> list[str]:
         """Return ``section.key`` of all values that differ."""

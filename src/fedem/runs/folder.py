@@ -190,10 +190,8 @@ class RunFolder:
 def check_here(names: Sequence[str]) -> None:
     """Refuse, for what needs clients' models, a run over a network: of its clients the server keeps nothing."""
     if not names:
-        raise UserError(
-            "The run was one over a network: its clients' models and samples are on their nodes, each model in "
-            "STATE/EXPERIMENT/CLIENT.safetensors, which `fedem export` takes there."
-        )
+        where = "on their nodes, each model in STATE/EXPERIMENT/CLIENT.safetensors, which `fedem export` takes there"
+        raise UserError(f"The run was one over a network: its clients' models and samples are {where}.")
 
 
 def new_folder(base: Path, name: str) -> Path:

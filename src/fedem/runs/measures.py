@@ -245,28 +245,27 @@ class Inexactness(NamedTuple):
 
 def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
     """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
-    if not (algorithm.minimises_likelihood and algorithm.uploads_model):
-        names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
-        raise UserError(
-            f"Alpha can't be measured for {type(algorithm).__name__}; allowed, since their clients minimise "
-            f"(responsibility-weighted) losses: {names}, without label shares."
-        )
-    if compressed:
-        raise UserError("Alpha can't be measured with compressed messages; allowed: [compression] off.")
-    model = algorithm.model
-    if model.num_parameters > MOST_PARAMETERS:
-        raise UserError(
-            f"Alpha can't be measured for a model of {model.num_parameters} trained numbers; allowed: at most "
-            f"{MOST_PARAMETERS}, as the exact solution needs a Hessian."
-        )
+    model, problem = algorithm.model, ""
     with torch.random.fork_rng(devices=[]):
         unsteady = next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
-    if unsteady is not None:
-        problem = f"a model with {unsteady}, whose clients train another function than they are judged by"
-        allowed = "layers that do the same in training and in evaluation"
-        raise UserError(f"Alpha can't be measured for {problem}; allowed: {allowed}.")
-    if model.not_stackable is not None:
-        raise UserError(f"Alpha can't be measured for this model ({model.not_stackable}).")
+    if not (algorithm.minimises_likelihood and algorithm.uploads_model):
+        names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
+        problem = f"for {type(algorithm).__name__}; allowed, since their clients minimise (responsibility-weighted) "
+        problem += f"losses: {names}, without label shares"
+    elif compressed:
+        problem = "with compressed messages; allowed: [compression] off"
+    elif model.num_parameters > MOST_PARAMETERS:
+        most = f"at most {MOST_PARAMETERS}, as the exact solution needs a Hessian"
+        problem = f"for a model of {model.num_parameters} trained numbers; allowed: {most}"
+    elif unsteady is not None:
+        problem = (
+            f"for a model with {unsteady}, whose clients train another function than they are judged by; allowed: "
+        )
+        problem += "layers that do the same in training and in evaluation"
+    elif model.not_stackable is not None:
+        problem = f"for this model ({model.not_stackable})"
+    if problem:
+        raise UserError(f"Alpha can't be measured {problem}.")
 
 
 def _is_unsteady(layer: nn.Module) -> bool:

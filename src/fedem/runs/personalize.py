@@ -91,10 +91,7 @@ class Personalizer:
     def _train(
         self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
     ) -> tuple[Tensor, Tree, Tree]:
-        """Let every client that has samples train for ``epochs`` passes.
-
-        Returns their positions ``[c]`` on the device, what they upload and what they keep, ``[c, ...]`` each or empty.
-        """
+        """Train those who have samples; returns their positions ``[c]``, uploads and what they keep, ``[c, ...]``."""
         device, able = _device(start.shared), (samples.sizes > 0).nonzero().flatten()
         where = able.to(device)
         if not len(able):

@@ -234,11 +234,10 @@ class Recipe:
 def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True) -> Recipe:
     """Settle what depends on the data, and check everything that can be checked before work starts.
 
-    Of the ``dataset`` some clients may be held out already. A run that is not ``fresh`` but taken up has a state, and
-    in it what the mixer makes at the start, such as a graph.
+    A run that is not ``fresh`` but taken up has a state, and in it what the mixer makes at the start, such as a graph.
     """
     federation, run = dataset.federation, config.run
-    if run.unseen and federation.unseen is None:
+    if run.unseen and federation.unseen is None:  # some may be held out already
         federation = federation.hold_out(run.unseen, run.seed)
     _check_data(config, dataset)
     # Written down, so that a run with this config.toml is refused on any other partition.
@@ -259,10 +258,9 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     recipe.check_samples(inputs, targets, lambda: federation.input_range)
     recipe.check_batches(federation)
     if config.solver.differentiates_twice and not model.is_twice_differentiable:
-        raise UserError(
-            f"Solver {config.name('solver')} needs second derivatives, and this model normalises batches or is "
-            "recurrent; allowed with it: models without such layers, or another solver."
-        )
+        problem = "needs second derivatives, and this model normalises batches or is recurrent"
+        allowed = "models without such layers, or another solver"
+        raise UserError(f"Solver {config.name('solver')} {problem}; allowed with it: {allowed}.")
     model.probe(inputs.to(recipe.device))
     algorithm.check(inputs)
     if fresh:
@@ -278,16 +276,13 @@ def _check_data(config: Config, dataset: Dataset) -> None:
     """Refuse clients with other samples than before, and to hold out those that a table's encoding was fitted on."""
     run, found = config.run, dataset.partition_hash
     if run.partition_hash not in ("", found):
-        raise UserError(
-            f"run.partition_hash is {run.partition_hash!r}, but the clients got other samples "
-            f"({found or 'no partition'}); allowed: the same data and partition, or an empty run.partition_hash."
-        )
+        problem = f"run.partition_hash is {run.partition_hash!r}, but the clients got other samples"
+        allowed = "the same data and partition, or an empty run.partition_hash"
+        raise UserError(f"{problem} ({found or 'no partition'}); allowed: {allowed}.")
     if dataset.encoding is not None and run.unseen and (run.unseen, run.seed) != (dataset.unseen, dataset.seed):
-        raise UserError(
-            f"run.unseen is {run.unseen} and run.seed {run.seed}, but the table was encoded for {dataset.unseen} and "
-            f"{dataset.seed}, so by clients that would be held out; allowed: the same as when the table was read "
-            "(from_frame(..., unseen=, seed=))."
-        )
+        problem = f"the table was encoded for {dataset.unseen} and {dataset.seed}, so by clients that would be held out"
+        allowed = "the same as when the table was read (from_frame(..., unseen=, seed=))"
+        raise UserError(f"run.unseen is {run.unseen} and run.seed {run.seed}, but {problem}; allowed: {allowed}.")
 
 
 def find_device(name: str) -> torch.device:

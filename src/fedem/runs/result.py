@@ -22,7 +22,7 @@ from fedem.methods.base import Mixture
 from fedem.methods.mixer import Settled
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
-from fedem.runs.config import GIVEN, Config
+from fedem.runs.config import Config
 from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.personalize import Predictors
@@ -53,9 +53,8 @@ class PersonalModel:
                 found = predict(self.model, self.mixture, checked).cpu()
         except (RuntimeError, IndexError) as error:
             shape, allowed = list(checked.shape), ", ".join(map(str, ("n", *self.format.inputs)))
-            raise UserError(
-                f"The model can't take inputs of shape {shape}; allowed: [{allowed}], as in training."
-            ) from error
+            problem = f"The model can't take inputs of shape {shape}; allowed: [{allowed}], as in training."
+            raise UserError(problem) from error
         return found if self.format.encoding is None else self.format.encoding.decode(found)
 
 
@@ -200,10 +199,7 @@ class Result:
     def load(cls, path: str | Path, model: ModelSource | None = None, device: str = "auto") -> Result:
         """Read a run folder, complete or killed; the data are not needed, but a ``model`` passed from Python is."""
         folder = RunFolder(Path(path))
-        config = folder.config()
-        if config.name("model") == GIVEN and model is None:
-            raise UserError("This run was trained with a model passed from Python; pass model=... again to load it.")
-        states, metadata = folder.load()
+        config, (states, metadata) = folder.config(), folder.load()
         recipe = Recipe.from_metadata(config, metadata, model, device)
         names = tuple(metadata["clients"])
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}

@@ -85,10 +85,7 @@ def first_state(method: Assembled, names: Tensor, seed: int) -> State:
 
 
 def first_personal(method: Assembled, shared: Tree, names: Tensor, seed: int, apart: bool = False) -> Tree:
-    """Return what clients with these ``names`` keep before their first round, ``[T, ...]``.
-
-    They start beside one ``shared`` tree or, where they are ``apart``, each beside its own, ``[T, ...]``.
-    """
+    """Return what clients keep at first, ``[T, ...]``, beside one ``shared`` tree or, where ``apart``, each its own."""
     personal = init_personal(method.algorithm, shared, derive(names, PERSONAL, seed), apart)
     if method.codec is None:
         return personal
@@ -125,10 +122,7 @@ class LocalTraining:
         num_steps: int | None = None,
         scales: Tensor | None = None,
     ) -> Iterator[Finished]:
-        """Train C clients, whose names have these keys ``[C]``, for one round, counted from 0, and yield some by some.
-
-        ``num_steps`` and ``scales`` are as in :class:`~fedem.methods.mixer.RoundPlan`.
-        """
+        """Train C clients, whose names have these keys ``[C]``, for a round as the mixer plans it, some by some."""
         keys = derive(names, SHUFFLE, self.seed, round_index)
         personal, residual = split_residual(cohort.personal)
         cohort = cohort._replace(personal=personal)
@@ -193,10 +187,8 @@ def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite)
 
 def _refuse_divergence(name: str | None, round_number: int, learning_rate: float) -> None:
     if name is not None:
-        raise DivergedError(
-            f"Training diverged in round {round_number}: {name!r} is no longer finite at learning rate "
-            f"{learning_rate:g}; a smaller schedule.learning_rate is needed."
-        )
+        where = f"in round {round_number}: {name!r} is no longer finite at learning rate {learning_rate:g}"
+        raise DivergedError(f"Training diverged {where}; a smaller schedule.learning_rate is needed.")
 
 
 def cohort_size(clients_per_round: float, num_clients: int) -> int:
@@ -208,10 +200,8 @@ def cohort_size(clients_per_round: float, num_clients: int) -> int:
     if 0 < clients_per_round <= 1:
         return max(1, round(clients_per_round * num_clients))
     if clients_per_round != int(clients_per_round) or not 1 < clients_per_round <= num_clients:
-        raise UserError(
-            f"clients_per_round is {clients_per_round:g}; allowed: a share above 0 and up to 1, or a whole number of "
-            f"clients from 2 to {num_clients}."
-        )
+        allowed = f"a share above 0 and up to 1, or a whole number of clients from 2 to {num_clients}"
+        raise UserError(f"clients_per_round is {clients_per_round:g}; allowed: {allowed}.")
     return int(clients_per_round)
 
 

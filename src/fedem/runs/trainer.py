@@ -65,20 +65,16 @@ def train(
     """
     if not isinstance(federation, Federation | Dataset):
         what = repr(str(federation)) if isinstance(federation, str | Path) else f"of type {type(federation).__name__}"
-        raise UserError(
-            f"federation is {what}; allowed: a Federation (fedem.Federation.from_clients, ...) or a Dataset, such as "
-            "fedem.FromFile(path=...).make(seed)."
-        )
+        allowed = "a Federation (fedem.Federation.from_clients, ...) or a Dataset"
+        raise UserError(f"federation is {what}; allowed: {allowed}, such as fedem.FromFile(path=...).make(seed).")
     given: dict[str, dict[str, Any]] = {"data": {"name": GIVEN}}
     if isinstance(model, str | Mapping):
         options, model = options | {"model": model}, None
     elif callable(model):
         given["model"] = {"name": GIVEN}
     elif model is not None:
-        raise UserError(
-            f"model is {model!r}; allowed: an nn.Module, a function that builds one, or a name ({', '.join(MODELS)}), "
-            'also with settings, {"name": "mlp", "hidden": 32}.'
-        )
+        named = f"a name ({', '.join(MODELS)}), also with settings, " + '{"name": "mlp", "hidden": 32}'
+        raise UserError(f"model is {model!r}; allowed: an nn.Module, a function that builds one, or {named}.")
     config = Config.build(given, route(options, method))
     dataset = federation if isinstance(federation, Dataset) else Dataset(federation, truth)
     return run(config, dataset, model=model, out=out, resume=resume, listener=listener)
@@ -183,10 +179,8 @@ def reassess(
     given = {key: value for key, value in asked.items() if value is not None}
     config = folder.config().replace("run", device=device, **given)
     if fine_tune_rate is not None and not config.run.fine_tune_epochs:
-        raise UserError(
-            f"fine_tune_rate is {fine_tune_rate:g}, but clients of {path} don't fine-tune; allowed with it: "
-            "fine_tune_epochs of at least 1."
-        )
+        problem = f"fine_tune_rate is {fine_tune_rate:g}, but clients of {path} don't fine-tune"
+        raise UserError(f"{problem}; allowed with it: fine_tune_epochs of at least 1.")
     check_here(folder.load()[1]["clients"])
     trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()
     with trainer.recipe.products():
@@ -257,9 +251,8 @@ class Trainer:
     def training(self) -> Training:
         recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
         cohort = cohort_size(run.clients_per_round, federation.num_clients)
-        local = (recipe.algorithm, self._chosen[0], config.batching, run.seed)
-        rest = (recipe.mixer, config.schedule, federation, run.rounds, cohort, recipe.device, self.team)
-        return Training(*local, *rest, codec=recipe.codec)
+        how = (recipe.algorithm, self._chosen[0], config.batching, run.seed, recipe.mixer, config.schedule, federation)
+        return Training(*how, run.rounds, cohort, recipe.device, self.team, codec=recipe.codec)
 
     @cached_property
     def personalizer(self) -> Personalizer:

@@ -5,7 +5,7 @@ All methods of a seed have the same data and the same clients held out; each has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,12 +54,11 @@ def without_own(layers: Iterable[Layer]) -> list[Layer]:
 def without_shipped(layer: Layer, main: Config) -> Layer:
     """Leave out of the file of ``main`` what is shipped for its method: another has what is shipped for that one."""
     shipped = Config.build({"data": main.sections["data"], "method": {"name": main.name("method")}}).sections
-    return {
-        section: {key: value for key, value in values.items() if shipped[section].get(key) != value}
-        if not SECTIONS[section].is_named
-        else values
-        for section, values in layer.items()
-    }
+    kept = dict(layer)
+    for section, values in layer.items():
+        if not SECTIONS[section].is_named:
+            kept[section] = {key: value for key, value in values.items() if shipped[section].get(key) != value}
+    return kept
 
 
 def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:
@@ -71,10 +70,8 @@ def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[l
         section, place, layer = read_setting(text, _GIVEN, whose + colon)
         method = resolve_method(whose.strip()) if colon else ""
         if not method and section in _OWN:
-            raise UserError(
-                f"--set got {text!r}, but every method has a [{section}] of its own; "
-                f"allowed: METHOD:{section}.key=value, such as {methods[-1]}:{text}."
-            )
+            allowed = f"METHOD:{section}.key=value, such as {methods[-1]}:{text}"
+            raise UserError(f"--set got {text!r}, but every method has a [{section}] of its own; allowed: {allowed}.")
         if method and method not in methods:
             raise UserError(f"--set got {text!r}; allowed before the colon: {', '.join(methods)}.")
         if method and (section in _SAME or place in _SAME):
@@ -86,12 +83,9 @@ def sort_settings(assignments: Iterable[str], methods: Sequence[str]) -> tuple[l
 def plan(
     out: Path, methods: Sequence[str], seeds: Sequence[int], shared: Sequence[Layer], own: Mapping[str, Sequence[Layer]]
 ) -> list[Entry]:
-    """Return the runs in OUT/METHOD-seedS, seed by seed, with settings that all share and their own; all are checked.
-
-    Unless the settings say how often to evaluate, it is so often that curves can be drawn.
-    """
+    """Return the runs in OUT/METHOD-seedS, seed by seed, with settings that all share and their own, checked."""
     rounds = Config.build(*shared, {"method": {"name": methods[0]}}).run.rounds
-    usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}
+    usual: Sections = {"run": {"evaluate_every": max(1, rounds // _POINTS)}}  # so often that curves can be drawn
 
     def layers(labels: Labels) -> list[Layer]:
         return [usual, *shared, {"method": {"name": labels["method"]}}, *own.get(labels["method"], ())]
@@ -173,7 +167,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         own = {entry.seed: entry for entry in entries if entry.labels["method"] == method}
         found = [by_seed[seed] for seed in seeds]
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
-        curve = list(_curve([own[seed].folder.metrics() for seed in seeds], score))
+        scored = [{line["round"]: line.get(score) for line in own[seed].folder.metrics()} for seed in seeds]
+        points = {number: [each.get(number) for each in scored] for number in scored[0]}
+        curve = [Point(number, Spread.of(values)) for number, values in points.items() if None not in values]
         sections = own[seeds[0]].config.sections
         training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
         count = found[0]["num_components"]
@@ -197,11 +193,3 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
 def data_name(config: Config) -> str:
     """Return what the data are called in a table: a file's name, or the data set's."""
     return Path(config.values("data").get("path") or config.name("data")).name
-
-
-def _curve(histories: Sequence[Sequence[Record]], name: str) -> Iterator[Point]:
-    """Yield the points at which every seed was scored."""
-    scores = [{line["round"]: line[name] for line in lines if line.get(name) is not None} for lines in histories]
-    for number in scores[0]:
-        if all(number in entry for entry in scores):
-            yield Point(number, Spread.of(entry[number] for entry in scores))

@@ -104,9 +104,8 @@ def _check(path: Path, key: str, value: object, fits: bool, allowed: str) -> Non
 
 def _paper(path: Path, key: str, values: Any, axes: _Axes, figures: Sequence[str]) -> tuple[float | None, ...]:
     if key not in map(SLASH.join, itertools.product(*axes.values())):
-        raise UserError(
-            f"{path} has paper.{key!r}; allowed: a label of each axis ({', '.join(axes)}) between '{SLASH}'."
-        )
+        allowed = f"a label of each axis ({', '.join(axes)}) between '{SLASH}'"
+        raise UserError(f"{path} has paper.{key!r}; allowed: {allowed}.")
     numbers = isinstance(values, list) and all(value == "" or type(value) in (int, float) for value in values)
     _check(path, f"paper.{key!r}", values, numbers and len(values) == len(figures), f'{len(figures)} numbers or ""')
     return tuple(None if value == "" else float(value) for value in values)
@@ -122,10 +121,10 @@ def listed(place: Path) -> list[str]:
     """Return the names of the experiments in a folder."""
     names = sorted(path.parent.name for path in place.glob(f"*/{FILE}"))
     if not names:
-        raise UserError(
-            f"There are no experiments in {place} (no */{FILE}); the paper's are in the folder experiments of fedem's "
-            "repository. Go there, or name the folder with --experiments."
+        mend = (
+            "the paper's are in the folder experiments of fedem's repository. Go there, or name it with --experiments"
         )
+        raise UserError(f"There are no experiments in {place} (no */{FILE}); {mend}.")
     return names
 
 
@@ -149,8 +148,7 @@ def plan(
 ) -> list[Entry]:
     """Return the runs in folders of ``out``, with ``only`` these labels by axis.
 
-    Settings are those declared (if ``quick``, also those of the short trial), then those ``asked`` for all runs, then
-    the ``own`` of the runs with a label.
+    Settings are those declared (``quick`` ones too), those ``asked`` for all runs, the ``own`` of runs with a label.
     """
     _check_known("axis", only, experiment.axes)
     for axis, names in only.items():

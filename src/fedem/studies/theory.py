@@ -91,10 +91,7 @@ class Study:
             "initial_rate": self.initial_rate,
             "seeds": list(self.seeds),
             "points": [point._asdict() for point in self.points],
-            "trends": {
-                name: None if trend is None else {**trend._asdict(), "holds": trend.holds}
-                for name, trend in self.trends.items()
-            },
+            "trends": {name: trend and trend._asdict() | {"holds": trend.holds} for name, trend in self.trends.items()},
             **self.dissimilarity.record(),
             "data_seed": self.config.run.seed,
             "config": {
@@ -114,10 +111,9 @@ def study(
 ) -> Study:
     """Train K ``rounds`` at learning rate a0 / sqrt(K), for each K and seed on the same data, and fit the slopes.
 
-    There are three K or more, increasing. The run is ``config`` but for its rounds, seed and schedule; its own seed
-    makes the data. What the theorems don't speak of, such as momentum, is refused. Means are over the seeds as well, as
-    the theorems speak of expectations; between rounds that are measured (see :func:`is_due`) they interpolate. The
-    ``listener`` is called with the number of rounds done in all as a record's "round".
+    The run is ``config`` but for its rounds, seed and schedule; its own seed makes the data. Means are over the seeds
+    as well, as the theorems speak of expectations; between rounds that are measured (:func:`is_due`) they interpolate.
+    The ``listener`` is called with the number of rounds done in all as a record's "round".
     """
     _check(config, rounds, a0, every, seeds)
     data = config.make_data()
@@ -133,10 +129,8 @@ def study(
     for (length, seed), trainer in trainers.items():
         measured[length, seed] = _measured(trainer, every, done, listener)
         done += length
-    points = tuple(
-        Point(length, a0 / math.sqrt(length), _means([measured[length, seed] for seed in seeds], length))
-        for length in rounds
-    )
+    means = {length: _means([measured[length, seed] for seed in seeds], length) for length in rounds}
+    points = tuple(Point(length, a0 / math.sqrt(length), means[length]) for length in rounds)
     rates = _GRAPH_RATES if first.training.mixer.over_graph else _SERVER_RATES
     trends = {name: fit_trend(rounds, [point.means[name] for point in points], rates.get(name)) for name in QUANTITIES}
     everything = [line for lines in measured.values() for line in lines]
@@ -182,9 +176,9 @@ def _measured(trainer: Trainer, every: int, done: int, listener: Listener | None
                 listener({"round": done + number})
         # Where everything is saturated gradients vanish, and any bound on them holds.
         if has_diverged(name_scores(trainer.scores(trainer.predictors(state)))):
+            length, rate = training.num_rounds, training.schedule.rate(0, training.num_rounds)
             raise UserError(
-                f"Training diverged within {training.num_rounds} rounds at learning rate "
-                f"{training.schedule.rate(0, training.num_rounds):g}; a smaller a0 is needed."
+                f"Training diverged within {length} rounds at learning rate {rate:g}; a smaller a0 is needed."
             )
     return lines
 
@@ -201,10 +195,8 @@ def _means(runs: Sequence[Sequence[Mapping[str, Any]]], num_rounds: int) -> dict
 
 def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:
     if len(rounds) < _LEAST_RUNS or min(rounds) < 1 or any(a >= b for a, b in pairwise(rounds)):
-        raise UserError(
-            f"The numbers of rounds are {', '.join(map(str, rounds)) or 'none'}; allowed: at least {_LEAST_RUNS} "
-            "of them, from 1, each larger than the one before."
-        )
+        allowed = f"at least {_LEAST_RUNS} of them, from 1, each larger than the one before"
+        raise UserError(f"The numbers of rounds are {', '.join(map(str, rounds)) or 'none'}; allowed: {allowed}.")
     if not (math.isfinite(a0) and a0 > 0):
         raise UserError(f"a0 is {a0:g}; allowed: a number above 0.")
     if every < 1:
@@ -213,7 +205,5 @@ def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: 
     for section, values in REQUIRED.items():
         for key, allowed in values.items():  # the name first, as the section of another solver has other keys
             if (value := config.sections[section][key]) != allowed:
-                raise UserError(
-                    f"{section}.{key} is {value!r}; allowed in a study of the theorems, which speak of plain SGD with "
-                    f"all clients in every round: {allowed!r}."
-                )
+                where = "in a study of the theorems, which speak of plain SGD with all clients in every round"
+                raise UserError(f"{section}.{key} is {value!r}; allowed {where}: {allowed!r}.")

@@ -87,9 +87,8 @@ def read_grids(texts: Iterable[str]) -> Grids:
         key, words = key.strip(), [word.strip() for word in listed.split(",")]
         section, _, name = key.partition(".")
         if not (section and name and all(words)):
-            raise UserError(
-                f"--grid got {text!r}; allowed: section.key=value,value,..., such as schedule.learning_rate=0.1,0.3."
-            )
+            allowed = "section.key=value,value,..., such as schedule.learning_rate=0.1,0.3"
+            raise UserError(f"--grid got {text!r}; allowed: {allowed}.")
         values = tuple(parse_assignment(f"{key}={word}")[section][name] for word in words)
         if key in grids or len(set(values)) < len(values):
             raise UserError(f"--grid got {text!r}; allowed: every setting once, and each of its values once.")
@@ -205,31 +204,27 @@ class Search:
         for combination in self._each_value():
             self.config(combination, self.seeds[0])
 
-    def prepare(self) -> tuple[SharedData, str]:
-        """Make every seed's data, without their test part, and check the runs on them; returns them and the metric."""
+    def prepare(self) -> tuple[SharedData, str, list[str]]:
+        """Make every seed's data, without their test part, and check the runs; returns data, metric, fingerprints."""
 
         def make(config: Config) -> Dataset:
             dataset = config.make_data()
             return dataset._replace(federation=_without_test(dataset.federation))
 
-        data, metric = SharedData(make, len(self.seeds)), ""
-        for config in self.first_configs:  # which try what is made at a run's start, such as a graph
+        data, metric, prints = SharedData(make, len(self.seeds)), "", []
+        first, *others = self._each_value()
+        for seed in self.seeds:  # each tries what is made at a run's start, such as a graph
+            config = self.config(first, seed)
             trainer = Trainer.prepare(config, data.of(config))
             metric = trainer.recipe.metrics[0].name
+            prints.append(data.of(config).federation.fingerprint)
             if not len(trainer.federation.validation):
-                raise UserError(
-                    f"The data of seed {config.run.seed} have no validation samples to choose by; allowed: a share or "
-                    "number of them above 0 (data.validation, data.num_validation)."
-                )
-        for values in self._each_value():
+                allowed = "a share or number of them above 0 (data.validation, data.num_validation)"
+                raise UserError(f"The data of seed {seed} have no validation samples to choose by; allowed: {allowed}.")
+        for values in others:
             config = self.config(values, self.seeds[0])
             Trainer.prepare(config, data.of(config), fresh=False)
-        return data, metric
-
-    @property
-    def first_configs(self) -> list[Config]:
-        """The runs with every setting's first value, one per seed."""
-        return [self.config(next(self._each_value()), seed) for seed in self.seeds]
+        return data, metric, prints
 
     def record(self) -> Record:
         grids = {key: list(values) for key, values in self.grids.items()}
@@ -321,21 +316,18 @@ class Tuned:
 
 
 def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener | None = None) -> Tuned:
-    """Carry out a search in the folder ``out``, or ``resume`` the one in it: trials that are over are not made again.
-
-    The ``listener`` is called with the number of rounds done in all as a record's "round".
-    """
+    """Carry out a search in ``out``, or ``resume`` the one in it; the ``listener`` hears the rounds of all runs."""
     search.check()
     base = RunFolder(out / "base")
     sweep.check_folder("search", out, resume, base.exists())
-    data, metric = search.prepare()
+    data, metric, prints = search.prepare()
     upwards = find_metric(metric).larger_is_better
     if not resume:
         base.create(search.base)
     # One process at a time: a trial that is not over then was stopped, and is nobody else's.
     with base.locked():
         base.reopen(search.base)
-        _check_same(out, search, data)
+        _check_same(out, search.record() | {"data": prints})
         known = {trial.number: trial for trial in map(Trial.read, out.glob("trials/*/trial.json"))}
         trials: list[Trial] = []
         for number in range(search.count):
@@ -350,11 +342,9 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
     return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(upwards))))
 
 
-def _check_same(out: Path, search: Search, data: SharedData) -> None:
+def _check_same(out: Path, content: Record) -> None:
     """Write down what is searched; refuse to mix it with another search."""
     path = out / "search.json"
-    prints = [data.of(config).federation.fingerprint for config in search.first_configs]
-    content = search.record() | {"data": prints}
     if not path.exists():
         write_json(path, content)
     before = json.loads(path.read_text(encoding="utf-8"))
