@@ -113,7 +113,7 @@ def evaluate(
         if len(samples):
             with torch.no_grad():
                 sums = engine.tally(algorithm, assess, Cohort(*found, samples))
-                # Predictions are collected for metrics that are not means over samples only.
+                # Predictions are collected only for metrics that are not means over samples.
                 collected = any(each.over_client for each in metrics)
                 pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
             means = {name: total / samples.sizes for name, total in sums.items()}

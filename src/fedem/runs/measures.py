@@ -234,10 +234,6 @@ class Inexactness(NamedTuple):
         """The alpha that holds for all clients and components."""
         return float(self._known.max()) if len(self._known) else None
 
-    def record(self) -> dict[str, float | None]:
-        """Name both figures, as a round's record has them."""
-        return {"alpha_mean": self.mean, "alpha_max": self.max}
-
     @property
     def _known(self) -> Tensor:
         return self.alphas[~self.alphas.isnan()]

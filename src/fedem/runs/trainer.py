@@ -284,7 +284,8 @@ class Trainer:
         entry: Record = costs._asdict()
         run, done = self.config.run, progress.state.round
         if run.is_due(run.measure_alpha_every, done):
-            entry |= measure_alpha(self.training, before).record()
+            found = measure_alpha(self.training, before)
+            entry |= {"alpha_mean": found.mean, "alpha_max": found.max}
         if run.is_due(run.diagnose_every, done):
             entry |= diagnose(self.training, before, progress.state)._asdict()
         if run.is_scored(done):
