@@ -340,7 +340,7 @@ def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
         (row,), method = part.rows, entries[entry][0].method
         title = row.title if entry == method else _name(entry, method)
         rows.append(replace(row, title=title, figures={name: row.figures.get(name, Spread.of(())) for name in names}))
-    rows.sort(key=lambda row: row.figures[f"test_{whole.metric}"].rank(whole.larger_is_better))
+    rows.sort(key=lambda row: row.figures[f"test_{whole.metric}"].rank(whole.metric))
     return replace(whole, rows=rows, runs=[line for row in rows for line in parts[row.method].runs])
 
 

@@ -84,6 +84,11 @@ class Scores:
     def larger_is_better(self) -> bool:
         return find_metric(self.metric).larger_is_better
 
+    def improves(self, best: float | None) -> bool:
+        if best is None or (math.isnan(best) and not math.isnan(self.average)):
+            return True
+        return self.average > best if self.larger_is_better else self.average < best
+
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""

@@ -129,7 +129,6 @@ class RunFolder:
             raise UserError(f"{path}: {error}") from None
 
     def check(self) -> RunFolder:
-        """Refuse a folder that holds no run."""
         if not self.exists():
             many = any(self.path.glob("*/config.toml"))
             hint = " The folders in it do: name one of them, or see `fedem report`." if many else ""
@@ -165,7 +164,6 @@ class RunFolder:
             return list(csv.DictReader(file))
 
     def load(self) -> tuple[dict[str, State], dict[str, Any]]:
-        """Read the checkpoint: the states by role, and the metadata."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

@@ -121,7 +121,6 @@ class Recipe:
 
     @cached_property
     def method(self) -> Assembled:
-        """The method, with what the run asks for around it."""
         config, run = self.config, self.config.run
         around = Around(config.graph, run.label_shares, run.local_layers, config.compression)
         return assemble(config.method.name, self.model, config.solver, config.method.values, around)

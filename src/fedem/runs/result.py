@@ -191,7 +191,6 @@ class Result:
         return folder.path
 
     def save_states(self, folder: RunFolder) -> None:
-        """Write the checkpoint of a run folder."""
         tuned = {f"{_TUNED}{role}": state for role, state in self.tuned.items()}
         folder.save({**self.states, **tuned}, self.recipe.metadata(self.names) | dict(self.origin))
 

@@ -229,7 +229,6 @@ class Training(LocalTraining):
         return choose(self.federation.keys, self.cohort_size, COHORT, self.seed, round_index)
 
     def round(self, round_index: int, clients: Tensor) -> Round:
-        """Return what the mixer knows of a round of ``clients``."""
         train, count = self.federation.train, self.federation.num_clients
         key, rate = mixer_seed(self.seed, round_index), self.schedule.rate(round_index, self.num_rounds)
         trained = self.algorithm.model.trainable

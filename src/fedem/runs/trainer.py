@@ -5,7 +5,6 @@ A run is prepared first, which checks everything that can be checked, and then c
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,7 +130,6 @@ def carry_out(
 
 
 def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
-    """Take up a run where its last checkpoint left it."""
     states, metadata = folder.load()
     if "data" not in metadata:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
@@ -292,13 +290,12 @@ class Trainer:
             scores = self.scores(self.predictors(progress.state))
             entry |= name_scores(scores)
             validation = scores.get("validation")
-            if validation is not None and _improves(validation, progress.best_validation):
+            if validation is not None and validation.improves(progress.best_validation):
                 progress.best, progress.best_validation = progress.state, validation.average
         progress.history.append(entry)
         return entry
 
     def conclude(self, progress: Progress) -> Result:
-        """Score the end of the run and sum it up."""
         algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run
         found = {role: self.predictors(state) for role, state in progress.states.items()}
         scores = {role: self.scores(entry) for role, entry in found.items()}
@@ -369,9 +366,3 @@ class Trainer:
             return None
         weights = found.log_weights(self.recipe.algorithm).exp().cpu()
         return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
-
-
-def _improves(scores: Scores, best: float | None) -> bool:
-    if best is None or (math.isnan(best) and not math.isnan(scores.average)):
-        return True
-    return scores.average > best if scores.larger_is_better else scores.average < best

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from fedem.core.errors import UserError
 from fedem.core.files import write_csv, write_json
 from fedem.methods import METHODS, resolve_method, title_of
-from fedem.models.metrics import find_metric
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.studies import sweep
@@ -125,10 +124,6 @@ class Comparison:
     oracle: dict[str, Spread]  # empty when the truth is not known
     runs: list[Record]  # one record per method and seed
 
-    @property
-    def larger_is_better(self) -> bool:
-        return find_metric(self.metric).larger_is_better
-
     def save(self, folder: Path, command: str) -> None:
         """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
         write_csv(folder / "comparison.csv", self.runs[0], self.runs)
@@ -155,10 +150,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     seeds = list(dict.fromkeys(entry.seed for entry in entries))
     baseline = next(iter(summaries.values()))
     first = baseline[seeds[0]]
-    decisive, *others = metrics_of(first)
-    metric = decisive.name
+    metric, *others = (each.name for each in metrics_of(first))
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
-    further = [f"test_{other.name}" for other in others]
+    further = [f"test_{other}" for other in others]
     names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
@@ -175,7 +169,7 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         count = found[0]["num_components"]
         title = title_of(found[0]["method"]) + (f" (M={count})" if count > 1 else "")
         rows.append(Row(method, title, figures, curve, training))
-    rows.sort(key=lambda row: row.figures[score].rank(decisive.larger_is_better))
+    rows.sort(key=lambda row: row.figures[score].rank(metric))
     known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
     known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
     oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in known.items()}

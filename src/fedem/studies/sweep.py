@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.data.dataset import Dataset
+from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, parse_assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
@@ -59,9 +60,9 @@ class Spread(NamedTuple):
             return cls(None, None)
         return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
-    def rank(self, larger_is_better: bool) -> float:
-        """Return a key that sorts the best first, and what has no mean last."""
-        return math.inf if self.mean is None else -self.mean if larger_is_better else self.mean
+    def rank(self, metric: str) -> float:
+        """Return a key that sorts the best by ``metric`` first, and what has no mean last."""
+        return math.inf if self.mean is None else -self.mean if find_metric(metric).larger_is_better else self.mean
 
 
 class SharedData:

@@ -339,7 +339,7 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
                 trial = _carry_out(trial, search, data, metric, out, listener)
             trials.append(trial)
     # Of equals, the first one tried stays first.
-    return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(upwards))))
+    return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(metric))))
 
 
 def _check_same(out: Path, content: Record) -> None:
