@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 
@@ -17,6 +18,15 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names) or 'none'}.{hint}")
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Say in an error what it is about, such as a file or one of many runs."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 def needed(what: object, *packages: str, extra: str = "") -> None:

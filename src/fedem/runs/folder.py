@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.runs.config import Config, read_toml
@@ -123,10 +123,8 @@ class RunFolder:
 
     def config(self) -> Config:
         path = self.check().path / "config.toml"
-        try:
+        with naming(path):
             return Config.build(read_toml(path), preset=False)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
 
     def check(self) -> RunFolder:
         if not self.exists():

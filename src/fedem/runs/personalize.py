@@ -181,11 +181,10 @@ class Personalizer:
 
     def _losses(self, found: Predictors, samples: Samples) -> Tensor:
         """Each client's summed negative log-likelihood, ``[T]``."""
-        model = self.algorithm.model
 
         def loss(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
             components, log_weights = self.algorithm.predictor(shared, personal)
-            losses = model.component_losses(components, inputs, targets)
+            losses = self.algorithm.model.component_losses(components, inputs, targets)
             return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
 
         return self.engine.tally(self.algorithm, loss, Cohort(*found, samples))["loss"]

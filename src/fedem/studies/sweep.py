@@ -11,12 +11,12 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.core.files import locked
 from fedem.data.dataset import Dataset
 from fedem.models.metrics import find_metric
@@ -197,15 +197,6 @@ def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record
         if (summary := entry.folder.summary()) is not None:
             by_seed[entry.seed] = summary
     return found
-
-
-@contextmanager
-def naming(title: str) -> Iterator[None]:
-    """Say in an error which run it is about."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{title}: {error}") from error
 
 
 def _title(labels: Labels, seed: int) -> str:

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
 from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
 from fedem.runs.trainer import Listener, Trainer
-from fedem.studies.sweep import check_seeds, naming
+from fedem.studies.sweep import check_seeds
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
 # The theorems' exponents of K, by quantity.
