@@ -135,12 +135,9 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl; a last line cut short by a kill is left out."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
         lines: list[dict[str, Any]] = []
-        with suppress(json.JSONDecodeError):
-            for text in path.read_text(encoding="utf-8").splitlines():
+        with suppress(FileNotFoundError, json.JSONDecodeError):
+            for text in (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
                 lines.append(json.loads(text))
         return lines
 

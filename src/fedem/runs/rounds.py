@@ -75,9 +75,7 @@ def first_state(method: Assembled, names: Tensor, seed: int) -> State:
         return tree_stack(draws)
 
     groups, memory = mixer.init(Start(shared, algorithm.model.trainable, names, mixer_seed(seed), draw_each))
-    personal = {}
-    if len(names):
-        personal = first_personal(method, groups if draws else shared, names, seed, apart=bool(draws))
+    personal = first_personal(method, groups if draws else shared, names, seed, bool(draws)) if len(names) else {}
     if codec is not None:
         memory |= codec.first_memory(groups)
     # As a checkpoint gives them back: a run that is resumed must add up in the same order.

@@ -259,9 +259,8 @@ class Trainer:
     def placed(self) -> Trainer:
         """Return the trainer with its samples on its GPU, if they fit; else a chunk's are sent when it needs them."""
         device = self.recipe.device
-        if device.type != "cuda" or self.federation.num_bytes > free_bytes(device) // 2:
-            return self
-        return replace(self, federation=self.federation.to(device))
+        fits = device.type == "cuda" and self.federation.num_bytes <= free_bytes(device) // 2
+        return replace(self, federation=self.federation.to(device)) if fits else self
 
     def origin(self, progress: Progress) -> Record:
         """Return what a checkpoint says of the training it came from, so that it can be gone on with."""
@@ -314,11 +313,10 @@ class Trainer:
             summary |= {f"unseen_{key}": value for key, value in (name_scores(theirs) | name_weights(weights)).items()}
             clients += client_rows("unseen", unseen.names, theirs, weights)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
-        tuned = {}
-        if run.fine_tune_epochs:
-            tuned = {role: found[role].settled(state.round) for role, state in progress.states.items()}
+        states = progress.states
+        tuned = {role: found[role].settled(state.round) for role, state in states.items() if run.fine_tune_epochs}
         origin, history = self.origin(progress), progress.history
-        return Result(self.recipe, progress.states, federation.names, summary, history, clients, origin, tuned)
+        return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         history, unseen = progress.history, self.federation.unseen
