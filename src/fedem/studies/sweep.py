@@ -93,10 +93,7 @@ def plan(
     without: Sequence[Labels] = (),
     name: Callable[[Labels, int], str] = _name,
 ) -> list[Entry]:
-    """Return a run for every seed and combination of the axes' labels, but for those ``without``, and check them.
-
-    Runs with the same seed and data come together. ``layers`` returns all settings but the seed for labels.
-    """
+    """Return a run for every seed and combination of the axes' labels, but for those ``without``, and check them."""
     check_seeds(seeds)
     entries = []
     for labels in (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values())):
@@ -110,6 +107,7 @@ def plan(
         raise UserError("No run is left: every one is excluded.")
     for entry in filter(lambda entry: entry.is_complete, entries):
         _check_complete(entry)
+    # Runs with the same seed and data come together.
     return sorted(entries, key=lambda entry: (seeds.index(entry.seed), repr(_data_key(entry.config))))
 
 
@@ -146,10 +144,7 @@ def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tupl
 
 
 def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> list[str]:
-    """Prepare every run on its data, and refuse all where one can't be trained; return what they note, each once.
-
-    A run that another process is training is left to it if the work is ``shared``, or else refused.
-    """
+    """Prepare every run on its data, and refuse all where one can't be trained; return what they note, each once."""
     entries, notes = list(entries), []
     for entry in entries:
         if not entry.folder.exists():
@@ -169,10 +164,7 @@ def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> l
 def work_off(
     entries: Iterable[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
 ) -> dict[str, str]:
-    """Train what is not complete, but for runs that another process is training; return what went wrong, by title.
-
-    ``watch`` is a context for each run, which yields the listener of its rounds.
-    """
+    """Train what is not complete, but for runs that another process is training; return what went wrong, by title."""
     failed: dict[str, str] = {}
     for entry in (entry for entry in entries if not entry.is_complete):
         with _claimed(entry) as mine:
@@ -218,7 +210,7 @@ def _check_complete(entry: Entry) -> None:
 
 
 def _check_begun(entry: Entry, trainer: Trainer, shared: bool) -> None:
-    """Refuse a run that was begun with other settings or other data, or that another process is training."""
+    """Refuse a run that was begun with other settings or data, or that another process trains if work isn't shared."""
     with _claimed(entry) as mine:
         if shared and not mine:
             return
