@@ -122,8 +122,7 @@ def _print(console: Console, points: Mapping[str, Point]) -> None:
 
 def draw(points: Mapping[str, Point], path: Path) -> None:
     """Draw the change of accuracy against bytes saved."""
-    from fedem.report.pictures.canvas import Picture, alone, inked, legend, panels
-    from fedem.report.studies import COLOURS
+    from fedem.report.pictures.canvas import COLOURS, Picture, alone, inked, legend, panels
 
     with inked():
         figure, (axes,) = panels(1, height=3.4)

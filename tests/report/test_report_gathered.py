@@ -12,6 +12,7 @@ from report_runs import METHODS, SEEDS, compared, gathered, regressed, trained
 
 import fedem
 from fedem.core.errors import UserError
+from fedem.report.pictures.curves import recorded
 from fedem.report.runs import Gathered, gather
 
 
@@ -57,7 +58,7 @@ def test_bytes_add_up_round_by_round(data: Gathered) -> None:
 
 
 def test_a_curve_has_the_rounds_that_were_scored(data: Gathered) -> None:
-    rounds, values = data.runs["fedem"][0].curve("test_accuracy")
+    rounds, values = recorded(data.runs["fedem"][0].history, "test_accuracy").T
     assert rounds.tolist() == [2, 4]
     assert values[-1] == data.runs["fedem"][0].summary["test_accuracy"]
 

@@ -87,16 +87,16 @@ def test_components_in_use_go_from_one_to_all() -> None:
 
 def test_gains_are_differences_of_the_same_clients(data: Gathered) -> None:
     found = gains.pairs(data, "local", "fedem")
-    assert len(found.before) == sum(len(run.clients.names) for run in data.runs["fedem"])
+    assert len(found[0]) == sum(len(run.clients.names) for run in data.runs["fedem"])
     same = gains.pairs(data, "fedem", "fedem")
-    assert (same.after == same.before).all()
+    assert (same[1] == same[0]).all()
     picture = drawn("gains", data)
     local, _, fedavg, _ = picture.figure.axes
     assert local.lines[0].get_xydata() == pytest.approx(100 * np.stack(found, 1))
-    assert fedavg.lines[0].get_ydata() == pytest.approx(100 * found.after)
-    assert f"for {(found.after > found.before).sum()} of {len(found.before)} clients" in picture.sentence
+    assert fedavg.lines[0].get_ydata() == pytest.approx(100 * found[1])
+    assert f"for {(found[1] > found[0]).sum()} of {len(found[0])} clients" in picture.sentence
     differences = picture.figure.axes[1].lines[0].get_ydata()
-    assert differences == pytest.approx(np.sort(100 * (found.after - found.before)))
+    assert differences == pytest.approx(np.sort(100 * (found[1] - found[0])))
 
 
 def test_clients_are_matched_by_name_and_not_by_place(data: Gathered) -> None:
@@ -104,13 +104,13 @@ def test_clients_are_matched_by_name_and_not_by_place(data: Gathered) -> None:
     turned = Clients(run.clients.names[::-1], *(array[::-1] for array in list(vars(run.clients).values())[1:]))
     other = [dataclasses.replace(run, clients=turned), *data.runs["local"][1:]]
     again = dataclasses.replace(data, runs=data.runs | {"local": other})
-    assert gains.pairs(again, "local", "fedem").before.tolist() == gains.pairs(data, "local", "fedem").before.tolist()
+    assert gains.pairs(again, "local", "fedem")[0].tolist() == gains.pairs(data, "local", "fedem")[0].tolist()
 
 
 def test_where_errors_are_scored_fewer_is_better(errors: Gathered) -> None:
     found = gains.pairs(errors, "fedavg", "fedem")
-    better = (found.after < found.before).sum()
-    assert f"for {better} of {len(found.after)} clients" in drawn("gains", errors).sentence
+    better = (found[1] < found[0]).sum()
+    assert f"for {better} of {len(found[1])} clients" in drawn("gains", errors).sentence
 
 
 # --- components

@@ -143,8 +143,8 @@ def test_the_number_of_seeds_is_told_where_it_differs(sets: dict[str, Gathered])
 
 def test_gains_are_over_the_seeds_that_both_have(sets: dict[str, Gathered]) -> None:
     data = sets["synthetic (data.num_clients=6)"]
-    assert len(gains.pairs(data, "fedavg", "fedem").before) == 2 * 6
-    assert len(gains.pairs(data, "local", "fedem").before) == 0
+    assert len(gains.pairs(data, "fedavg", "fedem")[0]) == 2 * 6
+    assert len(gains.pairs(data, "local", "fedem")[0]) == 0
     picture = drawn("gains", data)
     assert "Local" not in picture.sentence
     assert "of 12 clients" in picture.sentence

@@ -1,16 +1,14 @@
 """The command line. It parses, calls the library and prints; nothing is computed here."""
 
-from __future__ import annotations
-
 import sys
 
 import click
 import typer
 
-from fedem.cli import about, data, deploy, runs, studies, train
+from fedem.cli import about, data, deploy, runs, train
 from fedem.core.errors import UserError
 from fedem.engines.processes import number_started
-from fedem.report.console import console, errors
+from fedem.report.console import aside, display
 
 _INTERRUPTED = 130
 
@@ -31,14 +29,14 @@ def _start(context: typer.Context) -> None:
 
 
 # In the order in which the help lists them.
-_TRAINING = (train.train, studies.compare, studies.tune, studies.theory, runs.report, runs.plot)
+_TRAINING = (train.train, train.compare, train.tune, train.theory, runs.report, runs.plot)
 _ABOUT = (about.methods, about.graphs, about.settings)
 _RUNS = (runs.show, runs.evaluate, runs.personalize, runs.predict, runs.export, about.version)
 for command in (*_TRAINING, *_ABOUT, *_RUNS):
     app.command()(command)
 data.data_group.command()(data.describe)
 app.add_typer(data.data_group, name="data")
-app.add_typer(studies.experiment_group, name="experiment")
+app.add_typer(train.experiment_group, name="experiment")
 app.add_typer(deploy.peer_group, name="peer")
 app.add_typer(deploy.deploy_group, name="deploy")
 
@@ -50,13 +48,13 @@ def main() -> None:
         if app(standalone_mode=False) == _INTERRUPTED:
             raise KeyboardInterrupt
     except click.exceptions.NoArgsIsHelpError as error:
-        console.print(error.format_message(), highlight=False)
+        display(error.format_message())
         sys.exit(2)
     except (click.ClickException, UserError, OSError) as error:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         end = "." if isinstance(error, OSError) else ""
-        errors.print(f"error: {message}{end}", highlight=False, soft_wrap=True, markup=False)
+        aside(f"error: {message}{end}")
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        errors.print("Stopped; a run that was going on can be continued with --resume.", highlight=False)
+        aside("Stopped; a run that was going on can be continued with --resume.")
         sys.exit(_INTERRUPTED)

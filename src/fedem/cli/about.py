@@ -1,38 +1,31 @@
 """What needs no run: ``fedem methods``, ``fedem settings``, ``fedem graphs`` and ``fedem version``."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from typing import Annotated
 
-import typer
-from rich.console import RenderableType
+from typer import Argument, Option, echo
 
 from fedem.cli.options import given
 from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.methods import resolve_method
 from fedem.report import reference
-from fedem.report.console import console, waiting
+from fedem.report.console import display, waiting
 from fedem.runs.config import Config, parse_assignment
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="One method, to show all of it.", show_default=False)] = None,
+    name: Annotated[str | None, Argument(help="One method, to show all of it.")] = None,
 ) -> None:
     """List the methods; with a NAME, show all of one: its origin, its settings, and what is shipped with it."""
     if name is None:
-        _print([reference.methods_table(), "fedem methods NAME shows a method's settings."])
+        display(reference.methods_table(), "fedem methods NAME shows a method's settings.")
     else:
-        _print(reference.method_pages(resolve_method(name)))
+        display(*reference.method_pages(resolve_method(name)))
 
 
 def settings(
-    name: Annotated[
-        str | None,
-        typer.Argument(metavar="[SECTION[.NAME]]", help="One section, or one name in it.", show_default=False),
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="All sections as a page of documentation.")] = False,
+    name: Annotated[str | None, Argument(metavar="[SECTION[.NAME]]", help="One section, or one name in it.")] = None,
+    markdown: Annotated[bool, Option("--markdown", help="All sections as a page of documentation.")] = False,
 ) -> None:
     """List the sections of settings; with a SECTION, show all that can be set there: --set section.key=value.
 
@@ -44,19 +37,19 @@ def settings(
     if markdown:
         if name is not None:
             raise UserError(f"--markdown is for all sections, but {name!r} was asked for; allowed: one of the two.")
-        typer.echo(reference.settings_page(), nl=False)
+        echo(reference.settings_page(), nl=False)
         return
-    _print(reference.sections_pages() if name is None else reference.section_pages(name))
+    display(*(reference.sections_pages() if name is None else reference.section_pages(name)))
 
 
 def graphs(
-    name: Annotated[str | None, typer.Argument(help="One graph, to show all of it.", show_default=False)] = None,
+    name: Annotated[str | None, Argument(help="One graph, to show all of it.")] = None,
     clients: Annotated[
-        int | None, typer.Option(help="Build it for this number of clients, and show how fast they agree.", min=2)
+        int | None, Option(help="Build it for this number of clients, and show how fast they agree.", min=2)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides whatever is random.")] = 0,
+    seed: Annotated[int, Option(help="Decides whatever is random.")] = 0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the graph: graph.key=value. May be repeated.")
+        list[str] | None, Option("--set", help="A setting of the graph: graph.key=value. May be repeated.")
     ] = None,
 ) -> None:
     """List the graphs over which clients average without a server; with a NAME, show all of one.
@@ -67,24 +60,19 @@ def graphs(
       fedem graphs ring --clients 20 --set graph.weights=metropolis --set graph.link_failure=0.1
     """
     if name is None:
-        _print([reference.graphs_table(), "fedem graphs NAME shows a graph's settings."])
+        display(reference.graphs_table(), "fedem graphs NAME shows a graph's settings.")
         return
     topology = Config.build({"graph": given(name=name)}, *map(parse_assignment, settings or [])).graph
     if topology is None:
-        _print(["none: clients talk to a server, or to nobody."])
+        display("none: clients talk to a server, or to nobody.")
     elif clients is None:
-        _print(reference.graph_pages(name))
+        display(*reference.graph_pages(name))
     else:
         with waiting("Finding the mixing matrix", quiet=False):
-            table = reference.describe(topology, clients, seed)
-        _print([table])
+            found = reference.describe(topology, clients, seed)
+        display(found)
 
 
 def version() -> None:
     """Print the version."""
-    _print([VERSION])
-
-
-def _print(pages: Iterable[RenderableType]) -> None:
-    for page in pages:
-        console.print(page, highlight=False)
+    display(VERSION)

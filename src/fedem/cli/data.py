@@ -1,31 +1,29 @@
 """``fedem data``: the public data sets (list, prepare), and what a federation's data look like (describe)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Group
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
+from typer import Argument, Option, Typer
 
-from fedem.cli.options import Assignments, OwnClientColumn, OwnTargetColumn, Quiet, data_section, given
+from fedem.cli.options import Assignments, OwnClientColumn, OwnTargetColumn, Quiet, asked, data_section, given
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC
 from fedem.data.store import Progress as Listener
 from fedem.data.store import Public, prepare, prepared, read_about
-from fedem.report.console import console, errors, labelled_table, say, simple_table, waiting, writing
+from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, writing
 from fedem.report.described import describe as describe_data
 from fedem.report.described import draw_clients, labels_table, remarks, sizes_table
-from fedem.runs.config import Config, Sections, parse_assignment
+from fedem.runs.config import Config, parse_assignment
 
-data_group = typer.Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
+data_group = Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
 
 
 @data_group.command("list")
@@ -39,18 +37,18 @@ def list_all() -> None:
         addresses = [Text(remote.address, style="dim", overflow="fold") for remote in kind.links]
         for *cells, where in _rows(kind):
             table.add_row(*cells, Group(Text(kind.title), Text(where, overflow="fold"), *addresses))
-    console.print(table)
+    display(table)
 
 
 @data_group.command("prepare")
 def prepare_one(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(PUBLIC)}.", show_default=False)],
+    name: Annotated[str, Argument(help=f"One of: {', '.join(PUBLIC)}.")],
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="The raw file or folder, or an npz (x, y, client); found or downloaded otherwise."),
+        Option("--from", help="The raw file or folder, or an npz (x, y, client); found or downloaded otherwise."),
     ] = None,
-    window: Annotated[int | None, typer.Option(help="shakespeare: characters seen before the one to predict.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Convert again what is prepared already.")] = False,
+    window: Annotated[int | None, Option(help="shakespeare: characters seen before the one to predict.")] = None,
+    again: Annotated[bool, Option("--again", help="Convert again what is prepared already.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Download a public data set if need be, and convert it to the form that training reads.
@@ -78,7 +76,7 @@ def prepare_one(
         "folder": str(place),
     }
     folded = {label: Text(value, overflow="fold") for label, value in values.items()}
-    console.print(labelled_table(folded, bold=about.name), highlight=False)
+    display(labelled_table(folded, bold=about.name))
 
 
 @contextmanager
@@ -113,25 +111,23 @@ def _rows(kind: type[Public]) -> Iterator[tuple[str, ...]]:
 
 
 def describe(
-    data: Annotated[str, typer.Argument(help="A data set's name, or a file or folder of your own.")],
+    data: Annotated[str, Argument(help="A data set's name, or a file or folder of your own.")],
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
-    seed: Annotated[int, typer.Option(help="Decides partition and split, as in training.")] = 0,
+    seed: Annotated[int, Option(help="Decides partition and split, as in training.")] = 0,
     settings: Assignments = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
+    out: Annotated[Path | None, Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Describe a data set's clients: sizes, labels, how much they differ, and what is made of a table's columns."""
     if out is not None and out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
-    asked: Sections = {"data": data_section(data, target_column, client_column), "run": {"seed": seed}}
-    config = Config.build(asked, *map(parse_assignment, settings or []))
+    layer = asked(data_section(data, target_column, client_column), seed=seed)
+    config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):
         found = describe_data(config.make_data(), Path(data).name)
     if not quiet:
-        console.print(sizes_table(found))
-        if found.counts is not None:
-            console.print(labels_table(found))
+        display(sizes_table(found), *([] if found.counts is None else [labels_table(found)]))
         for line in remarks(found):
             say(line)
     if out is not None:

@@ -1,42 +1,35 @@
 """``fedem deploy``: training behind a Flower server; ``fedem peer``: training without a server."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Option, Typer
 
-from fedem.cli.options import Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, data_section, given
+from fedem.cli.options import Assignments, Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, asked, data_section
 from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
 from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
-from fedem.report.console import console, errors, progress, show_run, waiting, writing
-from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
+from fedem.report.console import aside, progress, say, show_run, waiting, writing
+from fedem.runs.config import Config, Layer, parse_assignment, read_toml, unbound
 
-Assignments = Annotated[
-    list[str] | None, typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
-]
-
-deploy_group = typer.Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
+deploy_group = Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
 
 
 @deploy_group.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
-    config: Annotated[Path | None, typer.Option(help="A TOML file, such as a run's config.toml.")] = None,
+    folder: Annotated[Path, Argument(help="The folder to make.")],
+    config: Annotated[Path | None, Option(help="A TOML file, such as a run's config.toml.")] = None,
     data: Data = None,
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
-    method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
+    method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
     settings: Assignments = None,
     quiet: Quiet = False,
@@ -48,33 +41,28 @@ def init(
     Examples:
       fedem deploy init hospitals --data sample.csv --target-column outcome --client-column hospital
     """
-    asked: Sections = {
-        "run": given(rounds=rounds),
-        "method": given(name=method),
-        "data": data_section(data, target_column, client_column),
-    }
-    options: list[Layer] = [asked, *map(parse_assignment, settings or [])]
+    layer = asked(data_section(data, target_column, client_column), method, rounds=rounds)
+    options: list[Layer] = [layer, *map(parse_assignment, settings or [])]
     chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
     with waiting("Making the plan", quiet):
         write_app(folder, Plan.make(chosen, chosen.make_data()))
-    _print(f"App folder: {folder}")
+    say(f"App folder: {folder}")
 
 
 @deploy_group.command()
 def trial(
-    nodes: Annotated[int, typer.Option(help="SuperNodes, one for each client.")] = 3,
-    rounds: Annotated[int | None, typer.Option(help="Communication rounds; each takes seconds.")] = None,
+    nodes: Annotated[int, Option(help="SuperNodes, one for each client.")] = 3,
+    rounds: Annotated[int | None, Option(help="Communication rounds; each takes seconds.")] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(help="Your own samples, with a column of clients; a synthetic mixture when not given."),
+        Path | None, Option(help="Your own samples, with a column of clients; a synthetic mixture when not given.")
     ] = None,
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
-    method: Annotated[str | None, typer.Option(help="A method whose server averages, such as fedem.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides everything that is random.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
+    method: Annotated[str | None, Option(help="A method whose server averages, such as fedem.")] = None,
+    seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
+    timeout: Annotated[float, Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
     keep: Annotated[
-        Path | None, typer.Option(help="Leave everything in this folder; nothing is left when not given.")
+        Path | None, Option(help="Leave everything in this folder; nothing is left when not given.")
     ] = None,
     settings: Assignments = None,
     quiet: Quiet = False,
@@ -90,11 +78,18 @@ def trial(
         raise UserError(f"A trial of {nodes} nodes is asked for; allowed: {FEWEST} to {MOST}.")
     if timeout <= 0:
         raise UserError(f"--timeout is {timeout}; allowed: above 0.")
-    asked: Layer = {"run": given(rounds=rounds, seed=seed), "method": given(name=method)}
-    with _folder(keep) as folder:
+    if keep is not None:
+        check_empty(keep)
+        with writing(keep):
+            keep.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        folder = keep or Path(
+            stack.enter_context(TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True))
+        )
         drawn: Layer = {"data": {"name": "file", "path": str(folder.absolute() / "data")}}
-        own: Layer = {"data": data_section(None if data is None else str(data), target_column, client_column)}
-        config = Config.build(SHORT, drawn if data is None else {}, own, asked, *map(parse_assignment, settings or []))
+        own = data_section(None if data is None else str(data), target_column, client_column)
+        layers = [SHORT, drawn if data is None else {}, asked(own, method, rounds=rounds, seed=seed)]
+        config = Config.build(*layers, *map(parse_assignment, settings or []))
         if data is None:
             clients = draw_clients(folder / "data", nodes, config.run.seed)
         else:
@@ -104,16 +99,16 @@ def trial(
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]
-        _print(f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.")
+        say(f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.")
         if keep is not None:
-            _print(f"Everything is in {keep}; the run in {run.path}.")
+            say(f"Everything is in {keep}; the run in {run.path}.")
 
 
 @deploy_group.command()
 def certificates(
-    folder: Annotated[Path, typer.Argument(help="Where they go; an authority that is there is used.")],
-    host: Annotated[list[str], typer.Option(help="A name or address of the SuperLink. May be given several times.")],
-    days: Annotated[int, typer.Option(help="How long the server's certificate is valid.")] = 397,
+    folder: Annotated[Path, Argument(help="Where they go; an authority that is there is used.")],
+    host: Annotated[list[str], Option(help="A name or address of the SuperLink. May be given several times.")],
+    days: Annotated[int, Option(help="How long the server's certificate is valid.")] = 397,
 ) -> None:
     """Make, or renew, the certificate of a SuperLink, and the authority that signs it when there is none.
 
@@ -128,11 +123,11 @@ def certificates(
     with writing(folder):
         files = make_certificates(folder, host, days)
     for path in files:
-        _print(str(path))
+        say(str(path))
 
 
 @deploy_group.command()
-def key(path: Annotated[Path, typer.Argument(help="The key's file; its public half is PATH.pub.")]) -> None:
+def key(path: Annotated[Path, Argument(help="The key's file; its public half is PATH.pub.")]) -> None:
     """Make the key by which a SuperLink knows a node. The key stays on the node; the SuperLink gets PATH.pub.
 
     Examples:
@@ -143,42 +138,27 @@ def key(path: Annotated[Path, typer.Argument(help="The key's file; its public ha
 
     with writing(path):
         public = make_node_key(path)
-    _print(f"{path} (stays here), {public} (to be registered)")
+    say(f"{path} (stays here), {public} (to be registered)")
 
 
-@contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
-    """Yield the folder to keep, which must be new or empty, or a temporary one."""
-    if keep is None:
-        with TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-        return
-    check_empty(keep)
-    with writing(keep):
-        keep.mkdir(parents=True, exist_ok=True)
-    yield keep
-
-
-peer_group = typer.Typer(invoke_without_command=True)
+peer_group = Typer(invoke_without_command=True)
 
 
 @peer_group.callback()
 def peer(
-    context: typer.Context,
-    plan: Annotated[Path | None, typer.Option(help="The folder of the plan, from `fedem peer plan`.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The samples of this process's clients.")] = None,
+    context: Context,
+    plan: Annotated[Path | None, Option(help="The folder of the plan, from `fedem peer plan`.")] = None,
+    data: Annotated[Path | None, Option(help="The samples of this process's clients.")] = None,
     client: Annotated[
-        list[str] | None, typer.Option(help="A client's name. May be given several times, for clients in one file.")
+        list[str] | None, Option(help="A client's name. May be given several times, for clients in one file.")
     ] = None,
-    meet_at: Annotated[str | None, typer.Option("--meet", help="HOST:PORT, where `fedem peer meet` runs.")] = None,
-    state: Annotated[Path | None, typer.Option(help="A folder for what the clients learn; it never leaves.")] = None,
-    min_peers: Annotated[int, typer.Option(help="Processes without which nobody begins.")] = 2,
-    max_peers: Annotated[
-        int, typer.Option(help="Processes at most; when they are there, nobody waits for more.")
-    ] = 1000,
-    patience: Annotated[int, typer.Option(help="Seconds of silence after which a process counts as gone.")] = 15,
-    round_timeout: Annotated[int, typer.Option(help="Seconds to wait for silent neighbours in a round.")] = 600,
-    join_timeout: Annotated[int, typer.Option(help="Seconds to wait for the meeting place and for others.")] = 600,
+    meet_at: Annotated[str | None, Option("--meet", help="HOST:PORT, where `fedem peer meet` runs.")] = None,
+    state: Annotated[Path | None, Option(help="A folder for what the clients learn; it never leaves.")] = None,
+    min_peers: Annotated[int, Option(help="Processes without which nobody begins.")] = 2,
+    max_peers: Annotated[int, Option(help="Processes at most; when they are there, nobody waits for more.")] = 1000,
+    patience: Annotated[int, Option(help="Seconds of silence after which a process counts as gone.")] = 15,
+    round_timeout: Annotated[int, Option(help="Seconds to wait for silent neighbours in a round.")] = 600,
+    join_timeout: Annotated[int, Option(help="Seconds to wait for the meeting place and for others.")] = 600,
 ) -> None:
     """Train with peers until the plan's rounds are done; the same command again goes on where this client was.
 
@@ -198,31 +178,25 @@ def peer(
     from fedem.deploy.peers.meeting import Meeting
     from fedem.deploy.peers.work import Task, join
 
-    meeting = Meeting.at(
-        meet_at,
-        min_peers=min_peers,
-        max_peers=max_peers,
-        patience=patience,
-        round_timeout=round_timeout,
-        join_timeout=join_timeout,
-    )
+    seconds = {"patience": patience, "round_timeout": round_timeout, "join_timeout": join_timeout}
+    meeting = Meeting.at(meet_at, min_peers=min_peers, max_peers=max_peers, **seconds)
     try:
-        trained = join(meeting, Task(plan, data, tuple(client or ()), state, notify))
+        trained = join(meeting, Task(plan, data, tuple(client or ()), state, aside))
     except KeyboardInterrupt:
-        notify("Stopped; the same command goes on from here.")
+        aside("Stopped; the same command goes on from here.")
         sys.exit(130)
     done = "Finished" if trained else "All rounds of the plan were done before"
-    _print(f"{done}; what was learnt is in {state}.")
+    say(f"{done}; what was learnt is in {state}.")
 
 
 @peer_group.command("plan")
 def make_plan(
-    folder: Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)],
+    folder: Annotated[Path, Argument(help="The folder to make.")],
     data: Data = None,
     target_column: OwnTargetColumn = None,
     client_column: OwnClientColumn = None,
-    method: Annotated[str, typer.Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
-    graph: Annotated[str | None, typer.Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
+    method: Annotated[str, Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
+    graph: Annotated[str | None, Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
     rounds: Rounds = None,
     settings: Assignments = None,
 ) -> None:
@@ -230,41 +204,27 @@ def make_plan(
     from fedem.deploy.peers.meeting import KEY, make_key
     from fedem.deploy.peers.work import check_start, graph_of
 
-    asked: Sections = {
-        "run": given(rounds=rounds),
-        "method": {"name": method},
-        "graph": given(name=graph),
-        "data": data_section(data, target_column, client_column),
-    }
-    config = Config.build(asked, *map(parse_assignment, settings or []))
+    layer = asked(data_section(data, target_column, client_column), method, graph, rounds=rounds)
+    config = Config.build(layer, *map(parse_assignment, settings or []))
     check_empty(folder)
     check_start(config)
     plan = Plan.make(config, config.make_data())
     graph_of(plan)
     plan.save(folder)
     make_key(folder)
-    _print(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.")
+    say(f"Plan: {folder}; it holds a secret ({KEY}), for peers alone.")
 
 
 @peer_group.command()
 def meet(
-    port: Annotated[int, typer.Option(help="Where to listen.", min=1, max=65535)] = 29400,
+    port: Annotated[int, Option(help="Where to listen.", min=1, max=65535)] = 29400,
     host: Annotated[
-        str, typer.Option(help="The address of this machine to listen on; by default none but this machine gets there.")
+        str, Option(help="The address of this machine to listen on; by default none but this machine gets there.")
     ] = "127.0.0.1",
 ) -> None:
     """Host the place where peers find each other, for one run; no model and no sample passes through it."""
     from fedem.deploy.peers.meeting import host_meeting
 
     store = host_meeting(port, host)
-    notify(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
+    aside(f"Peers meet here, at {host}, port {store.port}, until this is stopped.")
     threading.Event().wait()
-
-
-def notify(note: str) -> None:
-    """Print a note of a peer."""
-    errors.print(note, highlight=False, markup=False, soft_wrap=True)
-
-
-def _print(text: str) -> None:
-    console.print(text, soft_wrap=True, highlight=False)

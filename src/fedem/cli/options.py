@@ -1,18 +1,16 @@
 """What the commands have in common: options, and how they are read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
 from fedem.data.tables import READERS
 from fedem.models.losses import CLASSES, NUMBERS
 from fedem.models.metrics import METRICS
-from fedem.runs.config import Values
+from fedem.runs.config import Sections, Values
 
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
 
@@ -21,33 +19,32 @@ def _named(task: str) -> str:
     return ", ".join(metric.name for metric in METRICS.values() if metric.task == task)
 
 
-RunArgument = Annotated[Path, typer.Argument(help="The folder of a run.", show_default=False)]
-DataFile = Annotated[Path, typer.Option("--data", help=f"Samples: {_FILES}.", show_default=False)]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
-Which = Annotated[str, typer.Option(help="The state to use: last, or best by validation.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-TargetColumn = Annotated[str | None, typer.Option(help="Name of the target column; as in training when not given.")]
-ClientColumn = Annotated[str | None, typer.Option(help="Name of the column of client names; likewise.")]
+RunArgument = Annotated[Path, Argument(help="The folder of a run.")]
+DataFile = Annotated[Path, Option("--data", help=f"Samples: {_FILES}.")]
+Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
+Which = Annotated[str, Option(help="The state to use: last, or best by validation.")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
+TargetColumn = Annotated[str | None, Option(help="Name of the target column; as in training when not given.")]
+ClientColumn = Annotated[str | None, Option(help="Name of the column of client names; likewise.")]
 OwnTargetColumn = Annotated[
-    str | None, typer.Option("--target-column", help="For your own file: name of the target column (y).")
+    str | None, Option("--target-column", help="For your own file: name of the target column (y).")
 ]
 OwnClientColumn = Annotated[
-    str | None, typer.Option("--client-column", help="For your own file: name of the column of client names (client).")
+    str | None, Option("--client-column", help="For your own file: name of the column of client names (client).")
 ]
-Data = Annotated[str | None, typer.Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
-Rounds = Annotated[int | None, typer.Option(help="Communication rounds.")]
+Data = Annotated[str | None, Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
+Rounds = Annotated[int | None, Option(help="Communication rounds.")]
 ClientsPerRound = Annotated[
-    float | None, typer.Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
+    float | None, Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
 ]
-Unseen = Annotated[float | None, typer.Option(help="Share of the clients held out of training.")]
+Unseen = Annotated[float | None, Option(help="Share of the clients held out of training.")]
 _METRICS = f"For classes: {_named(CLASSES)}; for numbers: {_named(NUMBERS)}."
 Metrics = Annotated[
-    str | None,
-    typer.Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}"),
+    str | None, Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}")
 ]
-TrainingDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
+TrainingDevice = Annotated[str | None, Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 Assignments = Annotated[
-    list[str] | None, typer.Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
+    list[str] | None, Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
 ]
 
 
@@ -61,6 +58,15 @@ def data_section(data: str | None, target_column: str | None = None, client_colu
     if not Path(data).is_dir() and not data.lower().endswith(tuple(READERS)):
         raise unknown("data", data, (*DATA, _FILES))
     return {"name": "file", "path": str(Path(data).absolute()), **columns}
+
+
+def asked(
+    data: Values, method: str | None = None, graph: str | None = None, components: int | None = None, **run: Any
+) -> Sections:
+    """Return the sections that options ask for; ``run`` has those of [run]."""
+    named = given(name=method, num_components=components)
+    found = {"run": given(**run), "method": named, "graph": given(name=graph), "data": data}
+    return {section: values for section, values in found.items() if values}
 
 
 def given(**values: Any) -> Values:

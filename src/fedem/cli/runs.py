@@ -1,15 +1,13 @@
 """Commands on runs: ``fedem show``, ``evaluate``, ``personalize``, ``predict``, ``export``, ``report``, ``plot``."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from numpy.typing import NDArray
+from typer import Argument, Option
 
 from fedem.cli.options import ClientColumn, DataFile, Device, Metrics, Quiet, RunArgument, TargetColumn, Which, listed
 from fedem.core.errors import UserError, unknown
@@ -22,7 +20,7 @@ from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
-from fedem.report.console import note, print_summary, say, show_run, waiting, writing
+from fedem.report.console import aside, display, say, show_run, summary_pages, waiting, writing
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
@@ -34,8 +32,7 @@ from fedem.runs.result import PersonalModel, Result
 from fedem.runs.trainer import reassess
 
 Folders = Annotated[
-    list[Path] | None,
-    typer.Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.", show_default=False),
+    list[Path] | None, Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.")
 ]
 Array = NDArray[np.generic]
 _ALL = "all"
@@ -48,11 +45,11 @@ def show(run_folder: RunArgument) -> None:
 
 def evaluate(
     run_folder: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="Also write the scores to this JSON file.")] = None,
+    out: Annotated[Path | None, Option(help="Also write the scores to this JSON file.")] = None,
     fine_tune_epochs: Annotated[
-        int | None, typer.Option(help="Passes over its samples that each client trains for itself before it is scored.")
+        int | None, Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
-    fine_tune_rate: Annotated[float | None, typer.Option(help="Learning rate of these passes.")] = None,
+    fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
     metrics: Metrics = None,
     device: Device = "auto",
     quiet: Quiet = False,
@@ -70,7 +67,7 @@ def evaluate(
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate, metrics)
     if not quiet:
-        print_summary([result.summary])
+        display(*summary_pages([result.summary]))
     if out:
         with writing(out):
             write_json(out, result.summary)
@@ -79,18 +76,17 @@ def evaluate(
 def personalize(
     run_folder: RunArgument,
     data: DataFile,
-    out: Annotated[Path, typer.Option(help="Folder to write the new clients' models to.", show_default=False)],
+    out: Annotated[Path, Option(help="Folder to write the new clients' models to.")],
     iterations: Annotated[
         int,
-        typer.Option(
+        Option(
             help="FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge. Methods whose "
             "newcomers train: passes over their samples, 0 for run.unseen_epochs.",
             min=0,
         ),
     ] = 0,
     beside: Annotated[
-        str | None,
-        typer.Option(help="A client that took part: start from what it has (without a server, its components)."),
+        str | None, Option(help="A client that took part: start from what it has (without a server, its components).")
     ] = None,
     which: Which = "last",
     target_column: TargetColumn = None,
@@ -124,10 +120,9 @@ def personalize(
 def predict(
     run_folder: RunArgument,
     data: DataFile,
-    out: Annotated[Path, typer.Option(help="Where to write the predictions (.csv or .npz).", show_default=False)],
+    out: Annotated[Path, Option(help="Where to write the predictions (.csv or .npz).")],
     client: Annotated[
-        str | None,
-        typer.Option(help="Name of the client whose model predicts all rows; each row's own when not given."),
+        str | None, Option(help="Name of the client whose model predicts all rows; each row's own when not given.")
     ] = None,
     which: Which = "last",
     target_column: TargetColumn = None,
@@ -168,7 +163,7 @@ def _loaded(run_folder: Path, device: str) -> Result:
     result = Result.load(run_folder, device=device)
     done, rounds = result.state().round, result.config.run.rounds
     if done < rounds:
-        note(f"The run is not complete: {done} of its {rounds} rounds are done.")
+        aside(f"note: The run is not complete: {done} of its {rounds} rounds are done.")
     return result
 
 
@@ -225,21 +220,19 @@ def _read(
     inputs = encoding.inputs(table)
     for name, categories in ({} if quiet else encoding.unseen(table)).items():
         new = f"{len(categories)} categories that training had not ({some(categories)})"
-        note(f"column {name!r} has {new}; they count as none of those known.")
+        aside(f"note: column {name!r} has {new}; they count as none of those known.")
     return table, inputs
 
 
 def export(
-    source: Annotated[
-        Path, typer.Argument(help="The folder of a run, or the file that a deployed client keeps.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="A new folder to write to.", show_default=False)],
-    client: Annotated[str | None, typer.Option(help="Name of the client whose model is wanted.")] = None,
+    source: Annotated[Path, Argument(help="The folder of a run, or the file that a deployed client keeps.")],
+    out: Annotated[Path, Option(help="A new folder to write to.")],
+    client: Annotated[str | None, Option(help="Name of the client whose model is wanted.")] = None,
     components: Annotated[
-        bool, typer.Option("--components", help="The components alone, uniformly weighted: nobody's in particular.")
+        bool, Option("--components", help="The components alone, uniformly weighted: nobody's in particular.")
     ] = False,
     formats: Annotated[
-        str, typer.Option("--format", help=f"Some of safetensors, {', '.join(FORMATS)}, with commas between.")
+        str, Option("--format", help=f"Some of safetensors, {', '.join(FORMATS)}, with commas between.")
     ] = "safetensors",
     which: Which = "last",
     quiet: Quiet = False,
@@ -291,7 +284,7 @@ def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
 
 def report(
     folders: Folders = None,
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    out: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
     quiet: Quiet = False,
 ) -> None:
     """Put the results of runs on one page: tables, figures and what there is to see in them, the configuration.
@@ -317,10 +310,10 @@ def report(
 
 def plot(
     folders: Folders = None,
-    figure: Annotated[str, typer.Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
-    out: Annotated[Path, typer.Option(help="The folder to write them to.")] = Path("figures"),
-    ending: Annotated[str, typer.Option("--format", help=f"One of: {', '.join(PICTURE_FORMATS)}.")] = "svg",
-    names: Annotated[bool, typer.Option("--list", help="List the figures there are, and draw nothing.")] = False,
+    figure: Annotated[str, Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
+    out: Annotated[Path, Option(help="The folder to write them to.")] = Path("figures"),
+    ending: Annotated[str, Option("--format", help=f"One of: {', '.join(PICTURE_FORMATS)}.")] = "svg",
+    names: Annotated[bool, Option("--list", help="List the figures there are, and draw nothing.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a report's figures to files of their own, OUT/NAME.svg; with several data sets, OUT/DATA/NAME.svg.

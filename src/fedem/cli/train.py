@@ -1,24 +1,34 @@
-"""``fedem train``."""
+"""Commands that train: ``fedem train``, ``compare``, ``experiment``, ``tune`` and ``theory``."""
 
-from __future__ import annotations
-
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option, Typer
 
 from fedem.cli import options
+from fedem.cli.options import data_section, given, listed, read_seeds
 from fedem.core.errors import UserError
+from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
 from fedem.engines.processes import Team, joined
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
-from fedem.report.console import console, errors, progress, show_run, waiting
-from fedem.report.studies import plot_diagnostics
-from fedem.runs.config import Config, Layer, Sections, parse_assignment, read_toml, unbound
+from fedem.report import studies as reports
+from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
+from fedem.runs.config import Config, Layer, parse_assignment, read_toml, to_toml, unbound
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
-from fedem.studies.comparison import resolve_methods, without_own, without_shipped
+from fedem.studies import comparison, experiments, sweep, tuning
+from fedem.studies.experiments import Experiment
+from fedem.studies.sweep import Entry, SharedData
+from fedem.studies.theory import ASSUMED, SMALL, study
+
+_TRIALS = 20
 
 
 class _Run(NamedTuple):
@@ -29,28 +39,28 @@ class _Run(NamedTuple):
 
 def train(
     config: Annotated[
-        Path | None, typer.Argument(help="A TOML file, such as a run's config.toml; options win over it.")
+        Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
     data: options.Data = None,
     target_column: options.OwnTargetColumn = None,
     client_column: options.OwnClientColumn = None,
-    method: Annotated[str | None, typer.Option(help=f"One of: {', '.join(METHODS)}.")] = None,
+    method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
-        str | None, typer.Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
+        str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
     ] = None,
-    components: Annotated[int | None, typer.Option(help="M, the number of shared components.")] = None,
+    components: Annotated[int | None, Option(help="M, the number of shared components.")] = None,
     rounds: options.Rounds = None,
     clients_per_round: options.ClientsPerRound = None,
     unseen: options.Unseen = None,
     metrics: options.Metrics = None,
-    seed: Annotated[int | None, typer.Option(help="Decides everything that is random.")] = None,
+    seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
     device: options.TrainingDevice = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
+    out: Annotated[Path | None, Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
     settings: options.Assignments = None,
     baselines: Annotated[
         str | None,
-        typer.Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
+        Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
     ] = None,
     quiet: options.Quiet = False,
 ) -> None:
@@ -68,17 +78,11 @@ def train(
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
-            if resume and out is None:
-                raise UserError("--resume needs the folder of the run to go on with: give it as --out.")
-            own = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
-            asked: Sections = {
-                "run": options.given(**own, seed=seed, device=device),
-                "method": options.given(name=method, num_components=components),
-                "graph": options.given(name=graph),
-                "data": options.data_section(data, target_column, client_column),
-            }
+            own = data_section(data, target_column, client_column)
+            run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
+            asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
-            runs = _plan(config, layers, options.listed(baselines), out, resume)
+            runs = _plan(config, layers, listed(baselines), out, resume)
         _carry_out(team.tell(runs), team, quiet or not team.leads)
 
 
@@ -92,11 +96,11 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
     if "num_components" in asked[0].get("method", {}):
         _check_components([*files, *asked])
     chosen = Config.build(*files, *asked, preset=not resume)
-    common = without_own([*(without_shipped(layer, chosen) for layer in files), *asked])
+    common = comparison.without_own([*(comparison.without_shipped(layer, chosen) for layer in files), *asked])
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
-    folder = RunFolder(out if out else new_folder(Path("runs"), name))
+    folder = RunFolder(_folder("run", name, out, resume))
     runs = [_Run(folder.path, chosen, resume)]
-    for name in resolve_methods(baselines) if baselines else []:
+    for name in comparison.resolve_methods(baselines) if baselines else []:
         # The same run with another method; solver and schedule are those shipped for it, not the main method's.
         place = RunFolder(folder.path / "baselines" / name)
         begun = resume and place.exists()
@@ -111,21 +115,21 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
     with waiting("Making the data", quiet), team.leader_first():
         dataset = runs[0].config.make_data()
     if dataset.encoding is not None and not quiet:
-        errors.print(f"note: {dataset.encoding.describe()}", highlight=False, markup=False, soft_wrap=True)
+        aside(f"note: {dataset.encoding.describe()}")
     with waiting("Preparing", quiet):
         trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
     for run, trainer in zip(runs, trainers, strict=True):
         if trainer.note and team.leads:
-            errors.print(f"note: {trainer.note}", highlight=False)
+            aside(f"note: {trainer.note}")
         with progress(METHODS[run.config.method.name].title, run.config.run.rounds, quiet) as listener:
             carry_out(trainer, out=run.folder, resume=run.begun, listener=listener)
         if run.config.run.diagnose_every and team.leads:
-            plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
+            reports.plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
     folder = RunFolder(runs[0].folder)
     if not quiet:
         show_run(folder)
     if team.leads:
-        console.print(f"Run folder: {folder.path}", soft_wrap=True, highlight=False)
+        say(f"Run folder: {folder.path}")
 
 
 def _check_components(layers: list[Layer]) -> None:
@@ -138,3 +142,354 @@ def _check_components(layers: list[Layer]) -> None:
             f"--components is given, but method {method} has no components; allowed with: {', '.join(having)}. "
             f"`fedem methods {method}` shows its settings."
         )
+
+
+def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        read, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (reader, command))
+
+        @wraps(command)
+        def wrapped(**values: Any) -> None:
+            command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
+
+        parameters = [*read, *own[1:]]
+        wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+        vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
+        return wrapped
+
+    return decorate
+
+
+def _asked(
+    data: options.Data = None,
+    target_column: options.OwnTargetColumn = None,
+    client_column: options.OwnClientColumn = None,
+    rounds: options.Rounds = None,
+    clients_per_round: options.ClientsPerRound = None,
+    unseen: options.Unseen = None,
+    metrics: options.Metrics = None,
+    device: options.TrainingDevice = None,
+) -> tuple[Layer, str]:
+    """Return what the options of all methods ask for, and a word for the data in the name of a folder."""
+    own = data_section(data, target_column, client_column)
+    run: dict[str, Any] = {
+        "rounds": rounds,
+        "clients_per_round": clients_per_round,
+        "unseen": unseen,
+        "metrics": metrics,
+    }
+    return options.asked(own, **run, device=device), Path(data).stem if data else "synthetic"
+
+
+@_taking(_asked)
+def compare(
+    asked: tuple[Layer, str],
+    methods: Annotated[
+        str, Option(help=f"Methods, with commas between them, or all. There are: {', '.join(METHODS)}.")
+    ] = "local,fedavg,fedem",
+    seeds: Annotated[
+        str, Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
+    ] = "3",
+    settings: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            help="Any setting. Of all methods: data.num_clients=30, run..., batching..., model..., loss...; of one: "
+            "fedem:schedule.learning_rate=0.5. May be given several times.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
+    resume: Annotated[
+        bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
+    ] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
+
+    Each method has the settings shipped for it. OUT/METHOD-seedS is a run like any other. The table is saved as
+    comparison.md, .csv and .json, and the test scores against the rounds as accuracy.png and .svg.
+
+    Examples:
+      fedem compare --methods local,fedavg,fedem --seeds 3 --unseen 0.2
+
+      fedem compare --methods all --set fedem:schedule.learning_rate=0.5
+
+      fedem compare --data mine.csv --out runs/mine --resume
+    """
+    names = comparison.resolve_methods(listed(methods))
+    shared, own = comparison.sort_settings(settings or [], names)
+    numbers = read_seeds(seeds)
+    layer, data = asked
+    place = _folder("comparison", f"compare-{data}", out, resume)
+    entries = comparison.plan(place, names, numbers, [layer, *shared], own)
+    sweep.check_folder("comparison", place, resume, begun=place.is_dir())
+    titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
+    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, titles)
+    left_out: dict[str, str] = {}
+    for entry in entries:
+        if entry.title in failed:
+            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {failed[entry.title]}")
+    complete = [entry for entry in entries if entry.labels["method"] not in left_out]
+    if complete:
+        found, command = comparison.summarize(complete), _command()
+        with writing(place):
+            found.save(place, command)
+            write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
+            for ending, content in reports.draw(found).items():
+                write_atomically(place / f"{found.metric}.{ending}", content)
+        if not quiet:
+            display(reports.comparison_table(found), *reports.comparison_remarks(found))
+    if left_out:
+        raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
+    say(f"Comparison: {place}")
+
+
+experiment_group = Typer(
+    help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True
+)
+Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
+
+
+_Planned = tuple[Experiment, list[Entry], Path]  # the folder is where the runs lie
+
+
+def _experiment(
+    name: Annotated[str, Argument(help="The experiment; fedem experiment list shows them.")],
+    data: Annotated[str | None, Option(help="Short for --only data=...: data sets, with commas between them.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only these choices: axis=label,label. May be repeated.")] = None,
+    seeds: Annotated[str | None, Option(help="How many seeds, or which: 0,4,7; as declared when not given.")] = None,
+    rounds: options.Rounds = None,
+    device: options.TrainingDevice = None,
+    settings: Annotated[
+        list[str] | None,
+        Option("--set", help="Any setting, of all runs or of those with a label: EMNIST:partition.share=0.7."),
+    ] = None,
+    quick: Annotated[bool, Option("--quick", help="A short trial of the whole: its figures mean nothing.")] = False,
+    out: Annotated[Path | None, Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
+    place: Place = Path("experiments"),
+) -> _Planned:
+    experiment = experiments.find(place, name)
+    chosen: dict[str, list[str]] = {}
+    for text in [*(only or []), *([] if data is None else [f"data={data}"])]:
+        axis, equals, labels = text.partition("=")
+        if not equals or not labels.strip():
+            raise UserError(f"--only got {text!r}; allowed: axis=label,label, such as method=FedEM,FedAvg.")
+        chosen.setdefault(axis.strip(), []).extend(listed(labels))
+    shared, own = experiments.sort_settings(experiment, settings or [])
+    numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
+    folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
+    asked = [{"run": given(rounds=rounds, device=device)}, *shared]
+    return experiment, experiments.plan(experiment, folder, numbers, chosen, asked, own, quick), folder
+
+
+@experiment_group.command("list")
+def list_experiments(place: Place = Path("experiments")) -> None:
+    """List the experiments."""
+    display(reports.experiments_table([experiments.read(place / name) for name in experiments.listed(place)]))
+
+
+@experiment_group.command()
+@_taking(_experiment)
+def run(planned: _Planned, quiet: options.Quiet = False) -> None:
+    """Train the runs that are not complete, and print our figures beside the paper's.
+
+    All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
+    may share the work.
+
+    Examples:
+      fedem experiment run table2 --data Synthetic --seeds 3
+
+      fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
+    """
+    experiment, entries, folder = planned
+    failed = _work(entries, experiments.check, SharedData(), quiet)
+    lines = experiments.tabulate(experiment, entries)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "table.md", reports.experiment_markdown(experiment, lines).encode())
+    if not quiet:
+        display(reports.experiment_table(experiment, lines))
+    if failed:
+        raise UserError(" ".join(_summed_up(failed)))
+    if left := sum(not entry.is_complete for entry in entries):
+        aside(f"{left} runs are being trained by other processes.")
+    say(f"Experiment: {folder}")
+
+
+@experiment_group.command()
+@_taking(_experiment)
+def status(planned: _Planned) -> None:
+    """Show how far each run has come."""
+    display(reports.status_table(planned[1]))
+
+
+@experiment_group.command()
+@_taking(_experiment)
+def table(planned: _Planned) -> None:
+    """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
+    experiment, entries, _ = planned
+    display(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
+
+
+@_taking(_asked)
+def tune(
+    asked: tuple[Layer, str],
+    method: Annotated[str, Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
+    grid: Annotated[
+        list[str] | None,
+        Option(
+            help="Values to try of a setting: section.key=value,value,... May be given several times. When not given, "
+            "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
+        ),
+    ] = None,
+    sampler: Annotated[
+        str,
+        Option(
+            help=f"One of: {', '.join(tuning.SAMPLERS)}. A grid is tried as a whole; the others draw numbers between "
+            "the least and the largest value."
+        ),
+    ] = "grid",
+    trials: Annotated[int | None, Option(help=f"For random and tpe: how many ({_TRIALS}).")] = None,
+    seeds: Annotated[
+        str, Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
+    ] = "1",
+    settings: options.Assignments = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/tune-DATA-METHOD when not given.")] = None,
+    resume: Annotated[
+        bool, Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
+    ] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Choose settings by the validation part; the test part is dropped before training.
+
+    A trial is a run for each seed, in OUT/trials/NNN/seedS. Its score is the validation metric after the
+    last round, averaged over the seeds. Writes tune.json, and chosen.toml for fedem train.
+
+    Examples:
+      fedem tune --data synthetic --method fedem --seeds 100,101
+
+      fedem tune --method fedprox --sampler tpe --trials 30
+
+      fedem train runs/tune-synthetic-fedem/chosen.toml
+    """
+    name = resolve_method(method)
+    layer, data = asked
+    elsewhere = {"run.seed": "--seeds", "method.name": "--method"}
+    further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
+    layers = (layer, {"method": {"name": name}}, *further)
+    number = _TRIALS if trials is None and sampler != "grid" else trials
+    grids = tuning.read_grids(grid) if grid else tuning.usual_grids(name, *layers)
+    search = tuning.Search(layers, grids, sampler, number, tuple(read_seeds(seeds)))
+    search.check()
+    place = _folder("search", f"tune-{data}-{name}", out, resume)
+    total = search.count * len(search.seeds) * search.base.run.rounds
+    with progress(METHODS[name].title, total, quiet) as listener:
+        tuned = tuning.tune(search, place, resume=resume, listener=listener)
+    with writing(place):
+        write_json(place / "tune.json", {"command": _command(), **tuned.record()})
+        if tuned.best is not None:
+            chosen = to_toml(search.chosen_layer(tuned.best.values))
+            origin = "# Chosen by the validation part; tune.json tells how."
+            write_atomically(place / "chosen.toml", f"{origin}\n\n{chosen}".encode())
+    if not quiet:
+        display(reports.trials_table(tuned), *reports.tuning_remarks(tuned))
+    if tuned.best is None:
+        raise UserError(f"No trial came to an end, so nothing is chosen. {tuned.trials[0].error}")
+    say(f"Chosen settings: {place / 'chosen.toml'}")
+
+
+def theory(
+    data: options.Data = None,
+    target_column: options.OwnTargetColumn = None,
+    client_column: options.OwnClientColumn = None,
+    method: Annotated[
+        str, Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
+    ] = "fedem",
+    rounds: Annotated[
+        str, Option(help="The numbers K of rounds, with commas between them: three or more, increasing.")
+    ] = "50,100,200,400",
+    a0: Annotated[float, Option("--a0", help="The learning rate of a run of K rounds is a0 / sqrt(K).")] = 20.0,
+    every: Annotated[int, Option(help="Most rounds between two measurements; the first rounds are all measured.")] = 10,
+    seeds: Annotated[int, Option(help="Runs of each length, whose means are taken.")] = 3,
+    settings: options.Assignments = None,
+    device: options.TrainingDevice = None,
+    out: Annotated[Path | None, Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Put the paper's convergence theorems to the test: how the means over K rounds fall with K.
+
+    Trains for several K at learning rate a0 / sqrt(K), with plain SGD, and fits the slopes of the squared gradient, the
+    gain and the divergence of the mixture weights and the distance to consensus against K, on logarithmic axes. Writes
+    theory.json and theory.png. Without --data, on a small synthetic federation.
+
+    Examples:
+      fedem theory
+
+      fedem theory --method dfedem --rounds 50,100,200,400,800 --seeds 3
+    """
+    name = resolve_method(method)
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; allowed: at least 1.")
+    try:
+        lengths = [int(word) for word in listed(rounds)]
+    except ValueError:
+        raise UserError(f"--rounds is {rounds!r}; allowed: whole numbers, such as 50,100,200,400.") from None
+    own = data_section(data, target_column, client_column)
+    small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
+    elsewhere = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
+    further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
+    config = Config.build(ASSUMED, small, options.asked(own, name, device=device), *further)
+    place = _folder("study", f"theory-{name}", out)
+    if (place / "theory.json").exists():
+        raise UserError(f"{place} holds a study already; choose another folder.")
+    RunFolder(place).prepare(resume=True)
+    with progress(name, sum(lengths) * seeds, quiet) as listener:
+        found = study(config, lengths, a0, every, range(seeds), listener)
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
+        write_json(place / "theory.json", {"command": _command(), **found.record()})
+        write_atomically(place / "theory.png", reports.draw_study(found))
+    if not quiet:
+        display(reports.study_table(found), *reports.study_remarks(found))
+    say(f"Study: {place}")
+
+
+def _folder(what: str, name: str, out: Path | None, resume: bool = False) -> Path:
+    """Return the folder ``out`` or, unless the work there is to be resumed, a new one below runs."""
+    if resume and out is None:
+        raise UserError(f"--resume needs the folder of the {what} to go on with: give it as --out.")
+    return out or new_folder(Path("runs"), name)
+
+
+def _work(
+    entries: Sequence[Entry],
+    check: Callable[[Sequence[Entry], SharedData], list[str]],
+    data: SharedData,
+    quiet: bool,
+    titles: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Check all runs and train those that are not complete, shown by ``titles``; returns what went wrong, by entry."""
+    pending = [entry for entry in entries if not entry.is_complete]
+    if not quiet and len(pending) < len(entries):
+        aside(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.")
+    with waiting("Making the data, checking every run", quiet):
+        notes = check(entries, data)
+    for text in notes:
+        aside(f"note: {text}")
+    with reports.runs_progress(pending, quiet, titles or {}) as watch:
+        return sweep.work_off(pending, watch, data)
+
+
+def _summed_up(failed: Mapping[str, str]) -> Iterator[str]:
+    """Say what went wrong, once for all runs with which the same did."""
+    for message in dict.fromkeys(failed.values()):
+        titles = [title for title, own in failed.items() if own == message]
+        others = f" and {len(titles) - 1} other runs" if len(titles) > 1 else ""
+        yield f"{titles[0]}{others}: {message}"
+
+
+def _command() -> str:
+    """Return the command that was called, but for what is said of going on."""
+    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])

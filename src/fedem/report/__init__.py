@@ -1,3 +1,1 @@
 """Run folders -> tables."""
-
-from __future__ import annotations

@@ -1,9 +1,7 @@
 """What the command line prints: runs as tables and remarks, bars of progress, and the two consoles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +9,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import TextType
 
 from fedem.core.errors import UserError
 from fedem.data.federation import PARTS
-from fedem.methods import title_of
 from fedem.models.metrics import Metric
 from fedem.runs.evaluate import has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
+from fedem.studies.comparison import run_title
 
 Summary = Mapping[str, Any]
 
@@ -32,9 +31,23 @@ def say(text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def note(text: str) -> None:
-    """Print a remark beside what was asked for."""
-    errors.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+def aside(text: str) -> None:
+    """Print a line beside what was asked for, as it is, however long."""
+    errors.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def display(*pages: RenderableType) -> None:
+    """Print tables and paragraphs, as wide as the terminal."""
+    for page in pages:
+        console.print(page, highlight=False, markup=False)
+
+
+def figures_table(title: TextType, *headings: str) -> Table:
+    """Return a table in a frame: names in its first column, figures in the others."""
+    table = Table(title=title)
+    for heading in headings:
+        table.add_column(heading, justify="right" if table.columns else "left")
+    return table
 
 
 def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Sequence[str] = ()) -> Table:
@@ -58,22 +71,14 @@ def show_run(folder: RunFolder) -> None:
     """Print a run's table, with its baselines; or where it stands when it is not complete."""
     if (summary := folder.summary()) is not None:
         others = [other for place in folder.baselines() if (other := place.summary()) is not None]
-        print_summary([summary, *others])
+        display(*summary_pages([summary, *others]))
         return
     lines, rounds = folder.metrics(), folder.config().run.rounds
     done = lines[-1]["round"] if lines else 0
     text = f"This run is not complete: {done} of {rounds} rounds are recorded; go on with --resume."
     if scored := next((line for line in reversed(lines) if "test_loss" in line), None):
-        text += f" After round {scored['round']}: {_test_score(scored)}."
-    console.print(text, highlight=False)
-
-
-def print_summary(summaries: Sequence[Summary]) -> None:
-    """Print the table of several runs, and what else there is to say of the first."""
-    for table in _tables(summaries):
-        console.print(table)
-    for line in remarks(summaries[0]):
-        console.print(line, highlight=False)
+        text += f" After round {scored['round']}: {score_text(scored)}."
+    display(text)
 
 
 @contextmanager
@@ -84,18 +89,16 @@ def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[st
         task = bar.add_task(f"{title:8s}", total=rounds, score="")
 
         def listen(record: dict[str, Any]) -> None:
-            if score := _test_score(record):
+            if score := score_text(record):
                 bar.update(task, score=score)
             bar.update(task, completed=record["round"])
 
         yield listen
 
 
-@contextmanager
-def waiting(what: str, quiet: bool) -> Iterator[None]:
+def waiting(what: str, quiet: bool) -> AbstractContextManager[object]:
     """Show that something is going on."""
-    with nullcontext() if quiet else errors.status(f"{what} ..."):
-        yield
+    return nullcontext() if quiet else errors.status(f"{what} ...")
 
 
 @contextmanager
@@ -107,8 +110,8 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path} can't be written: {error.strerror}.") from None
 
 
-def _tables(summaries: Sequence[Summary]) -> Iterator[Table]:
-    """Yield the scores of the runs' last states, by further metrics too, and the first run's best state."""
+def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
+    """Yield the scores of the runs' last states, by further metrics too; then the first's best state and remarks."""
     first, *others = metrics_of(summaries[0])
     unseen = any(f"unseen_test_{first.name}" in summary for summary in summaries)
     rows = [
@@ -134,17 +137,15 @@ def _tables(summaries: Sequence[Summary]) -> Iterator[Table]:
         yield _scores_table("Test scores by further metrics", summaries, further)
     if best := summaries[0].get("best"):
         yield _states_table(summaries[0], best, first)
+    yield from remarks(summaries[0])
 
 
 def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mapping[str, str]]) -> Table:
     """Return a table of a row for each summary and, if there is one more, one for the oracle."""
-    table = Table(title=title)
-    table.add_column("method", no_wrap=True)
-    for heading in rows[0]:
-        table.add_column(heading, justify="right")
+    table = figures_table(title, "method", *rows[0])
+    table.columns[0].no_wrap = True
     for summary, row in zip(summaries, rows, strict=False):
-        components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
-        table.add_row(title_of(summary["method"]) + components, *row.values())
+        table.add_row(run_title(summary), *row.values())
     for row in rows[len(summaries) :]:
         table.add_section()
         table.add_row("oracle", *(row.get(heading, "") for heading in rows[0]))
@@ -153,9 +154,8 @@ def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mappi
 
 def _states_table(last: Summary, best: Summary, metric: Metric) -> Table:
     """Return the last state beside the one that was best by validation, on every part."""
-    table = Table("part", title=f"Last round and best by validation ({metric.title}, loss)")
-    table.add_column(f"last (round {last['rounds']})", justify="right")
-    table.add_column(f"best (round {best['round']})", justify="right")
+    headings = ("part", f"last (round {last['rounds']})", f"best (round {best['round']})")
+    table = figures_table(f"Last round and best by validation ({metric.title}, loss)", *headings)
     for part in PARTS:
         names = (f"{part}_{metric.name}", f"{part}_loss")
         if names[0] in last:
@@ -171,38 +171,28 @@ def remarks(summary: Summary) -> Iterator[str]:
     """Yield what else there is to say of a run, a line each."""
     metrics, method = metrics_of(summary), summary["method"]
     if has_diverged(summary):
-        loss = _number(summary["train_loss"], "{:.3g}")
-        yield (
-            f"warning: The loss on the training samples is {loss}: training has diverged. A smaller "
-            "schedule.learning_rate is needed."
-        )
+        loss, mend = _number(summary["train_loss"], "{:.3g}"), "A smaller schedule.learning_rate is needed."
+        yield f"warning: The loss on the training samples is {loss}: training has diverged. {mend}"
     for metric in metrics:
         if count := summary.get(f"test_{metric.name}_undefined"):
             whole = metric.text(summary[f"test_{metric.name}_pooled"]) + (" %" if metric.in_percent else "")
-            yield (
-                f"{metric.title} is undefined on the test samples of {count} of {summary['num_clients']} clients, "
-                f"which its average leaves out; of all test samples together it is {whole}."
-            )
+            where = f"on the test samples of {count} of {summary['num_clients']} clients, which its average leaves out"
+            yield f"{metric.title} is undefined {where}; of all test samples together it is {whole}."
     means = summary.get("weights_mean") or []
     idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
     if idle and method in ("fedem", "dfedem", "bfedem"):
-        starved = " Or it starved while others learnt, which method bfedem is made against."
-        yield (
-            f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. The data may need fewer "
-            f"(method.num_components).{starved if method != 'bfedem' else ''}"
-        )
+        mend = "The data may need fewer (method.num_components)."
+        if method != "bfedem":
+            mend += " Or it starved while others learnt, which method bfedem is made against."
+        yield f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. {mend}"
     if recovery := summary.get("recovery"):
         distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
-        yield (
-            f"Recovered components: cosine distance to the truth {distances}; "
-            f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component."
-        )
+        rightly = f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component"
+        yield f"Recovered components: cosine distance to the truth {distances}; {rightly}."
     if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
-        tau, about = summary["consensus_tau"], "about" if summary.get("consensus_is_estimate") else "at most"
-        yield (
-            f"Averaging over the graph leaves {about} {100 * (1 - p):.3g}% of the squared disagreement "
-            f"{'each round' if tau == 1 else f'every {tau} rounds'}, on average."
-        )
+        left = f"{'about' if summary.get('consensus_is_estimate') else 'at most'} {100 * (1 - p):.3g}%"
+        often = "each round" if (tau := summary["consensus_tau"]) == 1 else f"every {tau} rounds"
+        yield f"Averaging over the graph leaves {left} of the squared disagreement {often}, on average."
     if "dissimilarity_slope" in summary:
         constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
         yield f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}."
@@ -221,7 +211,8 @@ def remarks(summary: Summary) -> Iterator[str]:
         yield str(note)
 
 
-def _test_score(record: Summary) -> str:
+def score_text(record: Summary) -> str:
+    """Return the first metric's score after a round, in words; empty where it was not scored."""
     metric = metrics_of(record)[0]
     value = record.get(f"test_{metric.name}")
     return "" if value is None else f"test {metric.title} {value:.4f}"

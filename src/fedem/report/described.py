@@ -1,7 +1,4 @@
-"""What a federation's data look like, in tables and as a picture: sizes, labels, and how much clients differ.
-
-Shapes: T clients, K labels.
-"""
+"""What a federation's data look like: sizes, labels, how much clients differ. Shapes: T clients, K labels."""
 
 from __future__ import annotations
 
@@ -14,46 +11,49 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.table import Table
-from rich.text import Text, TextType
+from rich.text import Text
 from scipy.special import rel_entr
+from torch import Tensor
 
 from fedem.data.dataset import Dataset
 from fedem.data.federation import PARTS, Federation
-from fedem.report.studies import COLOURS, SETTINGS, saved
+from fedem.report.console import figures_table
+from fedem.report.pictures.canvas import COLOURS, FORMATS, SETTINGS, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.typing import ColorType
 
-_NAMED_CLIENTS, _NAMED_LABELS = 40, 20
+_NAMED_CLIENTS, _NAMED_LABELS, _LISTED = 40, 20, 20
 _GREYS = ("#3d4a55", "#8796a3", "#c3ccd4")
 _LEGEND: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0, "frameon": False}
-_LISTED = 20
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 def label_counts(federation: Federation, num_labels: int = 0) -> Counts:
     """Count each client's labels over all parts, ``[T, K]``; K is at least ``num_labels``."""
-    targets = [federation.part(part).targets.numpy() for part in PARTS]
-    width = max([num_labels, *(int(column.max()) + 1 for column in targets if len(column))])
-    counts = np.zeros((federation.num_clients, width), dtype=np.int64)
-    for part, column in zip(PARTS, targets, strict=True):
-        np.add.at(counts, (_owners(federation, part), column), 1)
+    owners, targets = _pooled(federation)
+    counts = np.zeros((federation.num_clients, max(num_labels, int(targets.max()) + 1)), dtype=np.int64)
+    np.add.at(counts, (owners, targets.numpy()), 1)
     return counts
+
+
+def _pooled(federation: Federation) -> tuple[Counts, Tensor]:
+    """Return the position of each sample's client, and its target, part by part: ``[N]`` and ``[N, ...]``."""
+    parts = [federation.part(part) for part in PARTS]
+    clients = np.arange(federation.num_clients)
+    owners = np.concatenate([np.repeat(clients, part.sizes.numpy()) for part in parts])
+    return owners, torch.cat([part.targets for part in parts])
 
 
 def shares(counts: Counts) -> Floats:
     """Return label distributions, ``[..., K]``."""
-    divided: Floats = counts / counts.sum(-1, keepdims=True)
-    return divided
+    return counts / counts.sum(-1, keepdims=True)
 
 
 def total_variation(counts: Counts) -> float:
-    """Return the mean distance of clients' label distributions to the pool's, half the sum of the differences.
-
-    From 0, all alike, to almost 1.
-    """
+    """Return the mean over clients of half the sum of their label shares' differences to the pool's: 0 to almost 1."""
     return float(np.abs(shares(counts) - shares(counts.sum(0))).sum(1).mean() / 2)
 
 
@@ -67,11 +67,9 @@ def jensen_shannon(counts: Counts) -> float:
 def between_share(values: Floats, owners: Counts) -> float:
     """Return the share of the values' variance that lies between clients, 0 to 1: values and owners ``[N]``."""
     values = values - values.mean()
-    total = float(np.square(values).sum())
-    sizes = np.bincount(owners)
-    sums = np.bincount(owners, weights=values)
-    between = float((np.square(sums[sizes > 0]) / sizes[sizes > 0]).sum())
-    return between / total if total else 0.0
+    sizes, sums = np.bincount(owners), np.bincount(owners, weights=values)
+    total, between = np.square(values).sum(), (np.square(sums[sizes > 0]) / sizes[sizes > 0]).sum()
+    return float(between / total) if total else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,36 +93,28 @@ def describe(dataset: Dataset, title: str) -> Description:
     sizes = np.stack([federation.part(part).sizes.numpy() for part in PARTS], axis=1)
     pool = federation.train.pool
     inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
-    columns = None if encoding is None else encoding.describe()
+    common = (title, federation.names, sizes, inputs, None if encoding is None else encoding.describe())
     if not pool.targets.is_floating_point():
         known = dataset.label_names or ()
         counts = label_counts(federation, len(known))
         # Some labels are characters, such as a blank.
         shown = (label if label.isprintable() and label.strip() else repr(label) for label in known)
         labels = tuple(shown) or tuple(map(str, range(counts.shape[1])))
-        return Description(title, federation.names, sizes, inputs, columns, counts, labels)
-    owners = np.concatenate([_owners(federation, part) for part in PARTS])
-    targets = torch.cat([federation.part(part).targets for part in PARTS]).double()
-    if encoding is not None:
-        targets = encoding.decode(targets)
+        return Description(*common, counts, labels)
+    owners, targets = _pooled(federation)
+    targets = targets.double() if encoding is None else encoding.decode(targets.double())
     # Several targets a sample count as one: their mean.
     values = targets.reshape(len(targets), -1).mean(1).numpy()
     ends = np.bincount(owners, minlength=federation.num_clients).cumsum()[:-1]
     own = np.split(values[np.argsort(owners, kind="stable")], ends)
     quartiles = np.array([np.quantile(column, (0.25, 0.5, 0.75)) for column in own])
-    between = between_share(values, owners)
-    return Description(title, federation.names, sizes, inputs, columns, between=between, quartiles=quartiles)
-
-
-def _owners(federation: Federation, part: str) -> Counts:
-    """Return the position of each sample's client, ``[N]``."""
-    return np.repeat(np.arange(federation.num_clients), federation.part(part).sizes.numpy())
+    return Description(*common, between=between_share(values, owners), quartiles=quartiles)
 
 
 def sizes_table(description: Description) -> Table:
     """Return samples in each part and in all: together, and of the least, the median and the largest client."""
     title = Text(f"{description.title}: samples of {len(description.names):,} clients")
-    table = _figures_table(title, "part", "all", "least", "median", "largest")
+    table = figures_table(title, "part", "all", "least", "median", "largest")
     columns = [*description.sizes.T, description.sizes.sum(1)]
     for name, column in zip((*PARTS, "together"), columns, strict=True):
         figures = (column.sum(), column.min(), np.median(column), column.max())
@@ -139,18 +129,10 @@ def labels_table(description: Description) -> Table:
     total = counts.sum(0)
     order = np.argsort(-total, kind="stable")[:_LISTED] if len(total) > _LISTED else np.arange(len(total))
     more = f", the {_LISTED} most frequent of {len(total)}" if len(total) > _LISTED else ""
-    table = _figures_table(f"Labels{more}", "label", "samples", "share in %", "clients")
+    table = figures_table(f"Labels{more}", "label", "samples", "share in %", "clients")
     for label in order.tolist():
         share = f"{100 * total[label] / total.sum():.1f}"
         table.add_row(Text(description.labels[label]), f"{total[label]:,}", share, f"{(counts[:, label] > 0).sum():,}")
-    return table
-
-
-def _figures_table(title: TextType, name: str, *headings: str) -> Table:
-    """Return a table of a column of names and others of figures."""
-    table = Table(name, title=title)
-    for heading in headings:
-        table.add_column(heading, justify="right")
     return table
 
 
@@ -161,10 +143,11 @@ def remarks(description: Description) -> Iterator[str]:
         yield f"Columns: {description.columns}."
         yield "Missing values: none."
     if description.counts is not None:
-        variation, divergence = total_variation(description.counts), jensen_shannon(description.counts)
+        variation = f"total variation distance {total_variation(description.counts):.3f}"
+        divergence = f"Jensen-Shannon divergence {jensen_shannon(description.counts):.3f} bits"
         yield (
-            f"Clients' labels against the pool's, mean over clients: total variation distance {variation:.3f}, "
-            f"Jensen-Shannon divergence {divergence:.3f} bits (0: all alike, 1: nothing in common)."
+            f"Clients' labels against the pool's, mean over clients: {variation}, {divergence} "
+            "(0: all alike, 1: nothing in common)."
         )
     if description.between is not None:
         yield f"{100 * description.between:.1f}% of the targets' variance lies between clients."
@@ -177,11 +160,7 @@ def by_dominant_label(counts: Counts, names: Sequence[str]) -> Counts:
 
 
 def draw_clients(description: Description, ending: str) -> bytes:
-    """Return the picture as PNG or SVG: the same bytes for the same data.
-
-    Above each client's label shares, stacked, clients sorted by dominant label (for regression the quartiles of their
-    targets, sorted by the median); below their sizes, part by part.
-    """
+    """Return the picture as PNG or SVG: above the clients' label shares or targets, below their sizes part by part."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -196,20 +175,28 @@ def draw_clients(description: Description, ending: str) -> bytes:
         else:
             assert description.quartiles is not None, "targets are labels or numbers"
             order, sorting = np.argsort(description.quartiles[:, 1], kind="stable"), "median target"
-            _draw_targets(above, description.quartiles[order])
+            low, median, high = description.quartiles[order].T
+            places, width = np.arange(len(median)), max(0.8, min(8.0, 300 / len(median)))
+            above.vlines(places, low, high, color=COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
+            above.plot(places, median, "o", color=COLOURS[0], markersize=min(5.0, width), label="median")
+            above.set_ylabel("targets of the client")
+            above.legend(**_LEGEND)
         _draw_stacked(below, description.sizes[order].T, PARTS, _GREYS)
         below.set(ylabel="samples", ylim=(0, 1.05 * description.sizes.sum(1).max()))
-        below.legend(reverse=True, **_LEGEND)
-        title = f"{description.title}: {len(order):,} clients, {description.sizes.sum():,} samples"
-        above.set_title(title, loc="left")
-        above.tick_params(axis="x", length=0)
         below.set(xlabel=f"clients, sorted by {sorting}", xlim=(-0.5, len(order) - 0.5))
-        _name_clients(below, [description.names[position] for position in order])
+        below.legend(reverse=True, **_LEGEND)
+        clients = f"{len(order):,} clients, {description.sizes.sum():,} samples"
+        above.set_title(f"{description.title}: {clients}", loc="left")
+        above.tick_params(axis="x", length=0)
+        if len(order) > _NAMED_CLIENTS:
+            below.locator_params(axis="x", integer=True)
+        else:
+            names = [name if len(name) <= 14 else f"{name[:12]}..." for name in np.array(description.names)[order]]
+            below.set_xticks(range(len(names)), names, rotation=90 if sum(map(len, names)) > 80 else 0)
         for axes in (above, below):
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_axisbelow(True)
-        how: dict[str, Any] = {"dpi": 160} if ending == "png" else {"metadata": {"Date": None}}
-        return saved(figure, ending, **how)
+        return saved(figure, ending, **FORMATS[ending])
 
 
 def _draw_labels(axes: Axes, labels: Sequence[str], own: Floats) -> None:
@@ -234,17 +221,6 @@ def _draw_labels(axes: Axes, labels: Sequence[str], own: Floats) -> None:
     bar.set_label(f"label, of {num_labels}")
 
 
-def _draw_targets(axes: Axes, quartiles: Floats) -> None:
-    """Draw the quartiles of the clients' targets, ``[T, 3]``."""
-    low, median, high = quartiles.T
-    places = np.arange(len(median))
-    width = max(0.8, min(8.0, 300 / len(median)))
-    axes.vlines(places, low, high, color=COLOURS[0], linewidth=width, alpha=0.45, label="middle half")
-    axes.plot(places, median, "o", color=COLOURS[0], markersize=min(5.0, width), label="median")
-    axes.set_ylabel("targets of the client")
-    axes.legend(**_LEGEND)
-
-
 def _draw_stacked(axes: Axes, values: NDArray[np.number], names: Sequence[str], colours: Sequence[ColorType]) -> None:
     """Stack the clients' ``values``, ``[areas, T]``: thousands of clients draw as fast as five."""
     edges = np.arange(values.shape[1] + 1) - 0.5
@@ -254,11 +230,3 @@ def _draw_stacked(axes: Axes, values: NDArray[np.number], names: Sequence[str], 
         axes.fill_between(edges, low, high, step="post", color=colour, linewidth=0, label=name)
     if values.shape[1] <= _NAMED_CLIENTS:
         axes.vlines(edges[1:-1], 0, steps.max(), color="white", linewidth=1.5)
-
-
-def _name_clients(axes: Axes, names: Sequence[str]) -> None:
-    if len(names) > _NAMED_CLIENTS:
-        axes.locator_params(axis="x", integer=True)
-        return
-    short = [name if len(name) <= 14 else f"{name[:12]}..." for name in names]
-    axes.set_xticks(range(len(short)), short, rotation=90 if sum(map(len, short)) > 80 else 0)

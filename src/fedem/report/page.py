@@ -1,7 +1,5 @@
 """Runs -> one page that needs nothing else: no network, no script, no font. Its markup lies in ``templates/``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,9 +9,9 @@ from markupsafe import Markup
 from fedem.methods import title_of
 from fedem.report.console import remarks
 from fedem.report.pictures import FIGURES
-from fedem.report.pictures.canvas import inline, paint
+from fedem.report.pictures.canvas import COLOURS, inline, paint
 from fedem.report.runs import Gathered
-from fedem.report.studies import COLOURS, comparison_remarks, comparison_table
+from fedem.report.studies import comparison_remarks, comparison_rows
 
 # The same hues as COLOURS, light enough for a dark ground.
 _LIT = ("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3e6", "#e3cf3c", "#a9b5be", "#f3a3d3")
@@ -43,13 +41,10 @@ def _figures(data: Gathered) -> Iterator[dict[str, str]]:
 
 def _scores(data: Gathered) -> Iterator[dict[str, str]]:
     """Yield the rows of the terminal's table."""
-    columns = comparison_table(data.comparison).columns
-    cells = {str(column.header).replace("\n", " "): [str(cell) for cell in column.cells] for column in columns}
-    if not data.has_equal_seeds:
-        counts = [str(len(runs)) for runs in data.runs.values()]
-        cells["seeds"] = counts + [""] * (len(cells["method"]) - len(counts))
-    for row in zip(*cells.values(), strict=True):
-        yield dict(zip(cells, row, strict=True))
+    counts = [str(len(runs)) for runs in data.runs.values()]
+    for row, count in zip(comparison_rows(data.comparison, brief=True), [*counts, ""], strict=False):
+        seeds = {} if data.has_equal_seeds else {"seeds": count}
+        yield {heading.replace("\n", " "): cell for heading, cell in row.items()} | seeds
 
 
 def _remarks(data: Gathered) -> Iterator[str]:

@@ -1,9 +1,4 @@
-"""What can be chosen and set, made of the code itself: methods, graphs, and every section of settings.
-
-A kind is what a name in a section stands for: a data set, a model, a solver, ... Sections without names have one kind.
-"""
-
-from __future__ import annotations
+"""What can be chosen and set, made of the code itself: methods, graphs, and every section of settings."""
 
 import inspect
 import math
@@ -13,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from jinja2 import Environment, PackageLoader
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -53,14 +47,11 @@ class Setting(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A name that a section may have."""
+    """A name that a section may have, such as a solver's, and what it stands for."""
 
     name: str  # empty where the section has no names
     about: list[str]  # paragraphs, as the code has them
     settings: list[Setting]
-
-
-# --- what classes say of themselves
 
 
 def settings_of(*kinds: type[Settings]) -> list[Setting]:
@@ -103,15 +94,11 @@ def _settings_table(title: str, found: list[Setting]) -> Table:
     return table
 
 
-# --- methods
-
-
 def methods_table() -> Table:
     """Return one row per method, for eighty columns: what it does and its paper; below, who keeps and sends what."""
 
     def below(*cells: str) -> Table:
-        """Columns of their own, as no cell can span several."""
-        grid = Table.grid(padding=(0, 1, 0, 0))
+        grid = Table.grid(padding=(0, 1, 0, 0))  # columns of their own, as no cell can span several
         for width in _WIDTHS:
             grid.add_column(width=width)
         grid.add_row(*cells, style="dim")
@@ -153,8 +140,8 @@ def method_pages(name: str) -> Iterator[RenderableType]:
 def shipped(name: str) -> dict[str, dict[str, Any]]:
     """Return the method's shipped settings, ``{data: {section.key: value}}``; only data with settings of their own.
 
-    They are those that a preset changes for some data, and always the solver and the learning rate. Clients and models
-    are the data's affair, whatever the method.
+    They are those that a preset changes for some data, and always the solver and the learning rate; not clients and
+    models, which are the data's affair.
     """
     layers = {data: {"method": {"name": name}, "data": {"name": data}} for data in (GIVEN, *DATA)}
     built = {data: Config.build(layer) for data, layer in layers.items()}
@@ -163,12 +150,11 @@ def shipped(name: str) -> dict[str, dict[str, Any]]:
         changed |= set(config.differences(Config.build(layers[data], preset=False)))
     found: dict[str, dict[str, Any]] = {}
     for data, config in built.items():
-        sections = {place: entries for place, entries in config.sections.items() if place not in _OF_THE_DATA}
         values = {
             f"{place}.{key}": value
-            for place, entries in sections.items()
+            for place, entries in config.sections.items()
             for key, value in entries.items()
-            if f"{place}.{key}" in changed and not _is_implied(place, key, entries)
+            if f"{place}.{key}" in changed and place not in _OF_THE_DATA and not _is_implied(place, key, entries)
         }
         if data == GIVEN or values != found[_ANY]:
             found[_ANY if data == GIVEN else data] = values
@@ -192,9 +178,6 @@ def _shipped_table(name: str) -> Table:
         others.pop(common, None)
         table.add_row(key, common, "; ".join(f"{value} for {', '.join(names)}" for value, names in others.items()))
     return table
-
-
-# --- sections of settings, on a terminal or as a page
 
 
 def kinds_in(section: str) -> list[Kind]:
@@ -240,8 +223,8 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
         kinds = {kind.name: kind for kind in kinds_in(section)}
         if (kind := kinds.get(found)) is None:
             raise unknown(section, name, kinds)
-        about = (f"\n\n{_plain(_flowing(text))}" for text in kind.about)
-        yield Text.assemble((f"{section} {kind.name}", "bold"), *about)
+        about = "".join(f"\n\n{_plain(_flowing(text))}" for text in kind.about)
+        yield Text.assemble((f"{section} {kind.name}", "bold"), about)
         yield _settings_table(f"Settings: {keys}", kind.settings) if kind.settings else "\nIt has no settings."
         return
     yield Text(f"{SECTIONS[section].about} {_choice(section)}".strip())
@@ -253,7 +236,7 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
             yield Text.assemble("\n", (kind.name, "bold"), f": {_plain(_flowing(kind.about[0]))}")
         if kind.settings:
             yield _settings_table(f"{f'Settings of {section} {kind.name}'.rstrip()}: {keys}", kind.settings)
-    yield Text(f"\n{_plain(_flowing(_PRESETS))}")
+    yield Text(f"\n{_plain(_PRESETS)}")
 
 
 def settings_page() -> str:
@@ -280,9 +263,6 @@ def _marked(text: str) -> str:
         part if _CODE.fullmatch(part) else _MARKS.sub(r"\\\g<0>", _plain(part)).replace("<", "&lt;")
         for part in _CODE.split(text)
     )
-
-
-# --- graphs, and how fast clients agree over one of them
 
 
 def graphs_table() -> Table:
@@ -312,18 +292,19 @@ def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     matrices = topology.matrices(keys, source)
     pairs = np.unique(np.concatenate(topology.edges(keys, source)), axis=0)
     degrees = np.bincount(pairs.flatten(), minlength=num_clients)
-    own: torch.Tensor = matrices.diagonal(dim1=1, dim2=2)
+    own = matrices.diagonal(dim1=1, dim2=2)
     found = topology.consensus(matrices, keys)
     about = "about " if found.is_estimate else ""
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
     often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
     halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
-    figures = {
-        "clients, links": f"{num_clients:,}, {len(pairs):,}",
-        "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
-        "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
-        "spectral gap": f"{found.spectral_gap:.6f}",
-        "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
-        "disagreement halves": f"{halved}, in squared distance",
-    }
-    return labelled_table(figures)
+    return labelled_table(
+        {
+            "clients, links": f"{num_clients:,}, {len(pairs):,}",
+            "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
+            "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
+            "spectral gap": f"{found.spectral_gap:.6f}",
+            "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
+            "disagreement halves": f"{halved}, in squared distance",
+        }
+    )

@@ -1,11 +1,7 @@
 """Folders of complete runs -> plain figures, sorted for a report: by data, then by method and settings, then by seed.
 
-The data themselves are not needed.
-
-Shapes: T clients, M components.
+The data themselves are not needed. Shapes: T clients, M components.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -23,7 +19,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric
-from fedem.report.studies import look, look_at
+from fedem.report.pictures.canvas import look
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import MANIFEST, RunFolder
@@ -33,8 +29,7 @@ from fedem.studies.sweep import Entry, Spread
 Numbers = NDArray[np.float64]
 Settings = Mapping[str, Any]  # values of a configuration by section.key
 
-# What makes two runs' data the same; and what says where and how a run was made, not what it is.
-_DATA = ("data", "partition")
+# What says where and how a run was made, not what it is.
 _PLACE = ("run.seed", "run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.partition_hash")
 _SHORT = {"method.num_components": "M"}
 
@@ -48,22 +43,13 @@ class Clients:
     scores: Numbers  # on the test part, [T]; not a number where a client has no test samples
     weights: Numbers  # of the mixture, [T, M]; M is 0 where a client has one model
 
-    @classmethod
-    def of(cls, rows: Sequence[dict[str, str]], metric: str) -> Clients:
-        """Read rows of clients.csv."""
-
-        def column(name: str) -> Numbers:
-            return np.array([float(row.get(name) or "nan") for row in rows], dtype=np.float64)
-
-        weights = [column(name) for name in (rows[0] if rows else {}) if name.startswith("weight_")]
-        stacked = np.array(weights, dtype=np.float64).reshape(len(weights), len(rows)).T
-        return cls(tuple(row["client"] for row in rows), column("train_samples"), column(f"test_{metric}"), stacked)
-
 
 @dataclass(frozen=True)
 class Run:
     """A complete run."""
 
+    method: str
+    seed: int
     folder: RunFolder
     config: Config
     summary: dict[str, Any]
@@ -71,21 +57,6 @@ class Run:
     clients: Clients  # those that took part in training
     fingerprint: str | None  # of the samples; None where the checkpoint was removed
     command: str | None  # what makes the run again; None for data or models passed from Python
-
-    @property
-    def method(self) -> str:
-        return str(self.summary["method"])
-
-    @property
-    def seed(self) -> int:
-        return int(self.summary["seed"])
-
-    def curve(self, name: str) -> tuple[Numbers, Numbers]:
-        """Return rounds and the figure called ``name`` after them, where it is known and finite."""
-        pairs = [(line["round"], line[name]) for line in self.history if line.get(name) is not None]
-        found = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-        found = found[np.isfinite(found[:, 1])]
-        return found[:, 0], found[:, 1]
 
     @cached_property
     def sent(self) -> Numbers:
@@ -136,12 +107,20 @@ def _read(folder: RunFolder, command: str | None) -> Run:
             f"{folder.path}/clients.csv has {len(rows)} clients that were trained, and summary.json "
             f"{summary['num_clients']}: the file is damaged."
         )
-    config, clients = folder.config(), Clients.of(rows, metrics_of(summary)[0].name)
+
+    def column(name: str) -> Numbers:
+        return np.array([float(row.get(name) or "nan") for row in rows], dtype=np.float64)
+
+    weights = [column(name) for name in (rows[0] if rows else {}) if name.startswith("weight_")]
+    stacked = np.array(weights, dtype=np.float64).reshape(len(weights), len(rows)).T
+    names, scores = tuple(row["client"] for row in rows), column(f"test_{metrics_of(summary)[0].name}")
+    config, clients = folder.config(), Clients(names, column("train_samples"), scores, stacked)
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])
     manifest = folder.checkpoints / MANIFEST
     fingerprint = _json(manifest).get("facts", {}).get("data") if manifest.is_file() else None
-    return Run(folder, config, summary, folder.metrics(), clients, fingerprint, command)
+    history, seed = folder.metrics(), int(summary["seed"])
+    return Run(summary["method"], seed, folder, config, summary, history, clients, fingerprint, command)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -165,15 +144,13 @@ class Gathered:
 
     @property
     def titles(self) -> dict[str, str]:
-        """What each entry is called in tables, the best first."""
+        """What each entry is called in tables; ``name`` is what a sentence calls it."""
         return {row.method: row.title for row in self.comparison.rows}
 
     def name(self, entry: str) -> str:
-        """Return what an entry is called in a sentence."""
         return _name(entry, self.runs[entry][0].method)
 
     def best_of(self, method: str) -> str | None:
-        """Return the best entry of a method."""
         return next((entry for entry, runs in self.runs.items() if runs[0].method == method), None)
 
     def titled(self, title: str) -> str:
@@ -182,7 +159,6 @@ class Gathered:
 
     @property
     def has_equal_seeds(self) -> bool:
-        """Whether every entry has every seed."""
         return all(len(runs) == len(self.comparison.seeds) for runs in self.runs.values())
 
     @property
@@ -195,13 +171,11 @@ class Gathered:
 
     @property
     def commands(self) -> list[str]:
-        """What makes the runs again, where that is known."""
         found = (run.command for runs in self.runs.values() for run in runs)
         return list(dict.fromkeys(command for command in found if command is not None))
 
     @cached_property
     def metric(self) -> Metric:
-        """What decides which entry is best."""
         return find_metric(self.comparison.metric)
 
     @property
@@ -212,12 +186,10 @@ class Gathered:
 
     @property
     def score(self) -> str:
-        """Name the score in a summary."""
         return f"test_{self.metric.name}"
 
     @property
     def label(self) -> str:
-        """The score with its unit, for an axis."""
         return f"test {self.metric.unit}"
 
     def in_words(self, value: float | None, metric: Metric | None = None) -> str:
@@ -239,7 +211,7 @@ def gather(paths: Sequence[Path]) -> list[Gathered]:
     methods = {entry: runs[0].method for entries in sorted_runs for entry, runs in entries.items()}
     # An entry looks like its method, unless some method has several.
     plain = all(entry == method for entry, method in methods.items())
-    looks = {entry: look(entry) if plain else look_at(position) for position, entry in enumerate(methods)}
+    looks = {entry: look(entry, METHODS if plain else methods) for entry in methods}
     found = []
     for name, place, comparison, entries in zip(names, _places(names), comparisons, sorted_runs, strict=True):
         runs = {row.method: entries[row.method] for row in comparison.rows}
@@ -247,20 +219,17 @@ def gather(paths: Sequence[Path]) -> list[Gathered]:
     return found
 
 
-def _flat(run: Run) -> Settings:
+def _settings_of(run: Run) -> Settings:
+    """Return what may not differ among the seeds of an entry."""
     sections = run.config.sections.items()
-    return {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+    flat = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
+    return {place: value for place, value in flat.items() if place not in _PLACE}
 
 
 def _data_of(run: Run) -> Settings:
     """Return the settings that the data are made by, and whether clients are held out."""
-    made = {place: value for place, value in _flat(run).items() if place.partition(".")[0] in _DATA}
+    made = {place: value for place, value in _settings_of(run).items() if place.startswith(("data.", "partition."))}
     return made | {"run.unseen": run.config.run.unseen}
-
-
-def _settings_of(run: Run) -> Settings:
-    """Return what may not differ among the seeds of an entry."""
-    return {place: value for place, value in _flat(run).items() if place not in _PLACE}
 
 
 def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[Run]]:
@@ -272,7 +241,7 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[R
 
 
 def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Sort runs on the same data by method and settings, then by seed."""
+    """Sort runs on the same data by method and settings, then by seed; refuse what nothing would distinguish."""
     by_seed: dict[int, Run] = {}
     for run in runs:
         first = by_seed.setdefault(run.seed, run)
@@ -281,7 +250,6 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
             or not np.array_equal(first.clients.sizes, run.clients.sizes)
             or len({first.fingerprint, run.fingerprint} - {None}) > 1
         ):
-            # Nothing would distinguish the data.
             raise UserError(
                 f"{first.folder.path} and {run.folder.path} have the same settings of data and the same seed, but "
                 "other clients; allowed: the same clients for the same settings and seed."

@@ -1,17 +1,11 @@
-"""Sweeps as tables and pictures: comparisons, experiments, searches of settings and studies of the theorems.
+"""Sweeps as bars of progress, tables and pictures: comparisons, experiments, searches, studies of the theorems."""
 
-Also a bar while runs are trained, and a run's diagnostics against the rounds.
-"""
-
-from __future__ import annotations
-
-import io
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -20,32 +14,18 @@ from rich.table import Table
 
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
-from fedem.models.metrics import Metric, find_metric, known_metric
-from fedem.report.console import errors
-from fedem.runs.evaluate import Record, metrics_of
+from fedem.models.metrics import find_metric, known_metric
+from fedem.report.console import errors, score_text
+from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
+from fedem.report.pictures.curves import DIAGNOSED, recorded
+from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener
-from fedem.studies.comparison import Comparison, Row, data_name
+from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line
 from fedem.studies.sweep import Entry, Spread
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
-COLOURS = ("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5")
-SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
-TITLES = {
-    "objective": "objective f",
-    "gradient_norm2": "|grad f|^2",
-    "improvement": "gain of the weights",
-    "weights_kl": "KL of the weights",
-    "consensus": "distance to consensus",
-    "dissimilarity": "mean |grad f_t|^2",
-}
-_STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-_MARKERS = "os^DvPX<>p*h"
 _NONE = "-"
 # Names of an experiment's figures that their parts do not make.
 _NAMES = {
@@ -59,29 +39,9 @@ _NAMES = {
     "num_parameters": "parameters",
 }
 
-# --- what all have in common
-
-
-def look(method: str) -> dict[str, Any]:
-    """Return a method's colour, line and marker, the same in every picture."""
-    return look_at(list(METHODS).index(method))
-
-
-def look_at(position: int) -> dict[str, Any]:
-    """Return the colour, line and marker at a ``position`` of the list of looks."""
-    stroke, marker = _STROKES[position // len(COLOURS) % len(_STROKES)], _MARKERS[position % len(_MARKERS)]
-    return {"color": COLOURS[position % len(COLOURS)], "linestyle": stroke, "marker": marker, "linewidth": 1.6}
-
-
-def saved(figure: Figure, ending: str, **how: Any) -> bytes:
-    """Return the picture's bytes."""
-    content = io.BytesIO()
-    figure.savefig(content, format=ending, bbox_inches="tight", **how)
-    return content.getvalue()
-
 
 def _table(
-    title: str | None, headings: Iterable[str], rows: Iterable[Sequence[str]], left: Container[str], whole: str = ""
+    title: str | None, headings: Iterable[str], rows: Iterable[Iterable[str]], left: Container[str], whole: str = ""
 ) -> Table:
     """Return a table; columns are aligned to the right but for those in ``left``, and ``whole`` is never wrapped."""
     edges: dict[str, Any] = {"show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
@@ -93,7 +53,7 @@ def _table(
     return table
 
 
-def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: Container[str]) -> list[str]:
+def _markdown(headings: Sequence[str], rows: Iterable[Iterable[str]], left: Container[str]) -> list[str]:
     rules = ["---" if heading in left else "---:" for heading in headings]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows)]
 
@@ -113,18 +73,15 @@ def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
 def runs_progress(
     pending: Sequence[Entry], quiet: bool, titles: Mapping[str, str]
 ) -> Iterator[Callable[[Entry], AbstractContextManager[Listener]]]:
-    """Show one bar over all rounds that are to be trained, and a line for each run that is done, unless ``quiet``.
-
-    Yields a context for each run, which yields the listener of its rounds.
-    """
-    done: list[Entry] = []
+    """Show one bar over all rounds, and a line for each run that is done; yields a context of each run's listener."""
+    done: list[int] = []  # rounds of each run that is over
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=sum(entry.config.run.rounds for entry in pending), count="")
 
         @contextmanager
         def watch(entry: Entry) -> Iterator[Listener]:
-            before, latest, outcome = sum(other.config.run.rounds for other in done), Record(), "stopped"
+            before, latest, outcome = sum(done), Record(), "stopped"
             title = f"{titles.get(entry.title, entry.title):20s}"
             bar.update(task, description=title, count=f"run {len(done) + 1} of {len(pending)}")
 
@@ -134,25 +91,55 @@ def runs_progress(
 
             try:
                 yield listen
-                metric = metrics_of(latest)[0]
-                value = latest.get(f"test_{metric.name}")
-                outcome = "done" if value is None else f"test {metric.title} {value:.4f}"
+                outcome = score_text(latest) or "done"
             finally:
-                done.append(entry)
+                done.append(entry.config.run.rounds)
                 if not quiet:
                     bar.print(f"{title} {outcome}", highlight=False)
 
         yield watch
 
 
-# --- comparisons
+def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[str, str]]:
+    """Return the methods' cells by their headings, then the oracle's; if ``brief``, costs are without deviations."""
+    decisive, (unit, size), known = comparison.metric, _bytes_unit(comparison), comparison.rows[0].figures
+    metrics = {name: known_metric(name.removeprefix("test_")) for name in known if name.startswith("test_")}
+    further = {name: metric for name, metric in metrics.items() if metric is not None and metric.name != decisive}
+    columns = {
+        "test\naverage": f"test_{decisive}",
+        "bottom\ndecile": "bottom_decile",
+        "unseen\naverage": f"unseen_test_{decisive}",
+        "train\naverage": f"train_{decisive}",
+        **{f"test\n{metric.unit}": name for name, metric in further.items()},
+        "s per\nround": "seconds_per_round",
+        f"{unit}\nup": "bytes_up_per_round",
+        f"{unit}\ndown": "bytes_down_per_round",
+    }
+
+    def amount(value: float) -> str:
+        return f"{value / size:,.0f}" if value / size >= 100 else f"{value / size:.1f}"
+
+    def cell(name: str, figures: Mapping[str, Spread]) -> str:
+        if name not in figures:
+            return ""
+        if name.startswith(("seconds", "bytes")):
+            cost = figures[name]._replace(deviation=None) if brief else figures[name]
+            return _spread(cost, "{:.3f}".format if name.startswith("seconds") else amount)
+        metric = further.get(name) or find_metric(decisive)
+        return _spread(figures[name], partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
+
+    rows = [(row.title, row.figures) for row in comparison.rows]
+    return [
+        {"method": title} | {heading: cell(name, figures) for heading, name in columns.items() if name in known}
+        for title, figures in [*rows, *([("oracle", comparison.oracle)] if comparison.oracle else [])]
+    ]
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return one row per method, and the oracle's when it is known; eighty columns hold it."""
     # There is no room for the deviations of a round's costs; the files have them.
-    rows, headings = _comparison_rows(comparison, brief=True), ["method", *_columns(comparison)]
-    table = _table(_comparison_title(comparison), headings, rows, ["method"], "method")
+    rows = comparison_rows(comparison, brief=True)
+    table = _table(_comparison_title(comparison), rows[0], map(dict.values, rows), ["method"], "method")
     if comparison.oracle:
         table.rows[-2].end_section = True
     return table
@@ -160,21 +147,17 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def comparison_markdown(comparison: Comparison, command: str) -> str:
     """Return the table in Markdown, under the command that made it."""
-    unit, size = _bytes_unit(comparison)
+    (unit, size), rows = _bytes_unit(comparison), comparison_rows(comparison)
     held_out = f" and {comparison.num_unseen_clients} held out" if comparison.num_unseen_clients else ""
-    headings = ["method", *(heading.replace("\n", " ") for heading in _columns(comparison))]
     lines = [
-        f"# {_comparison_title(comparison)}",
-        "",
-        f"    {command}",
-        "",
+        f"# {_comparison_title(comparison)}\n",
+        f"    {command}\n",
         f"{comparison.num_clients} clients{held_out}; {comparison.rounds} rounds; seeds "
         f"{', '.join(map(str, comparison.seeds))}. Averages over clients are weighted by training samples; ± is the "
         f"sample standard deviation over the seeds; seconds and {unit} ({size:,} bytes; all clients together) are "
-        "those of a round.",
-        "",
-        *_markdown(headings, _comparison_rows(comparison), ["method"]),
-        *(text for remark in comparison_remarks(comparison) for text in ("", remark)),
+        "those of a round.\n",
+        *_markdown([heading.replace("\n", " ") for heading in rows[0]], map(dict.values, rows), ["method"]),
+        *(f"\n{remark}" for remark in comparison_remarks(comparison)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -184,25 +167,17 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     name = f"unseen_test_{comparison.metric}"
     silent = [row.title for row in comparison.rows if name in row.figures and row.figures[name].mean is None]
     remarks = [f"Without a model for clients held out: {', '.join(silent)}."] if silent else []
-    if differing := _differing(comparison.rows):
-        remarks.append(
-            f"Methods train differently: {'; '.join(differing)}. `fedem tune` chooses settings by validation."
-        )
-    return remarks
-
-
-def _differing(rows: Sequence[Row]) -> list[str]:
-    """Say which settings of training differ: the value that most methods have, and who has another."""
-    found = []
-    for key in dict.fromkeys(key for row in rows for key in row.training):
+    differing = []  # the value that most methods have, and who has another
+    for key in dict.fromkeys(key for row in comparison.rows for key in row.training):
         holders: dict[Any, list[str]] = {}
-        for row in rows:
+        for row in comparison.rows:
             holders.setdefault(row.training.get(key), []).append(row.title)
-        values = sorted(holders, key=lambda value: -len(holders[value]))
-        if len(values) > 1:
-            others = ", ".join(f"{value} for {', '.join(holders[value])}" for value in values[1:])
-            found.append(f"{key} is {values[0]}, but {others}")
-    return found
+        usual, *others = sorted(holders, key=lambda value: -len(holders[value]))
+        if others:
+            exceptions = ", ".join(f"{value} for {', '.join(holders[value])}" for value in others)
+            differing.append(f"{key} is {usual}, but {exceptions}")
+    more = "`fedem tune` chooses settings by validation."
+    return remarks + ([f"Methods train differently: {'; '.join(differing)}. {more}"] if differing else [])
 
 
 def _comparison_title(comparison: Comparison) -> str:
@@ -210,63 +185,17 @@ def _comparison_title(comparison: Comparison) -> str:
     return f"{comparison.data}, {comparison.rounds} rounds: {unit}, {over}"
 
 
-def _columns(comparison: Comparison) -> dict[str, str]:
-    metric, (unit, _) = comparison.metric, _bytes_unit(comparison)
-    columns = {
-        "test\naverage": f"test_{metric}",
-        "bottom\ndecile": "bottom_decile",
-        "unseen\naverage": f"unseen_test_{metric}",
-        "train\naverage": f"train_{metric}",
-        **{f"test\n{further.unit}": name for name, further in _further(comparison).items()},
-        "s per\nround": "seconds_per_round",
-        f"{unit}\nup": "bytes_up_per_round",
-        f"{unit}\ndown": "bytes_down_per_round",
-    }
-    return {heading: name for heading, name in columns.items() if name in comparison.rows[0].figures}
-
-
-def _further(comparison: Comparison) -> dict[str, Metric]:
-    """Return the metrics besides the one that decides, by the names of their figures on the test part."""
-    names = [name for name in comparison.rows[0].figures if name.startswith("test_")]
-    found = {name: known_metric(name.removeprefix("test_")) for name in names}
-    return {name: metric for name, metric in found.items() if metric is not None and metric.name != comparison.metric}
-
-
-def _comparison_rows(comparison: Comparison, brief: bool = False) -> Iterator[list[str]]:
-    """Yield the methods' rows and the oracle's; if ``brief``, costs are without their deviation."""
-    (_, size), first, further = _bytes_unit(comparison), find_metric(comparison.metric), _further(comparison)
-
-    def cell(name: str, spread: Spread) -> str:
-        if name.startswith(("seconds", "bytes")):
-            cost = spread._replace(deviation=None) if brief else spread
-            return _spread(cost, "{:.3f}".format if name.startswith("seconds") else amount)
-        metric = further.get(name, first)
-        return _spread(spread, partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
-
-    def amount(value: float) -> str:
-        return f"{value / size:,.0f}" if value / size >= 100 else f"{value / size:.1f}"
-
-    oracle = [("oracle", comparison.oracle)] if comparison.oracle else []
-    for title, figures in [*((row.title, row.figures) for row in comparison.rows), *oracle]:
-        names = _columns(comparison).values()
-        yield [title, *(cell(name, figures[name]) if name in figures else "" for name in names)]
-
-
 def _bytes_unit(comparison: Comparison) -> tuple[str, int]:
-    """Return kB, or MB or GB where the figures would be too wide."""
+    """Return kB, or MB or GB where the figures would be too wide, and its size."""
     spreads = [spread for row in comparison.rows for name, spread in row.figures.items() if name.startswith("bytes")]
-    largest = max((spread.mean or 0.0 for spread in spreads), default=0.0)
-    return ("kB", 10**3) if largest < 10**7 else ("MB", 10**6) if largest < 10**10 else ("GB", 10**9)
+    return bytes_unit(max((spread.mean or 0.0 for spread in spreads), default=0.0) / 10)
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
     """Return the picture as PNG and SVG, by ending: the same bytes for the same figures; none without test scores.
 
-    One line per method, the mean over the seeds, in a band of one standard deviation on either side. A method looks the
-    same in every picture.
+    One line per method, the mean over the seeds, in a band of one standard deviation on either side.
     """
-    from fedem.report.pictures.canvas import INK, Picture, alone, inked, logarithmic, panels
-
     if not any(row.curve for row in comparison.rows):
         return {}
     metric, count = find_metric(comparison.metric), len(comparison.rows)
@@ -282,8 +211,7 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
             rounds = [point.round for point in row.curve]
             means = metric.scale * np.array([point.spread.mean or 0.0 for point in row.curve])
             widths = metric.scale * np.array([point.spread.deviation or 0.0 for point in row.curve])
-            final, how = row.figures[score]._replace(deviation=None), look(row.method)
-            how |= {"label": f"{row.title}  {_spread(final, metric.text)}", "markersize": 4}
+            how = look(row.method) | {"label": f"{row.title}  {metric.text(row.figures[score].mean)}", "markersize": 4}
             # The better lie above the worse; many bands on top of each other would hide the lines.
             axes.plot(rounds, means, zorder=2 + (count - position) / 100, markevery=max(1, len(rounds) // 8), **how)
             haze: dict[str, Any] = {"color": how["color"], "alpha": 0.13 if count <= 6 else 0.05, "linewidth": 0}
@@ -298,9 +226,6 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
     over = _over(comparison.seeds, "mean ± standard deviation over ")
     picture = Picture(f"{comparison.data}, {comparison.num_clients} clients: {over}", "", figure)
     return {ending: alone(picture, ending) for ending in ("png", "svg")}
-
-
-# --- experiments
 
 
 def experiments_table(experiments: Sequence[Experiment]) -> Table:
@@ -331,18 +256,17 @@ def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
 
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return the same for a README."""
-    rows = _markdown(_headings(experiment), _experiment_rows(experiment, lines), experiment.axes)
-    return "".join(f"{row}\n" for row in rows)
+    rows = _experiment_rows(experiment, lines)
+    return "\n".join(_markdown(_headings(experiment), rows, experiment.axes)) + "\n"
 
 
 def _headings(experiment: Experiment) -> list[str]:
-    columns = []
+    headings = [*experiment.axes, "seeds"]
     for name in experiment.figures:
         figure, slash, reference = name.partition(SLASH)
         usual = figure.replace("unseen_", "unseen, ").replace("_accuracy", ", %").replace("_loss", " loss")
-        heading = _NAMES.get(figure, usual) + slash + reference
-        columns += [heading, *(("paper", "diff.") if experiment.paper else ())]
-    return [*experiment.axes, "seeds", *columns]
+        headings += [_NAMES.get(figure, usual) + slash + reference, *(("paper", "diff.") if experiment.paper else ())]
+    return headings
 
 
 def _is_share(name: str) -> bool:
@@ -360,19 +284,13 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
         cells = [*line.labels.values(), str(line.num_seeds)]
         for name in experiment.figures:
             ours, paper, share = line.ours[name], line.paper[name], _is_share(name)
-            cells.append(
-                _spread(ours, lambda value: f"{100 * value:.1f}") if share else _spread(ours, number, "{:.2g}".format)
-            )
-            if experiment.paper:
-                cells.append(_NONE if paper is None else f"{paper:g}")
-                if ours.mean is None or paper is None:
-                    cells.append(_NONE)
-                else:
-                    cells.append(f"{100 * ours.mean - paper:+.1f}" if share else f"{ours.mean - paper:+.2g}")
+            ways = (lambda value: f"{100 * value:.1f}",) if share else (number, "{:.2g}".format)
+            difference = _NONE
+            if ours.mean is not None and paper is not None:
+                difference = f"{100 * ours.mean - paper:+.1f}" if share else f"{ours.mean - paper:+.2g}"
+            beside = (_NONE if paper is None else f"{paper:g}", difference) if experiment.paper else ()
+            cells += [_spread(ours, *ways), *beside]
         yield cells
-
-
-# --- searches of settings
 
 
 def trials_table(tuned: Tuned) -> Table:
@@ -401,38 +319,30 @@ def tuning_remarks(tuned: Tuned) -> list[str]:
                 f"{key} is at the {edge} edge of what was searched, {_value(min(values))} to {_value(max(values))}: "
                 f"the best may lie beyond, so widen it (--grid {key}=...)."
             )
-        if tuned.paper_rate is not None:
-            lines.append(_beside_paper(chosen[RATE], tuned.paper_rate))
+        if (paper := tuned.paper_rate) is not None:
+            ratio = chosen[RATE] / paper
+            differs = f"{_value(ratio)} times as large" if ratio > 1 else f"{_value(1 / ratio)} times smaller"
+            same = math.isclose(ratio, 1, rel_tol=1e-3)
+            beside = f"the same, {_value(paper)}" if same else f"{_value(paper)}; the one chosen is {differs}"
+            lines.append(f"The paper's learning rate is {beside}.")
     return lines + [f"Trial {trial.number:03d} failed: {trial.error}" for trial in tuned.trials if trial.error]
-
-
-def _beside_paper(chosen: float, paper: float) -> str:
-    if math.isclose(chosen, paper, rel_tol=1e-3):
-        return f"The paper's learning rate is the same, {_value(paper)}."
-    ratio = chosen / paper
-    differs = f"{_value(ratio)} times as large" if ratio > 1 else f"{_value(1 / ratio)} times smaller"
-    return f"The paper's learning rate is {_value(paper)}; the one chosen is {differs}."
 
 
 def _value(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-# --- studies of the convergence theorems, and a run's diagnostics
-
-
 def study_table(study: Study) -> Table:
     """Return one row for each K, then the slopes beside the theorem's."""
-    title = METHODS[study.config.name("method")].title
-    rate = f"learning rate {study.initial_rate:g} / sqrt(K)"
-    headings = ["K", "learning rate", *(TITLES[name] for name in QUANTITIES)]
+    how = f"means over K rounds at learning rate {study.initial_rate:g} / sqrt(K), {_over(study.seeds, '')}"
+    headings = ["K", "learning rate", *(DIAGNOSED[name] for name in QUANTITIES)]
     rows = [
         (str(point.rounds), f"{point.learning_rate:.3g}", *(f"{point.means[name]:.3g}" for name in QUANTITIES))
         for point in study.points
     ]
-    trends = [_trend(study.trends[name]) for name in QUANTITIES]
+    trends = (_trend(study.trends[name]) for name in QUANTITIES)
     slopes = zip(("slope", "theorem", "tolerance", "holds"), [""] * 4, *trends, strict=True)
-    table = _table(f"{title}, means over K rounds at {rate}, {_over(study.seeds, '')}", headings, [*rows, *slopes], ())
+    table = _table(f"{METHODS[study.config.name('method')].title}, {how}", headings, [*rows, *slopes], ())
     table.rows[len(rows) - 1].end_section = True
     return table
 
@@ -461,8 +371,6 @@ def study_remarks(study: Study) -> list[str]:
 
 def draw_study(study: Study) -> bytes:
     """Return a picture as PNG: each quantity against K on logarithmic axes, its fit and the theorem's slope."""
-    from fedem.report.pictures.canvas import INK, Picture, alone, inked, logarithmic, panels
-
     fitted = {name: trend for name, trend in study.trends.items() if trend is not None}
     rounds = np.array([point.rounds for point in study.points], dtype=float)
     with inked():
@@ -474,7 +382,7 @@ def draw_study(study: Study) -> bytes:
             if trend.rate is not None:
                 bound = line[0] * (rounds / rounds[0]) ** trend.rate
                 axes.plot(rounds, bound, color=INK, linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}")
-            axes.set(title=f"mean {TITLES[name]}", xlabel="K, communication rounds")
+            axes.set(title=f"mean {DIAGNOSED[name]}", xlabel="K, communication rounds")
             for which in "xy":
                 logarithmic(axes, which)
             axes.set_xticks(rounds, [f"{number:g}" for number in rounds])
@@ -483,17 +391,10 @@ def draw_study(study: Study) -> bytes:
     return alone(Picture(f"{METHODS[study.config.name('method')].title}: means over K rounds", "", figure), "png")
 
 
-def plot_diagnostics(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw what was diagnosed in a run's ``metrics`` against the rounds, to a file ending in .png or .svg.
-
-    What is zero throughout is left out, and so is what is not finite.
-    """
-    from fedem.report.pictures.canvas import Picture, alone, inked, logarithmic, panels
-
-    known = {name: [(line["round"], line[name]) for line in metrics if line.get(name) is not None] for name in TITLES}
-    found = {name: np.array(curve, dtype=float).reshape(-1, 2) for name, curve in known.items()}
-    finite = {name: curve[np.isfinite(curve[:, 1])] for name, curve in found.items()}
-    shown = {name: curve for name, curve in finite.items() if curve[:, 1].any()}
+def plot_diagnostics(history: Sequence[Record], path: Path) -> None:
+    """Draw what was diagnosed in a run, but for what is zero throughout or not finite, to a .png or .svg file."""
+    found = {name: recorded(history, name) for name in DIAGNOSED}
+    shown = {name: curve for name, curve in found.items() if curve[:, 1].any()}
     with inked():
         figure, places = panels(max(1, len(shown)), columns=3, height=2.3)
         for axes, colour, (name, curve) in zip(places, COLOURS, shown.items(), strict=False):
@@ -502,5 +403,5 @@ def plot_diagnostics(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.plot(*curve[(curve[:, 1] > 0) | (not falls)].T, "o-", color=colour, markersize=2.5, linewidth=1.3)
             if falls:
                 logarithmic(axes, "y")
-            axes.set(title=TITLES[name], xlabel="communication rounds")
+            axes.set(title=DIAGNOSED[name], xlabel="communication rounds")
     write_atomically(path, alone(Picture("Diagnostics of convergence", "", figure), path.suffix.removeprefix(".")))

@@ -166,9 +166,7 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         curve = [Point(number, Spread.of(values)) for number, values in points.items() if None not in values]
         sections = own[seeds[0]].config.sections
         training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
-        count = found[0]["num_components"]
-        title = title_of(found[0]["method"]) + (f" (M={count})" if count > 1 else "")
-        rows.append(Row(method, title, figures, curve, training))
+        rows.append(Row(method, run_title(found[0]), figures, curve, training))
     rows.sort(key=lambda row: row.figures[score].rank(metric))
     known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
     known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
@@ -187,3 +185,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
 def data_name(config: Config) -> str:
     """Return what the data are called in a table: a file's name, or the data set's."""
     return Path(config.values("data").get("path") or config.name("data")).name
+
+
+def run_title(summary: Mapping[str, Any]) -> str:
+    """Return what a run's method is called in a table, with its number of components if there are several."""
+    components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
+    return title_of(summary["method"]) + components

@@ -1,7 +1,5 @@
 """Pictures of runs, by name."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from fedem.report.pictures.canvas import Painter

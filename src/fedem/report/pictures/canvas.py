@@ -1,37 +1,44 @@
-"""What all pictures of runs have in common: their ink, their frames, lines in bands, and how they are written.
+"""What all pictures have in common: their ink, their frames, how methods look, and how they are written.
 
-Pictures are drawn in an ink and in colours that a page can replace, so that they are at home in the light and in the
-dark.
+Ink and colours can be replaced by a page, so that pictures are at home in the light and in the dark.
 """
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.report.runs import Gathered, Numbers
-from fedem.report.studies import COLOURS, SETTINGS, saved
+from fedem.methods import METHODS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from fedem.report.runs import Gathered, Numbers
+
 INK, GRID = "#20262c", "#dde2e7"
+# Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
+COLOURS = ("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5")
+_STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+_MARKERS = "os^DvPX<>p*h"
 WIDTH = 7.0
 MOST_POINTS, MOST_DOTS = 200, 1000
 _NAMES, _FACTOR, _LEAST = 4, 10, 0.7
 _NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
+_UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 # How files are written, by ending; a date in them would make each a new one.
 FORMATS: dict[str, dict[str, Any]] = {
     "svg": {"metadata": _NOTHING},
     "png": {"dpi": 160},
     "pdf": {"metadata": {"CreationDate": None}},
 }
+SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
 _STYLE: dict[str, Any] = {
     **SETTINGS,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
@@ -54,8 +61,26 @@ class Picture(NamedTuple):
     figure: Figure
 
 
-Painter = Callable[[Gathered], Picture | None]
-"""Draws runs; None where there is nothing of the kind to be drawn."""
+Painter = Callable[["Gathered"], Picture | None]  # None where there is nothing of the kind to be drawn
+
+
+def look(name: str, names: Iterable[str] = METHODS) -> dict[str, Any]:
+    """Return the colour, line and marker that ``name`` has among ``names``; of a method, the same in every picture."""
+    place = list(names).index(name)
+    stroke, marker = _STROKES[place // len(COLOURS) % len(_STROKES)], _MARKERS[place % len(_MARKERS)]
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": stroke, "marker": marker, "linewidth": 1.6}
+
+
+def bytes_unit(amount: float) -> tuple[str, int]:
+    """Return the largest unit that is not larger than an amount of bytes, at least kB, and its size."""
+    return next(((unit, size) for unit, size in _UNITS.items() if amount >= size), ("kB", _UNITS["kB"]))
+
+
+def saved(figure: Figure, ending: str, **how: Any) -> bytes:
+    """Write a figure as it is; see :func:`alone`."""
+    content = io.BytesIO()
+    figure.savefig(content, format=ending, bbox_inches="tight", **how)
+    return content.getvalue()
 
 
 @contextmanager

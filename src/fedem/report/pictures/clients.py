@@ -1,19 +1,13 @@
 """How clients fare one by one: their scores, their sizes, and who gains against training alone or one model for all."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 
 from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, band, dots, legend, outline, panels, thinned, widely
-from fedem.report.runs import Gathered, Numbers
+from fedem.report.runs import Gathered, Numbers, Run
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_BINS = 30
-_GROUPS = 5
+_BINS, _GROUPS = 30, 5
 _BASELINES = ("local", "fedavg")
 
 
@@ -40,19 +34,19 @@ def histogram(data: Gathered) -> Picture | None:
     """Draw how many clients have which score, all seeds together."""
     if not (methods := _scored(data)):
         return None
-    scores = {method: data.metric.scale * pooled(data, method) for method in methods}
-    edges = np.histogram_bin_edges(np.concatenate(list(scores.values())), _BINS)
+    scores = {name: np.concatenate([_known(run.clients.scores) for run in data.runs[name]]) for name in methods}
+    scale = data.metric.scale
+    edges = np.histogram_bin_edges(scale * np.concatenate(list(scores.values())), _BINS)
     figure, (axes,) = panels(1, height=3.4)
     for method, values in scores.items():
-        outline(axes, values, edges, data, method)
+        outline(axes, scale * values, edges, data, method)
         if (mark := _decile(data, method)) is not None:
-            colour = data.looks[method]["color"]
-            axes.plot(data.metric.scale * mark, 0, "^", color=colour, clip_on=False, zorder=3)
+            axes.plot(scale * mark, 0, "^", color=data.looks[method]["color"], clip_on=False, zorder=3)
     axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)")
     legend(figure, axes)
     halves = []
     for method in dict.fromkeys((methods[0], methods[-1])):
-        low, high = np.quantile(pooled(data, method), (0.25, 0.75))
+        low, high = np.quantile(scores[method], (0.25, 0.75))
         halves.append(f"{data.name(method)}'s from {data.in_words(low)} to {data.in_words(high)}")
     sentence = f"The middle half of the clients' scores: {' and '.join(halves)}."
     return Picture("Histogram of the clients' scores", sentence, figure)
@@ -82,10 +76,8 @@ def sizes(data: Gathered) -> Picture | None:
         legend(figure, axes[1])
     low, middle, high = (int(value) for value in np.quantile(counts, (0, 0.5, 1)))
     largest = 100 * np.sort(counts)[-max(1, len(counts) // 10) :].sum() / counts.sum()
-    sentence = (
-        f"Clients have {low:,} to {high:,} training samples, {middle:,} in the median; "
-        f"the largest tenth of them holds {largest:.0f} % of all."
-    )
+    sentence = f"Clients have {low:,} to {high:,} training samples, {middle:,} in the median; "
+    sentence += f"the largest tenth of them holds {largest:.0f} % of all."
     return Picture("Sizes of the clients", sentence, figure)
 
 
@@ -121,11 +113,6 @@ def by_size(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
     return np.maximum(kept.mean(0), 1.0), np.array([row[:count] for row in curves])
 
 
-def pooled(data: Gathered, method: str) -> Numbers:
-    """Return the scores of a method's clients, all seeds together."""
-    return np.concatenate([_known(run.clients.scores) for run in data.runs[method]])
-
-
 def _known(values: Numbers) -> Numbers:
     return values[np.isfinite(values)]
 
@@ -150,27 +137,21 @@ def _decile_sentence(data: Gathered, methods: list[str]) -> str:
     return f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}{beside}."
 
 
-class Pairs(NamedTuple):
-    """The scores of the same clients, those of all seeds one after the other, ``[n]`` each."""
-
-    before: Numbers
-    after: Numbers
-
-
 def against_baselines(data: Gathered) -> Picture | None:
     """Draw each client's score beside its score with a baseline, and the sorted differences."""
     if (method := subject(data)) is None:
         return None
     baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
-    found = {name: entry for name in baselines if len((entry := pairs(data, name, method)).before)}
+    found = {name: both for name in baselines if (both := pairs(data, name, method)).size}
     if not found:
         return None
     metric, title, colour = data.metric, data.titles[method], data.looks[method]["color"]
+    sign = 1 if metric.larger_is_better else -1
     unit = f"in points of {metric.title}" if metric.in_percent else f"in {metric.title.removeprefix('mean ')}"
     figure, axes = panels(2 * len(found))
     sentences = []
-    for left, right, (name, entry) in zip(axes[::2], axes[1::2], found.items(), strict=True):
-        both = metric.scale * np.stack(entry, 1)
+    for left, right, (name, (before, after)) in zip(axes[::2], axes[1::2], found.items(), strict=True):
+        both = metric.scale * np.stack((before, after), 1)
         shown = thinned(len(both), MOST_DOTS)
         dots(left, both[shown], colour)
         if len(shown) < len(both):
@@ -181,15 +162,17 @@ def against_baselines(data: Gathered) -> Picture | None:
         if not metric.larger_is_better:
             for axis in "xy":
                 widely(left, axis, [both.ravel()])
-        _differences(right, both[:, 1] - both[:, 0], colour, metric.larger_is_better)
-        right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}\n{unit}")
-        change = entry.after - entry.before
-        better = int((change > 0 if metric.larger_is_better else change < 0).sum())
+        change = after - before
+        shown = thinned(len(change))
+        places, ordered = 100 * shown / max(1, len(change) - 1), metric.scale * np.sort(change)[shown]
+        right.plot(places, ordered, color=colour)
+        # Where a larger score is worse, clients gain below zero.
+        right.fill_between(places, ordered, 0, where=sign * ordered > 0, color=colour, alpha=0.25, linewidth=0)
+        right.axhline(0, color=INK, linewidth=0.9)
+        right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}\n{unit}", xlim=(0, 100))
+        better = f"for {(sign * change > 0).sum():,} of {len(change):,} clients"
         amount = metric.text(float(np.median(change)), "+.1f", "+.3g") + (" points" if metric.in_percent else "")
-        sentences.append(
-            f"{data.name(method)} is better than {data.name(name)} for {better:,} of {len(change):,} clients, "
-            f"{amount} in the median."
-        )
+        sentences.append(f"{data.name(method)} is better than {data.name(name)} {better}, {amount} in the median.")
     return Picture("Who gains and who loses", " ".join(sentences), figure)
 
 
@@ -199,27 +182,13 @@ def subject(data: Gathered) -> str | None:
     return data.best_of("fedem") or next(others, None)
 
 
-def pairs(data: Gathered, baseline: str, method: str) -> Pairs:
-    """Return the scores of the clients that both methods know, for the seeds that both have."""
-    seeds = {run.seed: run.clients for run in data.runs[baseline]}
-    both: list[tuple[float, float]] = []
-    for run in data.runs[method]:
-        if run.seed in seeds:
-            known = dict(zip(seeds[run.seed].names, seeds[run.seed].scores, strict=True))
-            both += [
-                (known.get(name, np.nan), score)
-                for name, score in zip(run.clients.names, run.clients.scores, strict=True)
-            ]
+def pairs(data: Gathered, baseline: str, method: str) -> Numbers:
+    """Return the scores of the clients that both methods know, for the seeds that both have, ``[2, n]``."""
+    known = {(run.seed, name): score for run in data.runs[baseline] for name, score in _by_name(run)}
+    both = [(known.get((run.seed, name), np.nan), score) for run in data.runs[method] for name, score in _by_name(run)]
     found = np.array(both, dtype=np.float64).reshape(-1, 2)
-    return Pairs(*found[np.isfinite(found).all(1)].T)
+    return found[np.isfinite(found).all(1)].T
 
 
-def _differences(axes: Axes, differences: Numbers, colour: str, larger_is_better: bool) -> None:
-    shown = thinned(len(differences))
-    places, ordered = 100 * shown / max(1, len(differences) - 1), np.sort(differences)[shown]
-    axes.plot(places, ordered, color=colour)
-    # Where a larger score is worse, clients gain below zero.
-    better = ordered > 0 if larger_is_better else ordered < 0
-    axes.fill_between(places, ordered, 0, where=better, color=colour, alpha=0.25, linewidth=0)
-    axes.axhline(0, color=INK, linewidth=0.9)
-    axes.set_xlim(0, 100)
+def _by_name(run: Run) -> Iterable[tuple[str, float]]:
+    return zip(run.clients.names, run.clients.scores, strict=True)

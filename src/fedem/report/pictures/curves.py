@@ -1,18 +1,22 @@
 """Scores on the way: against the rounds, against the bytes sent; and what was diagnosed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fedem.models.metrics import Metric
-from fedem.report.pictures.canvas import INK, Picture, band, legend, logarithmic, panels, widely
+from fedem.report.pictures.canvas import INK, Picture, band, bytes_unit, legend, logarithmic, panels, widely
 from fedem.report.runs import Gathered, Numbers, Run
-from fedem.report.studies import TITLES as DIAGNOSED
-from fedem.runs.measures import Diagnosis
+from fedem.runs.evaluate import Record
 
-_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+DIAGNOSED = {
+    "objective": "objective f",
+    "gradient_norm2": "|grad f|^2",
+    "improvement": "gain of the weights",
+    "weights_kl": "KL of the weights",
+    "consensus": "distance to consensus",
+    "dissimilarity": "mean |grad f_t|^2",
+}
 _UNSCORED = "No method ends with a test score in every seed."
 
 
@@ -25,7 +29,7 @@ def against_bytes(data: Gathered) -> Picture | None:
     """Draw score and loss against what all clients have sent and received."""
     if not any(run.sent.any() for runs in data.runs.values() for run in runs):
         return None
-    unit, size = _unit(max(run.sent[-1] for runs in data.runs.values() for run in runs))
+    unit, size = bytes_unit(max(run.sent[-1] for runs in data.runs.values() for run in runs))
     below = f"{unit} sent up and down, all clients together"
     return _against(data, "Scores against bytes sent", _reaching, below, size)
 
@@ -61,9 +65,7 @@ def _against(data: Gathered, title: str, say: Callable[[Gathered], str], below: 
 
 def diagnostics(data: Gathered) -> Picture | None:
     """Draw what the convergence theorems speak of, where runs recorded it."""
-    found = {
-        (name, method): common_curve(data.runs[method], name) for name in Diagnosis._fields for method in data.runs
-    }
+    found = {(name, method): common_curve(runs, name) for name in DIAGNOSED for method, runs in data.runs.items()}
     curves = {key: curve for key, curve in found.items() if curve[1].any()}
     if not curves:
         return None
@@ -87,9 +89,16 @@ def diagnostics(data: Gathered) -> Picture | None:
     return Picture("Diagnostics of convergence", sentence, figure)
 
 
+def recorded(history: Sequence[Record], name: str) -> Numbers:
+    """Return rounds and the figure called ``name`` after them, where it is known and finite, ``[n, 2]``."""
+    known = [(line["round"], line[name]) for line in history if line.get(name) is not None]
+    found = np.array(known, dtype=np.float64).reshape(-1, 2)
+    return found[np.isfinite(found[:, 1])]
+
+
 def common_curve(runs: list[Run], name: str) -> tuple[Numbers, Numbers]:
     """Return the rounds after which every seed knows the figure, and its values, ``[n]`` and ``[seeds, n]``."""
-    curves = [dict(zip(*map(np.ndarray.tolist, run.curve(name)), strict=True)) for run in runs]
+    curves = [dict(recorded(run.history, name).tolist()) for run in runs]
     rounds = [number for number in curves[0] if all(number in curve for curve in curves)]
     values = np.array([[curve[number] for number in rounds] for curve in curves], dtype=np.float64)
     return np.array(rounds, dtype=np.float64), values.reshape(len(runs), len(rounds))
@@ -99,7 +108,7 @@ def sent_by(runs: list[Run], rounds: Numbers) -> Numbers:
     """Return the bytes sent by the end of each of ``rounds`` ``[n]``, the mean over seeds."""
     recorded = [np.array([line["round"] for line in run.history]) for run in runs]
     found = [run.sent[np.searchsorted(known, rounds)] for run, known in zip(runs, recorded, strict=True)]
-    return np.asarray(np.mean(found, axis=0), dtype=np.float64)
+    return np.mean(found, axis=0)
 
 
 def _finals(data: Gathered) -> list[tuple[str, float]]:
@@ -132,15 +141,10 @@ def _reaching(data: Gathered) -> str:
         better = means > goal if data.metric.larger_is_better else means < goal
         # Means of the same numbers, taken in two ways, may differ by a rounding.
         if len(reached := (np.isclose(means, goal) | better).nonzero()[0]):
-            unit, size = _unit(sent := sent_by(runs, rounds)[reached[0]])
+            unit, size = bytes_unit(sent := sent_by(runs, rounds)[reached[0]])
             reaching.append(f"{data.name(method)} has sent {f'{sent / size:.3g} {unit}' if sent else 'nothing'}")
     which = "its final score" if len(data.runs) == 1 else "the worst of the final scores"
     return f"On reaching {data.in_words(goal)}, {which}, for the first time, {_listed(reaching)}."
-
-
-def _unit(amount: float) -> tuple[str, float]:
-    """Return the largest unit that is not larger than an amount of bytes."""
-    return next(((unit, size) for unit, size in _UNITS.items() if amount >= size), ("kB", _UNITS["kB"]))
 
 
 def _listed(parts: list[str], most: int = 4) -> str:

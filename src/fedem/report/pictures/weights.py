@@ -1,7 +1,4 @@
-"""Mixtures: a heat map of the weights, the simplex of three components, how mixed clients are, how alike components.
-
-Shapes: T clients, M components.
-"""
+"""Mixtures: clients' weights, how mixed clients are, how alike components. Shapes: T clients, M components."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedem.core.tree import Tree
-from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
+from fedem.report.pictures.canvas import COLOURS, INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
 from fedem.report.runs import Gathered, Numbers, Run
-from fedem.report.studies import COLOURS
 from fedem.runs.config import GIVEN
 from fedem.runs.folder import MANIFEST
 from fedem.runs.result import Result
@@ -24,10 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-_BINS = 25
-_SETTLED = 0.9
-_HEIGHT = np.sqrt(3) / 2
-_NUMBERED = 10
+_BINS, _NUMBERED, _SETTLED = 25, 10, 0.9
+_CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, np.sqrt(3) / 2]])  # of an equilateral triangle of side one
 # A checkpoint holds every client's models where there is no server: reading much more would take longer than the page.
 _MOST_BYTES = 200_000_000
 
@@ -46,11 +39,9 @@ def heat_map(data: Gathered) -> Picture | None:
     figure.colorbar(image, ax=axes, label="mixture weight", aspect=30)
     method, weights = next(iter(found.items()))
     shares = 100 * np.bincount(weights.argmax(1), minlength=weights.shape[1]) / len(weights)
-    settled = 100 * np.mean(weights.max(1) > _SETTLED)
-    sentence = (
-        f"In {data.name(method)} each component is the largest for {shares.min():.0f} to {shares.max():.0f} % of the "
-        f"clients, and {settled:.0f} % of the clients give more than {100 * _SETTLED:.0f} % of their weight to one."
-    )
+    largest = f"each component is the largest for {shares.min():.0f} to {shares.max():.0f} % of the clients"
+    settled = f"{100 * np.mean(weights.max(1) > _SETTLED):.0f} % of the clients give more than {100 * _SETTLED:.0f} %"
+    sentence = f"In {data.name(method)} {largest}, and {settled} of their weight to one."
     return Picture("Mixture weights of the clients", sentence, figure)
 
 
@@ -61,17 +52,20 @@ def simplex(data: Gathered) -> Picture | None:
     figure, axes = panels(len(found), height=3.4)
     for place, (method, weights) in zip(axes, found.items(), strict=True):
         shown = weights[thinned(len(weights), MOST_DOTS)]
-        _triangle(place)
-        for component in range(3):
+        place.plot(*_CORNERS[[0, 1, 2, 0]].T, color=INK, linewidth=1)
+        for component, offset in enumerate((-12, -12, 4)):
+            how: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": COLOURS[component]}
+            place.annotate(f"component {component}", _CORNERS[component], (0, offset), **how)
             dots(place, in_triangle(shown[shown.argmax(1) == component]), COLOURS[component])
+        place.set_aspect("equal")
+        place.set_axis_off()
+        place.set(xlim=(-0.2, 1.2), ylim=(-0.12, 1.0))
         some = f", {len(shown):,} of {len(weights):,} clients" if len(shown) < len(weights) else ""
         place.set_title(_panel(data, method) + some)
     method, weights = next(iter(found.items()))
     three, two, one = (100 * np.mean((weights > 0.1).sum(1) == count) for count in (3, 2, 1))
-    sentence = (
-        f"Of {data.name(method)}'s clients {three:.0f} % mix all three components (each above 10 %), "
-        f"{two:.0f} % mix two and {one:.0f} % use one."
-    )
+    sentence = f"Of {data.name(method)}'s clients {three:.0f} % mix all three components (each above 10 %), "
+    sentence += f"{two:.0f} % mix two and {one:.0f} % use one."
     return Picture("Clients in the simplex of three components", sentence, figure)
 
 
@@ -87,11 +81,8 @@ def entropy(data: Gathered) -> Picture | None:
         outline(axes, numbers, np.linspace(1, most, _BINS + 1), data, method)
     axes.set(xlabel="components in use: exp(entropy of the weights)", xlim=(1, most))
     legend(figure, axes)
-    first = methods[0]
-    sentence = (
-        f"The median client of {data.name(first)} uses the equivalent of {np.median(found[first]):.2f} of "
-        f"{pooled[first].shape[1]} components."
-    )
+    used = f"{np.median(found[methods[0]]):.2f} of {pooled[methods[0]].shape[1]} components"
+    sentence = f"The median client of {data.name(methods[0])} uses the equivalent of {used}."
     return Picture("How mixed the clients are", sentence, figure)
 
 
@@ -109,13 +100,13 @@ def by_dominant(weights: Numbers) -> NDArray[np.int64]:
 
 def in_triangle(weights: Numbers) -> Numbers:
     """Return places in an equilateral triangle of side one, ``[T, 3] -> [T, 2]``."""
-    return np.asarray(weights @ np.array([[0.0, 0.0], [1.0, 0.0], [0.5, _HEIGHT]]), dtype=np.float64)
+    return weights @ _CORNERS
 
 
 def effective(weights: Numbers) -> Numbers:
     """Return the exponential of the weights' entropy: from 1, a component alone, to M, all alike; ``[T, M] -> [T]``."""
     logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
-    return np.asarray(np.exp(-(weights * logs).sum(1)), dtype=np.float64)
+    return np.exp(-(weights * logs).sum(1))
 
 
 def _first(data: Gathered) -> dict[str, Numbers]:
@@ -129,17 +120,6 @@ def _panel(data: Gathered, method: str) -> str:
 def _image(axes: Axes, values: Numbers, **how: Any) -> AxesImage:
     axes.grid(visible=False)
     return axes.imshow(values, interpolation="nearest", vmax=1, **how)
-
-
-def _triangle(axes: Axes) -> None:
-    corners = in_triangle(np.eye(3))
-    axes.plot(*corners[[0, 1, 2, 0]].T, color=INK, linewidth=1)
-    for component, (corner, offset) in enumerate(zip(corners, ((0, -12), (0, -12), (0, 4)), strict=True)):
-        how: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": COLOURS[component]}
-        axes.annotate(f"component {component}", corner, offset, **how)
-    axes.set_aspect("equal")
-    axes.set_axis_off()
-    axes.set(xlim=(-0.2, 1.2), ylim=(-0.12, 1.0))
 
 
 def similarity(data: Gathered) -> Picture | None:
@@ -170,8 +150,7 @@ def similarity(data: Gathered) -> Picture | None:
 def cosines_of(run: Run) -> Numbers | None:
     """Return the cosines between a mixture's components, ``[M, M]``; without a server, those that one client has.
 
-    None for methods without components, models that only Python can make, and checkpoints that were removed or that
-    take long to read.
+    None without components, for models that only Python can make, and where no checkpoint is, or a very large one.
     """
     saved = run.folder.checkpoints
     if (
@@ -189,6 +168,6 @@ def cosines_of(run: Run) -> Numbers | None:
 
 def cosines(components: Tree, trained: frozenset[str]) -> Numbers:
     """Return the cosines between the components' flattened trained leaves, ``[M, ...] -> [M, M]``."""
-    leaves: list[Tensor] = [leaf.flatten(1).double() for name, leaf in components.items() if name in trained]
+    leaves = [leaf.flatten(1).double() for name, leaf in components.items() if name in trained]
     directions = torch.nn.functional.normalize(torch.cat(leaves, 1), dim=1)
-    return np.asarray((directions @ directions.T).clamp(-1, 1).numpy(), dtype=np.float64)
+    return (directions @ directions.T).clamp(-1, 1).numpy()
