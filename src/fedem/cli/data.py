@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 from typer import Argument, Option, Typer
 
-from fedem.cli.options import Assignments, OwnClientColumn, OwnTargetColumn, Quiet, asked, data_section, given
+from fedem.cli.options import Assignments, OwnClient, OwnTarget, Quiet, asked, data_section, given
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
@@ -112,8 +112,8 @@ def _rows(kind: type[Public]) -> Iterator[tuple[str, ...]]:
 
 def describe(
     data: Annotated[str, Argument(help="A data set's name, or a file or folder of your own.")],
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    target_column: OwnTarget = None,
+    client_column: OwnClient = None,
     seed: Annotated[int, Option(help="Decides partition and split, as in training.")] = 0,
     settings: Assignments = None,
     out: Annotated[Path | None, Option(help="Also draw the clients, to this file (.png or .svg).")] = None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
 
-from fedem.cli.options import Assignments, Data, OwnClientColumn, OwnTargetColumn, Quiet, Rounds, asked, data_section
+from fedem.cli.options import Assignments, Data, OwnClient, OwnTarget, Quiet, Rounds, asked, data_section
 from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
@@ -27,8 +27,8 @@ def init(
     folder: Annotated[Path, Argument(help="The folder to make.")],
     config: Annotated[Path | None, Option(help="A TOML file, such as a run's config.toml.")] = None,
     data: Data = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    target_column: OwnTarget = None,
+    client_column: OwnClient = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
     settings: Assignments = None,
@@ -56,8 +56,8 @@ def trial(
     data: Annotated[
         Path | None, Option(help="Your own samples, with a column of clients; a synthetic mixture when not given.")
     ] = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    target_column: OwnTarget = None,
+    client_column: OwnClient = None,
     method: Annotated[str | None, Option(help="A method whose server averages, such as fedem.")] = None,
     seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
     timeout: Annotated[float, Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
@@ -83,19 +83,17 @@ def trial(
         with writing(keep):
             keep.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        folder = keep or Path(
-            stack.enter_context(TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True))
-        )
-        drawn: Layer = {"data": {"name": "file", "path": str(folder.absolute() / "data")}}
+        place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True)))
+        drawn: Layer = {"data": {"name": "file", "path": str(place.absolute() / "data")}}
         own = data_section(None if data is None else str(data), target_column, client_column)
         layers = [SHORT, drawn if data is None else {}, asked(own, method, rounds=rounds, seed=seed)]
         config = Config.build(*layers, *map(parse_assignment, settings or []))
         if data is None:
-            clients = draw_clients(folder / "data", nodes, config.run.seed)
+            clients = draw_clients(place / "data", nodes, config.run.seed)
         else:
             clients = choose_clients(config.make_data().federation.names, data.absolute(), nodes)
         with progress(METHODS[config.name("method")].title, config.run.rounds, quiet) as listener:
-            run = run_trial(folder, config, clients, listener, timeout)
+            run = run_trial(place, config, clients, listener, timeout)
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]
@@ -193,8 +191,8 @@ def peer(
 def make_plan(
     folder: Annotated[Path, Argument(help="The folder to make.")],
     data: Data = None,
-    target_column: OwnTargetColumn = None,
-    client_column: OwnClientColumn = None,
+    target_column: OwnTarget = None,
+    client_column: OwnClient = None,
     method: Annotated[str, Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
     graph: Annotated[str | None, Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
     rounds: Rounds = None,

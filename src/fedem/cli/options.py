@@ -26,10 +26,8 @@ Which = Annotated[str, Option(help="The state to use: last, or best by validatio
 Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
 TargetColumn = Annotated[str | None, Option(help="Name of the target column; as in training when not given.")]
 ClientColumn = Annotated[str | None, Option(help="Name of the column of client names; likewise.")]
-OwnTargetColumn = Annotated[
-    str | None, Option("--target-column", help="For your own file: name of the target column (y).")
-]
-OwnClientColumn = Annotated[
+OwnTarget = Annotated[str | None, Option("--target-column", help="For your own file: name of the target column (y).")]
+OwnClient = Annotated[
     str | None, Option("--client-column", help="For your own file: name of the column of client names (client).")
 ]
 Data = Annotated[str | None, Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]

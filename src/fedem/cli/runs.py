@@ -36,6 +36,8 @@ Folders = Annotated[
 ]
 Array = NDArray[np.generic]
 _ALL = "all"
+_UPDATES = "FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge."
+_PASSES = "Methods whose newcomers train: passes over their samples, 0 for run.unseen_epochs."
 
 
 def show(run_folder: RunArgument) -> None:
@@ -77,14 +79,7 @@ def personalize(
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Folder to write the new clients' models to.")],
-    iterations: Annotated[
-        int,
-        Option(
-            help="FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge. Methods whose "
-            "newcomers train: passes over their samples, 0 for run.unseen_epochs.",
-            min=0,
-        ),
-    ] = 0,
+    iterations: Annotated[int, Option(help=f"{_UPDATES} {_PASSES}", min=0)] = 0,
     beside: Annotated[
         str | None, Option(help="A client that took part: start from what it has (without a server, its components).")
     ] = None,
@@ -148,10 +143,8 @@ def predict(
     elif owners is not None:
         predictions = _predict_each(result, inputs, owners, which)
     else:
-        raise UserError(
-            f"{data} has no column {table.client!r} of clients' names (see --client-column); "
-            "--client names the one whose model is to predict all rows."
-        )
+        mend = "--client names the one whose model is to predict all rows"
+        raise UserError(f"{data} has no column {table.client!r} of clients' names (see --client-column); {mend}.")
     with writing(out):
         write_atomically(out, _written(result, predictions, table.client, owners, out.suffix))
     if not quiet:
@@ -170,10 +163,9 @@ def _loaded(run_folder: Path, device: str) -> Result:
 def _predict_each(result: Result, inputs: Array, owners: NDArray[np.str_], which: str) -> Array:
     """Predict every row with its own client's model, ``[n, K]``."""
     if unknown := sorted(set(owners.tolist()) - set(result.names)):
-        raise UserError(
-            f"{len(unknown)} clients took no part in training: {some(list(map(repr, unknown)))}. Give them models of "
-            "their own first (fedem personalize), or name a client whose model is to predict all rows (--client)."
-        )
+        mend = "Give them models of their own first (fedem personalize)"
+        mend += ", or name a client whose model is to predict all rows (--client)."
+        raise UserError(f"{len(unknown)} clients took no part in training: {some(list(map(repr, unknown)))}. {mend}")
     parts = {name: (owners == name).nonzero()[0] for name in dict.fromkeys(owners.tolist())}
     found = [result.predict(name, inputs[rows], which).numpy() for name, rows in parts.items()]
     order = np.concatenate(list(parts.values())).argsort()
@@ -182,8 +174,7 @@ def _predict_each(result: Result, inputs: Array, owners: NDArray[np.str_], which
 
 def _written(result: Result, predictions: Array, client: str, owners: NDArray[np.str_] | None, ending: str) -> bytes:
     """Return the content of a file of predictions, beside the clients' column if there is one."""
-    classes = result.recipe.loss.task == CLASSES
-    named = result.recipe.format.labels
+    classes, named = result.recipe.loss.task == CLASSES, result.recipe.format.labels
     labels = np.array(named if named is not None else range(predictions.shape[1]))
     pairs = list(zip(labels.tolist(), predictions.T, strict=True))
     if ending == ".npz":
@@ -209,14 +200,12 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     return text.getvalue().encode()
 
 
-def _read(
-    result: Result, path: Path, target_column: str | None, client_column: str | None, quiet: bool
-) -> tuple[Table, Array]:
+def _read(result: Result, path: Path, target: str | None, client: str | None, quiet: bool) -> tuple[Table, Array]:
     """Read a file, with the columns of training unless others are named, and encode its inputs as in training."""
     if (encoding := result.recipe.format.encoding) is None:
-        table = read_table(path, target_column or "y", client_column or "client")
+        table = read_table(path, target or "y", client or "client")
         return table, table.stacked()
-    table = read_table(path, target_column or encoding.target.name, client_column or encoding.client)
+    table = read_table(path, target or encoding.target.name, client or encoding.client)
     inputs = encoding.inputs(table)
     for name, categories in ({} if quiet else encoding.unseen(table)).items():
         new = f"{len(categories)} categories that training had not ({some(categories)})"
@@ -263,7 +252,6 @@ def export(
 
 
 def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
-    """Export what a deployed client keeps."""
     kept = Kept.load(source)
     if kept.shared is None:
         raise UserError(f"{source} has no components: they come to the client when its run is over.")
@@ -334,18 +322,15 @@ def plot(
         if name not in FIGURES:
             raise unknown("figure", name, (*FIGURES, _ALL))
     sets = gather(folders or [])
-    drawn: dict[Path, bytes] = {}
     with waiting("Drawing", quiet):
-        for data in sets:
-            for name in asked:
-                if (picture := paint(FIGURES[name].painter, data)) is not None:
-                    drawn[out / data.place / f"{name}.{ending}"] = alone(picture, ending)
-    found = {path.stem for path in drawn}
+        painted = {(data.place, name): paint(FIGURES[name].painter, data) for data in sets for name in asked}
+        drawn = {key: alone(picture, ending) for key, picture in painted.items() if picture is not None}
+    found = {name for _, name in drawn}
     if figure != _ALL and (missing := [name for name in asked if name not in found]):
         needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)
         raise UserError(f"These runs have nothing for {', '.join(missing)}: {needs}.")
     with writing(out):
-        for path, content in drawn.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, content)
+        for (place, name), content in drawn.items():
+            (out / place).mkdir(parents=True, exist_ok=True)
+            write_atomically(out / place / f"{name}.{ending}", content)
     say(f"Figures: {', '.join(name for name in asked if name in found)} in {out}")

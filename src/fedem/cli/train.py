@@ -4,7 +4,7 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -29,6 +29,12 @@ from fedem.studies.sweep import Entry, SharedData
 from fedem.studies.theory import ASSUMED, SMALL, study
 
 _TRIALS = 20
+# Help that is too long for its option.
+_ALL_METHODS = "Of all methods: data.num_clients=30, run..., batching..., model..., loss...;"
+_ONE_METHOD = "of one: fedem:schedule.learning_rate=0.5. May be given several times."
+_VALUES = "Values to try of a setting: section.key=value,value,... May be given several times."
+_GRIDS = "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
+_SAMPLED = "A grid is tried as a whole; the others draw numbers between the least and the largest value."
 
 
 class _Run(NamedTuple):
@@ -42,8 +48,8 @@ def train(
         Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
     data: options.Data = None,
-    target_column: options.OwnTargetColumn = None,
-    client_column: options.OwnClientColumn = None,
+    target_column: options.OwnTarget = None,
+    client_column: options.OwnClient = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -87,14 +93,16 @@ def train(
 
 
 def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path | None, resume: bool) -> list[_Run]:
-    """Say what is to be trained, the method and then its baselines, and in which folders.
-
-    Of what is ``asked``, which wins over the ``file``, the first has the options with names of their own.
-    """
+    """Say what is to be trained, the method and then its baselines; the first of ``asked`` has the named options."""
     files: list[Layer] = [RunFolder(out).config().sections] if resume and out is not None else []
     files += [unbound(read_toml(file), *asked)] if file else []
     if "num_components" in asked[0].get("method", {}):
-        _check_components([*files, *asked])
+        named = [layer["method"]["name"] for layer in (*files, *asked) if "name" in layer.get("method", {})]
+        method = resolve_method(named[-1] if named else "fedem")
+        having = [name for name, row in METHODS.items() if "num_components" in names_of(row.algorithm, row.mixer)]
+        if method not in having:
+            mend = f"allowed with: {', '.join(having)}. `fedem methods {method}` shows its settings."
+            raise UserError(f"--components is given, but method {method} has no components; {mend}")
     chosen = Config.build(*files, *asked, preset=not resume)
     common = comparison.without_own([*(comparison.without_shipped(layer, chosen) for layer in files), *asked])
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
@@ -132,40 +140,24 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         say(f"Run folder: {folder.path}")
 
 
-def _check_components(layers: list[Layer]) -> None:
-    """Refuse --components for a method that has none."""
-    named = [layer["method"]["name"] for layer in layers if "name" in layer.get("method", {})]
-    method = resolve_method(named[-1] if named else "fedem")
-    having = [name for name, row in METHODS.items() if "num_components" in names_of(row.algorithm, row.mixer)]
-    if method not in having:
-        raise UserError(
-            f"--components is given, but method {method} has no components; allowed with: {', '.join(having)}. "
-            f"`fedem methods {method}` shows its settings."
-        )
-
-
-def _taking(reader: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _taking(reader: Callable[..., Any], command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        read, own = (list(inspect.signature(each, eval_str=True).parameters.values()) for each in (reader, command))
+    @wraps(command)
+    def wrapped(**values: Any) -> None:
+        command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
 
-        @wraps(command)
-        def wrapped(**values: Any) -> None:
-            command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
-
-        parameters = [*read, *own[1:]]
-        wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-        vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
-        return wrapped
-
-    return decorate
+    parameters = [*read, *own[1:]]
+    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
+    return wrapped
 
 
 def _asked(
     data: options.Data = None,
-    target_column: options.OwnTargetColumn = None,
-    client_column: options.OwnClientColumn = None,
+    target_column: options.OwnTarget = None,
+    client_column: options.OwnClient = None,
     rounds: options.Rounds = None,
     clients_per_round: options.ClientsPerRound = None,
     unseen: options.Unseen = None,
@@ -173,17 +165,12 @@ def _asked(
     device: options.TrainingDevice = None,
 ) -> tuple[Layer, str]:
     """Return what the options of all methods ask for, and a word for the data in the name of a folder."""
-    own = data_section(data, target_column, client_column)
-    run: dict[str, Any] = {
-        "rounds": rounds,
-        "clients_per_round": clients_per_round,
-        "unseen": unseen,
-        "metrics": metrics,
-    }
-    return options.asked(own, **run, device=device), Path(data).stem if data else "synthetic"
+    run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, metrics=metrics, device=device)
+    layer = {"run": run, "data": data_section(data, target_column, client_column)}
+    return layer, Path(data).stem if data else "synthetic"
 
 
-@_taking(_asked)
+@partial(_taking, _asked)
 def compare(
     asked: tuple[Layer, str],
     methods: Annotated[
@@ -192,14 +179,7 @@ def compare(
     seeds: Annotated[
         str, Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
     ] = "3",
-    settings: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            help="Any setting. Of all methods: data.num_clients=30, run..., batching..., model..., loss...; of one: "
-            "fedem:schedule.learning_rate=0.5. May be given several times.",
-        ),
-    ] = None,
+    settings: Annotated[list[str] | None, Option("--set", help=f"Any setting. {_ALL_METHODS} {_ONE_METHOD}")] = None,
     out: Annotated[Path | None, Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
     resume: Annotated[
         bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
@@ -291,7 +271,7 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 
 @experiment_group.command()
-@_taking(_experiment)
+@partial(_taking, _experiment)
 def run(planned: _Planned, quiet: options.Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
@@ -319,38 +299,26 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
 
 
 @experiment_group.command()
-@_taking(_experiment)
+@partial(_taking, _experiment)
 def status(planned: _Planned) -> None:
     """Show how far each run has come."""
     display(reports.status_table(planned[1]))
 
 
 @experiment_group.command()
-@_taking(_experiment)
+@partial(_taking, _experiment)
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
     experiment, entries, _ = planned
     display(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
 
 
-@_taking(_asked)
+@partial(_taking, _asked)
 def tune(
     asked: tuple[Layer, str],
     method: Annotated[str, Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
-    grid: Annotated[
-        list[str] | None,
-        Option(
-            help="Values to try of a setting: section.key=value,value,... May be given several times. When not given, "
-            "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
-        ),
-    ] = None,
-    sampler: Annotated[
-        str,
-        Option(
-            help=f"One of: {', '.join(tuning.SAMPLERS)}. A grid is tried as a whole; the others draw numbers between "
-            "the least and the largest value."
-        ),
-    ] = "grid",
+    grid: Annotated[list[str] | None, Option(help=f"{_VALUES} When not given, {_GRIDS}")] = None,
+    sampler: Annotated[str, Option(help=f"One of: {', '.join(tuning.SAMPLERS)}. {_SAMPLED}")] = "grid",
     trials: Annotated[int | None, Option(help=f"For random and tpe: how many ({_TRIALS}).")] = None,
     seeds: Annotated[
         str, Option(help="Runs of each trial: how many seeds (3 is 0, 1 and 2), or which: 100,101.")
@@ -402,8 +370,8 @@ def tune(
 
 def theory(
     data: options.Data = None,
-    target_column: options.OwnTargetColumn = None,
-    client_column: options.OwnClientColumn = None,
+    target_column: options.OwnTarget = None,
+    client_column: options.OwnClient = None,
     method: Annotated[
         str, Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
     ] = "fedem",

@@ -1,6 +1,6 @@
 """What the command line prints: runs as tables and remarks, bars of progress, and the two consoles."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,16 @@ def figures_table(title: TextType, *headings: str) -> Table:
     return table
 
 
-def simple_table(*headings: str, title: str = "", bold: str = "", no_wrap: Sequence[str] = ()) -> Table:
+def simple_table(
+    *headings: str, rows: Iterable[Iterable[str]] = (), title: str = "", bold: str = "", no_wrap: Sequence[str] = ()
+) -> Table:
     """Return a table without a frame; ``bold`` names the column that rows are looked up by, which is not wrapped."""
     edges: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
     table = Table(title=title or None, title_justify="left", title_style="bold", **edges)
     for heading in headings:
         table.add_column(heading, no_wrap=heading in (bold, *no_wrap), style="bold" if heading == bold else None)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -135,9 +139,16 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
     yield _scores_table(f"Test scores after the last round, {first.unit}", summaries, rows)
     if others:
         yield _scores_table("Test scores by further metrics", summaries, further)
-    if best := summaries[0].get("best"):
-        yield _states_table(summaries[0], best, first)
-    yield from remarks(summaries[0])
+    last = summaries[0]
+    if best := last.get("best"):
+        headings = ("part", f"last (round {last['rounds']})", f"best (round {best['round']})")
+        table = figures_table(f"Last round and best by validation ({first.title}, loss)", *headings)
+        for part in PARTS:
+            names = (f"{part}_{first.name}", f"{part}_loss")
+            if names[0] in last:
+                table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
+        yield table
+    yield from remarks(last)
 
 
 def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mapping[str, str]]) -> Table:
@@ -149,17 +160,6 @@ def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mappi
     for row in rows[len(summaries) :]:
         table.add_section()
         table.add_row("oracle", *(row.get(heading, "") for heading in rows[0]))
-    return table
-
-
-def _states_table(last: Summary, best: Summary, metric: Metric) -> Table:
-    """Return the last state beside the one that was best by validation, on every part."""
-    headings = ("part", f"last (round {last['rounds']})", f"best (round {best['round']})")
-    table = figures_table(f"Last round and best by validation ({metric.title}, loss)", *headings)
-    for part in PARTS:
-        names = (f"{part}_{metric.name}", f"{part}_loss")
-        if names[0] in last:
-            table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
     return table
 
 

@@ -143,12 +143,9 @@ def remarks(description: Description) -> Iterator[str]:
         yield f"Columns: {description.columns}."
         yield "Missing values: none."
     if description.counts is not None:
-        variation = f"total variation distance {total_variation(description.counts):.3f}"
-        divergence = f"Jensen-Shannon divergence {jensen_shannon(description.counts):.3f} bits"
-        yield (
-            f"Clients' labels against the pool's, mean over clients: {variation}, {divergence} "
-            "(0: all alike, 1: nothing in common)."
-        )
+        variation, divergence = total_variation(description.counts), jensen_shannon(description.counts)
+        apart = f"total variation distance {variation:.3f}, Jensen-Shannon divergence {divergence:.3f} bits"
+        yield f"Clients' labels against the pool's, mean over clients: {apart} (0: all alike, 1: nothing in common)."
     if description.between is not None:
         yield f"{100 * description.between:.1f}% of the targets' variance lies between clients."
 

@@ -31,7 +31,6 @@ def build_page(sets: Sequence[Gathered]) -> str:
 
 
 def _figures(data: Gathered) -> Iterator[dict[str, str]]:
-    """Yield the figures that apply."""
     for name, kind in FIGURES.items():
         if (picture := paint(kind.painter, data)) is not None:
             place = f"{data.place}-{name}" if data.place else name
@@ -40,7 +39,6 @@ def _figures(data: Gathered) -> Iterator[dict[str, str]]:
 
 
 def _scores(data: Gathered) -> Iterator[dict[str, str]]:
-    """Yield the rows of the terminal's table."""
     counts = [str(len(runs)) for runs in data.runs.values()]
     for row, count in zip(comparison_rows(data.comparison, brief=True), [*counts, ""], strict=False):
         seeds = {} if data.has_equal_seeds else {"seeds": count}

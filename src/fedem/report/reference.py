@@ -88,10 +88,8 @@ def _literal(value: Any) -> str:
 
 
 def _settings_table(title: str, found: list[Setting]) -> Table:
-    table = simple_table("key", "default", "allowed", "meaning", title=f"\n{title}", no_wrap=("key", "default"))
-    for setting in found:
-        table.add_row(*setting)
-    return table
+    headings = ("key", "default", "allowed", "meaning")
+    return simple_table(*headings, rows=found, title=f"\n{title}", no_wrap=headings[:2])
 
 
 def methods_table() -> Table:
@@ -203,10 +201,9 @@ def _parted(section: str) -> tuple[list[Setting], list[Kind]]:
 
 def sections_pages() -> Iterator[RenderableType]:
     """Yield one row per section: what it is for, and its names."""
-    table = simple_table("section", "what it sets", "names", bold="section")
-    for section in SECTIONS:
-        table.add_row(section, SECTIONS[section].about, ", ".join(kind.name for kind in kinds_in(section)) or "-")
-    yield table
+    names = {section: ", ".join(kind.name for kind in kinds_in(section)) or "-" for section in SECTIONS}
+    rows = ((section, SECTIONS[section].about, names[section]) for section in SECTIONS)
+    yield simple_table("section", "what it sets", "names", rows=rows, bold="section")
     yield "fedem settings SECTION shows a section's keys, fedem settings SECTION.NAME those that go with a name."
 
 
@@ -267,12 +264,11 @@ def _marked(text: str) -> str:
 
 def graphs_table() -> Table:
     """Return one row per graph."""
-    table = simple_table("graph", "what it is", "settings of its own", bold="graph")
-    common = names_of(Topology)
+    common, rows = names_of(Topology), []
     for name, kind in GRAPHS.items():
         own = [setting for setting in names_of(kind) if setting not in common]
-        table.add_row(name, _about(kind).partition("\n")[0], ", ".join(own) or "-")
-    return table
+        rows.append((name, _about(kind).partition("\n")[0], ", ".join(own) or "-"))
+    return simple_table("graph", "what it is", "settings of its own", rows=rows, bold="graph")
 
 
 def graph_pages(name: str) -> Iterator[RenderableType]:
@@ -298,13 +294,12 @@ def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     rounds = found.tau * math.log(2) / -math.log1p(-found.p) if found.p < 1 else 0.0
     often = "each round" if found.tau == 1 else f"every {found.tau} rounds"
     halved = f"every {about}{rounds:.3g} rounds" if rounds > found.tau else often
-    return labelled_table(
-        {
-            "clients, links": f"{num_clients:,}, {len(pairs):,}",
-            "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
-            "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
-            "spectral gap": f"{found.spectral_gap:.6f}",
-            "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
-            "disagreement halves": f"{halved}, in squared distance",
-        }
-    )
+    figures = {
+        "clients, links": f"{num_clients:,}, {len(pairs):,}",
+        "neighbours": f"{degrees.min()} to {degrees.max()}, {degrees.mean():.1f} on average",
+        "own weight": f"{float(own.min()):.4f} to {float(own.max()):.4f}",
+        "spectral gap": f"{found.spectral_gap:.6f}",
+        "consensus": f"p = {about}{found.p:.6f}, tau = {found.tau}",
+        "disagreement halves": f"{halved}, in squared distance",
+    }
+    return labelled_table(figures)

@@ -85,9 +85,8 @@ def _folders(path: Path) -> list[RunFolder]:
     if (folder := RunFolder(path)).exists():
         return [folder, *folder.baselines()]
     if (path / "search.json").is_file():
-        raise UserError(
-            f"{path} holds a search of settings (tune.json has its trials); allowed: runs, or folders of runs."
-        )
+        what = "a search of settings (tune.json has its trials)"
+        raise UserError(f"{path} holds {what}; allowed: runs, or folders of runs.")
     if not (found := [RunFolder(place.parent) for place in sorted(path.glob("*/config.toml"))]):
         raise UserError(f"{path} holds no run (no config.toml) and no runs in folders of their own (no */config.toml).")
     return found
@@ -103,10 +102,8 @@ def _read(folder: RunFolder, command: str | None) -> Run:
         raise UserError(f"{folder.path} holds clients fitted after training; allowed: runs of training.")
     # A server has no scores of single clients; its run's file of them is empty.
     if rows and len(rows) != summary["num_clients"]:
-        raise UserError(
-            f"{folder.path}/clients.csv has {len(rows)} clients that were trained, and summary.json "
-            f"{summary['num_clients']}: the file is damaged."
-        )
+        found = f"{len(rows)} clients that were trained, and summary.json {summary['num_clients']}"
+        raise UserError(f"{folder.path}/clients.csv has {found}: the file is damaged.")
 
     def column(name: str) -> Numbers:
         return np.array([float(row.get(name) or "nan") for row in rows], dtype=np.float64)
@@ -250,10 +247,8 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
             or not np.array_equal(first.clients.sizes, run.clients.sizes)
             or len({first.fingerprint, run.fingerprint} - {None}) > 1
         ):
-            raise UserError(
-                f"{first.folder.path} and {run.folder.path} have the same settings of data and the same seed, but "
-                "other clients; allowed: the same clients for the same settings and seed."
-            )
+            where = f"{first.folder.path} and {run.folder.path} have the same settings of data and the same seed"
+            raise UserError(f"{where}, but other clients; allowed: the same clients for the same settings and seed.")
     entries: dict[str, list[Run]] = {}
     for method in dict.fromkeys(run.method for run in runs):
         groups = _grouped([run for run in runs if run.method == method], _settings_of)
@@ -262,10 +257,8 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
             ordered = sorted(group, key=lambda run: run.seed)
             for first, run in pairwise(ordered):
                 if first.seed == run.seed:
-                    raise UserError(
-                        f"{first.folder.path} and {run.folder.path} are both {run.method} with seed {run.seed} and the "
-                        "same settings; allowed: each once."
-                    )
+                    both = f"{first.folder.path} and {run.folder.path} are both {run.method} with seed {run.seed}"
+                    raise UserError(f"{both} and the same settings; allowed: each once.")
             entries[f"{method} ({label})" if label else method] = ordered
     return entries
 

@@ -315,10 +315,9 @@ def tuning_remarks(tuned: Tuned) -> list[str]:
         lines.append(f"Chosen: {', '.join(f'{key} = {_value(value)}' for key, value in chosen.items())}.")
         for key, edge in tuned.edges.items():
             values = tuned.search.grids[key]
-            lines.append(
-                f"{key} is at the {edge} edge of what was searched, {_value(min(values))} to {_value(max(values))}: "
-                f"the best may lie beyond, so widen it (--grid {key}=...)."
-            )
+            searched = f"what was searched, {_value(min(values))} to {_value(max(values))}"
+            mend = f"the best may lie beyond, so widen it (--grid {key}=...)"
+            lines.append(f"{key} is at the {edge} edge of {searched}: {mend}.")
         if (paper := tuned.paper_rate) is not None:
             ratio = chosen[RATE] / paper
             differs = f"{_value(ratio)} times as large" if ratio > 1 else f"{_value(1 / ratio)} times smaller"
@@ -357,15 +356,11 @@ def _trend(trend: Trend | None) -> tuple[str, str, str, str]:
 def study_remarks(study: Study) -> list[str]:
     """Return what else there is to say of a study, a line each."""
     constant, slope = study.dissimilarity
-    lines = [
-        f"Bounded dissimilarity at every measured round: mean |grad f_t|^2 <= G^2 + beta^2 |grad f|^2 with "
-        f"G = {constant:.3g}, beta = {slope:.3g}."
-    ]
+    bound = "mean |grad f_t|^2 <= G^2 + beta^2 |grad f|^2"
+    lines = [f"Bounded dissimilarity at every measured round: {bound} with G = {constant:.3g}, beta = {slope:.3g}."]
     if any(trend is not None and trend.holds is False for trend in study.trends.values()):
-        lines.append(
-            "A theorem speaks of K that are large enough: where a slope is too flat, try more rounds, or a larger a0 "
-            "if f still falls at the end of the shortest run."
-        )
+        mend = "try more rounds, or a larger a0 if f still falls at the end of the shortest run"
+        lines.append(f"A theorem speaks of K that are large enough: where a slope is too flat, {mend}.")
     return lines
 
 

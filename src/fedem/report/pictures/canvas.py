@@ -27,17 +27,12 @@ INK, GRID = "#20262c", "#dde2e7"
 COLOURS = ("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5")
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
-WIDTH = 7.0
 MOST_POINTS, MOST_DOTS = 200, 1000
-_NAMES, _FACTOR, _LEAST = 4, 10, 0.7
-_NOTHING = {"Date": None, "Creator": None, "Format": None, "Type": None}
+_WIDTH, _NAMES, _FACTOR, _LEAST = 7.0, 4, 10, 0.7
+_BARE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 # How files are written, by ending; a date in them would make each a new one.
-FORMATS: dict[str, dict[str, Any]] = {
-    "svg": {"metadata": _NOTHING},
-    "png": {"dpi": 160},
-    "pdf": {"metadata": {"CreationDate": None}},
-}
+FORMATS: dict[str, Any] = {"svg": {"metadata": _BARE}, "png": {"dpi": 160}, "pdf": {"metadata": {"CreationDate": None}}}
 SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
 _STYLE: dict[str, Any] = {
     **SETTINGS,
@@ -47,6 +42,7 @@ _STYLE: dict[str, Any] = {
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
+    "image.interpolation": "nearest",
     "grid.color": GRID,
     "grid.linewidth": 0.7,
     "pdf.fonttype": 42,
@@ -102,7 +98,7 @@ def paint(painter: Painter, data: Gathered) -> Picture | None:
 def inline(picture: Picture, name: str) -> str:
     """Return an SVG element for a page: colours are the page's, and every id starts with ``name``."""
     with inked():
-        text = saved(picture.figure, "svg", transparent=True, metadata=_NOTHING).decode()
+        text = saved(picture.figure, "svg", transparent=True, metadata=_BARE).decode()
     text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
     # The page chooses the size: on a phone it shrinks a picture as long as its letters stay legible.
     width = re.search(r'(\swidth="([\d.]+)pt")\sheight="[^"]*"', text)
@@ -128,7 +124,7 @@ def panels(count: int, columns: int = 2, height: float = 3.0) -> tuple[Figure, l
 
     columns = min(count, columns)
     rows = -(-count // columns)
-    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[count:]:
         spare.set_axis_off()

@@ -16,18 +16,26 @@ def sorted_scores(data: Gathered) -> Picture | None:
     if not (methods := _scored(data)):
         return None
     figure, (axes,) = panels(1, height=3.8)
+    marks = _deciles(data, methods)
     for method in methods:
         places, curves = sorted_curves(data, method)
         band(axes, places, data.metric.scale * curves, data, method)
-        if (mark := _decile(data, method)) is not None:
+        if method in marks:
             how = {"color": data.looks[method]["color"], "markersize": 7, "fillstyle": "none"}
-            axes.plot(decile_place(data, method), data.metric.scale * mark, "o", **how)
+            axes.plot(decile_place(data, method), data.metric.scale * marks[method], "o", **how)
     axes.set(xlabel="clients, from the worst, in %", ylabel=data.label, xlim=(0, 100))
     if not data.metric.larger_is_better:
         widely(axes, "y")
     axes.axvline(10, color=INK, linewidth=0.8, linestyle=(0, (2, 3)), label="bottom decile")
     legend(figure, axes)
-    return Picture("Scores of the clients, sorted", _decile_sentence(data, methods), figure)
+    sentence = "Every line goes from the worst client to the best."
+    if marks:
+        order = sorted(marks, key=marks.__getitem__, reverse=data.metric.larger_is_better)
+        best, known = order[0], data.best_of("fedavg")
+        worst = known if known in order[1:] else order[-1]
+        beside = "" if best == worst else f", {data.apart(marks[best], marks[worst])} {data.name(worst)}'s"
+        sentence = f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}{beside}."
+    return Picture("Scores of the clients, sorted", sentence, figure)
 
 
 def histogram(data: Gathered) -> Picture | None:
@@ -40,8 +48,8 @@ def histogram(data: Gathered) -> Picture | None:
     figure, (axes,) = panels(1, height=3.4)
     for method, values in scores.items():
         outline(axes, scale * values, edges, data, method)
-        if (mark := _decile(data, method)) is not None:
-            axes.plot(scale * mark, 0, "^", color=data.looks[method]["color"], clip_on=False, zorder=3)
+    for method, mark in _deciles(data, methods).items():
+        axes.plot(scale * mark, 0, "^", color=data.looks[method]["color"], clip_on=False, zorder=3)
     axes.set(xlabel=f"{data.label} of a client (triangles: bottom deciles)")
     legend(figure, axes)
     halves = []
@@ -121,20 +129,10 @@ def _scored(data: Gathered) -> list[str]:
     return [name for name, runs in data.runs.items() if all(len(_known(run.clients.scores)) for run in runs)]
 
 
-def _decile(data: Gathered, method: str) -> float | None:
-    """Return a method's bottom decile, the mean over seeds."""
-    return next(row.figures["bottom_decile"].mean for row in data.comparison.rows if row.method == method)
-
-
-def _decile_sentence(data: Gathered, methods: list[str]) -> str:
-    marks = {method: mark for method in methods if (mark := _decile(data, method)) is not None}
-    if not marks:
-        return "Every line goes from the worst client to the best."
-    order = sorted(marks, key=marks.__getitem__, reverse=data.metric.larger_is_better)
-    best, known = order[0], data.best_of("fedavg")
-    worst = known if known in order[1:] else order[-1]
-    beside = "" if best == worst else f", {data.apart(marks[best], marks[worst])} {data.name(worst)}'s"
-    return f"{data.name(best)}'s bottom decile is {data.in_words(marks[best])}{beside}."
+def _deciles(data: Gathered, methods: list[str]) -> dict[str, float]:
+    """Return the bottom deciles of the methods that have one, means over seeds."""
+    means = {row.method: row.figures["bottom_decile"].mean for row in data.comparison.rows}
+    return {method: mean for method in methods if (mean := means[method]) is not None}
 
 
 def against_baselines(data: Gathered) -> Picture | None:

@@ -1,8 +1,6 @@
 """Mixtures: clients' weights, how mixed clients are, how alike components. Shapes: T clients, M components."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +12,6 @@ from fedem.report.runs import Gathered, Numbers, Run
 from fedem.runs.config import GIVEN
 from fedem.runs.folder import MANIFEST
 from fedem.runs.result import Result
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.image import AxesImage
 
 _BINS, _NUMBERED, _SETTLED = 25, 10, 0.9
 _CORNERS = np.array([[0.0, 0.0], [1.0, 0.0], [0.5, np.sqrt(3) / 2]])  # of an equilateral triangle of side one
@@ -33,7 +27,8 @@ def heat_map(data: Gathered) -> Picture | None:
     for place, (method, weights) in zip(axes, found.items(), strict=True):
         extent = (0, len(weights), weights.shape[1] - 0.5, -0.5)
         # An image, not a patch per client: its size in a page does not grow with the federation.
-        image = _image(place, weights[by_dominant(weights)].T, vmin=0, aspect="auto", extent=extent)
+        image = place.imshow(weights[by_dominant(weights)].T, vmin=0, vmax=1, aspect="auto", extent=extent)
+        place.grid(visible=False)
         place.set(title=_panel(data, method), xlabel="clients, sorted by dominant component", ylabel="component")
         place.set_yticks(range(weights.shape[1]))
     figure.colorbar(image, ax=axes, label="mixture weight", aspect=30)
@@ -117,11 +112,6 @@ def _panel(data: Gathered, method: str) -> str:
     return f"{data.titles[method]}, seed {data.runs[method][0].seed}"
 
 
-def _image(axes: Axes, values: Numbers, **how: Any) -> AxesImage:
-    axes.grid(visible=False)
-    return axes.imshow(values, interpolation="nearest", vmax=1, **how)
-
-
 def similarity(data: Gathered) -> Picture | None:
     """Draw the cosines between components' trained parameters; of each mixture's first seed."""
     found = {method: cosines for method, runs in data.runs.items() if (cosines := cosines_of(runs[0])) is not None}
@@ -129,7 +119,8 @@ def similarity(data: Gathered) -> Picture | None:
         return None
     figure, axes = panels(len(found), columns=3, height=2.6)
     for place, (method, cosines) in zip(axes, found.items(), strict=True):
-        image = _image(place, cosines, vmin=-1, cmap="PuOr_r")
+        image = place.imshow(cosines, vmin=-1, vmax=1, cmap="PuOr_r")
+        place.grid(visible=False)
         if len(cosines) <= _NUMBERED:
             place.set(xticks=range(len(cosines)), yticks=range(len(cosines)))
             for (row, column), value in np.ndenumerate(cosines):
