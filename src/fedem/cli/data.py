@@ -1,7 +1,6 @@
 """``fedem data``: the public data sets (list, prepare), and what a federation's data look like (describe)."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +14,9 @@ from fedem.cli.options import Assignments, OwnClient, OwnTarget, Quiet, asked, d
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
-from fedem.data import PUBLIC
-from fedem.data.store import Progress as Listener
-from fedem.data.store import Public, prepare, prepared, read_about
+from fedem.data import PUBLIC, store
+from fedem.report import described
 from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, writing
-from fedem.report.described import describe as describe_data
-from fedem.report.described import draw_clients, labels_table, remarks, sizes_table
 from fedem.runs.config import Config, parse_assignment
 
 data_group = Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
@@ -61,8 +57,18 @@ def prepare_one(
     if name not in PUBLIC:
         raise unknown("data set", name, PUBLIC)
     data = PUBLIC[name](**complete("data", given(window=window), PUBLIC[name]))
-    with _bars(quiet) as listen:
-        place = prepare(data, source, again, listen)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    tasks: dict[str, TaskID] = {}
+    # A bar for each file that is downloaded, and how many samples are converted.
+    with Progress(*columns, console=errors, disable=quiet) as bars:
+
+        def listen(what: str, done: int, total: int | None) -> None:
+            count = f"{done:,}" if what == "samples" else f"{decimal(done)}{f' of {decimal(total)}' if total else ''}"
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total, count=count)
+            bars.update(tasks[what], completed=done, total=total, count=count)
+
+        place = store.prepare(data, source, again, listen)
     if quiet:
         return
     about = data.opened()[1]
@@ -79,30 +85,13 @@ def prepare_one(
     display(labelled_table(folded, bold=about.name))
 
 
-@contextmanager
-def _bars(quiet: bool) -> Iterator[Listener]:
-    """Show a bar for each file that is downloaded, and how many samples are converted."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
-    with Progress(*columns, console=errors, disable=quiet) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def listen(what: str, done: int, total: int | None) -> None:
-            count = f"{done:,}" if what == "samples" else f"{decimal(done)}{f' of {decimal(total)}' if total else ''}"
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total, count=count)
-            bars.update(tasks[what], completed=done, total=total, count=count)
-
-        yield listen
-
-
-def _rows(kind: type[Public]) -> Iterator[tuple[str, ...]]:
+def _rows(kind: type[store.Public]) -> Iterator[tuple[str, ...]]:
     """Yield name, samples, clients, size and place of a data set that is prepared, in one or several places."""
-    places = prepared(kind)
-    if not places:
+    if not (places := store.prepared(kind)):
         yield kind.name, "", "", "", f"not prepared: {kind().command}"
     for place in places:
         try:
-            about = read_about(place)
+            about = store.read_about(place)
         except (OSError, ValueError):
             yield place.name, "", "", "", f"{place} is damaged or outdated: {kind().command} --again"
         else:
@@ -125,12 +114,12 @@ def describe(
     layer = asked(data_section(data, target_column, client_column), seed=seed)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):
-        found = describe_data(config.make_data(), Path(data).name)
+        found = described.describe(config.make_data(), Path(data).name)
     if not quiet:
-        display(sizes_table(found), *([] if found.counts is None else [labels_table(found)]))
-        for line in remarks(found):
+        display(described.sizes_table(found), *([] if found.counts is None else [described.labels_table(found)]))
+        for line in described.remarks(found):
             say(line)
     if out is not None:
         with writing(out):
-            write_atomically(out, draw_clients(found, out.suffix.removeprefix(".")))
+            write_atomically(out, described.draw_clients(found, out.suffix.removeprefix(".")))
         say(f"Picture: {out}")

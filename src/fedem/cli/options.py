@@ -14,11 +14,9 @@ from fedem.runs.config import Sections, Values
 
 _FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
 
-
-def _named(task: str) -> str:
-    return ", ".join(metric.name for metric in METRICS.values() if metric.task == task)
-
-
+_CLASSES, _NUMBERS = (
+    ", ".join(metric.name for metric in METRICS.values() if metric.task == task) for task in (CLASSES, NUMBERS)
+)
 RunArgument = Annotated[Path, Argument(help="The folder of a run.")]
 DataFile = Annotated[Path, Option("--data", help=f"Samples: {_FILES}.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
@@ -36,7 +34,7 @@ ClientsPerRound = Annotated[
     float | None, Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")
 ]
 Unseen = Annotated[float | None, Option(help="Share of the clients held out of training.")]
-_METRICS = f"For classes: {_named(CLASSES)}; for numbers: {_named(NUMBERS)}."
+_METRICS = f"For classes: {_CLASSES}; for numbers: {_NUMBERS}."
 Metrics = Annotated[
     str | None, Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}")
 ]

@@ -22,9 +22,7 @@ from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
 from fedem.report.console import aside, display, say, show_run, summary_pages, waiting, writing
 from fedem.report.page import build_page
-from fedem.report.pictures import FIGURES
-from fedem.report.pictures.canvas import FORMATS as PICTURE_FORMATS
-from fedem.report.pictures.canvas import alone, paint
+from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
@@ -259,10 +257,9 @@ def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
     config = kept.plan.config.replace("run", device="cpu")
     # A server asks for the model that predicts, once the run is over, and then there is one before it.
     if config.run.fine_tune_epochs and kept.before is None:
-        raise UserError(
-            f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they "
-            f"predict, and {source} is of a peer, which keeps the model before that; allowed for a peer's file: 0."
-        )
+        found = f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they"
+        why = f"predict, and {source} is of a peer, which keeps the model before that"
+        raise UserError(f"{found} {why}; allowed for a peer's file: 0.")
     plan = Plan(config, kept.plan.format)
     mixture = plan.algorithm.predictor(kept.shared, split_residual(kept.personal)[0])
     personal = PersonalModel(plan.model, mixture, plan.format)
@@ -300,7 +297,7 @@ def plot(
     folders: Folders = None,
     figure: Annotated[str, Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
     out: Annotated[Path, Option(help="The folder to write them to.")] = Path("figures"),
-    ending: Annotated[str, Option("--format", help=f"One of: {', '.join(PICTURE_FORMATS)}.")] = "svg",
+    ending: Annotated[str, Option("--format", help=f"One of: {', '.join(canvas.FORMATS)}.")] = "svg",
     names: Annotated[bool, Option("--list", help="List the figures there are, and draw nothing.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -315,16 +312,16 @@ def plot(
         for name, kind in FIGURES.items():
             say(f"{name:12s} {kind.shows} (needs {kind.needs})")
         return
-    if ending not in PICTURE_FORMATS:
-        raise unknown("format", ending, PICTURE_FORMATS)
+    if ending not in canvas.FORMATS:
+        raise unknown("format", ending, canvas.FORMATS)
     asked = list(FIGURES) if figure == _ALL else list(dict.fromkeys(listed(figure)))
     for name in asked:
         if name not in FIGURES:
             raise unknown("figure", name, (*FIGURES, _ALL))
     sets = gather(folders or [])
     with waiting("Drawing", quiet):
-        painted = {(data.place, name): paint(FIGURES[name].painter, data) for data in sets for name in asked}
-        drawn = {key: alone(picture, ending) for key, picture in painted.items() if picture is not None}
+        painted = {(data.place, name): canvas.paint(FIGURES[name].painter, data) for data in sets for name in asked}
+        drawn = {key: canvas.alone(picture, ending) for key, picture in painted.items() if picture is not None}
     found = {name for _, name in drawn}
     if figure != _ALL and (missing := [name for name in asked if name not in found]):
         needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)

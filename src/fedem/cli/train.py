@@ -3,7 +3,7 @@
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -230,8 +230,6 @@ experiment_group = Typer(
     help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True
 )
 Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
-
-
 _Planned = tuple[Experiment, list[Entry], Path]  # the folder is where the runs lie
 
 
@@ -292,7 +290,11 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
     if not quiet:
         display(reports.experiment_table(experiment, lines))
     if failed:
-        raise UserError(" ".join(_summed_up(failed)))
+        titles: dict[str, list[str]] = {}  # of the runs with which the same went wrong
+        for title, message in failed.items():
+            titles.setdefault(message, []).append(title)
+        others = {message: f" and {len(own) - 1} other runs" if own[1:] else "" for message, own in titles.items()}
+        raise UserError(" ".join(f"{own[0]}{others[message]}: {message}" for message, own in titles.items()))
     if left := sum(not entry.is_complete for entry in entries):
         aside(f"{left} runs are being trained by other processes.")
     say(f"Experiment: {folder}")
@@ -342,8 +344,7 @@ def tune(
 
       fedem train runs/tune-synthetic-fedem/chosen.toml
     """
-    name = resolve_method(method)
-    layer, data = asked
+    name, (layer, data) = resolve_method(method), asked
     elsewhere = {"run.seed": "--seeds", "method.name": "--method"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
     layers = (layer, {"method": {"name": name}}, *further)
@@ -448,14 +449,6 @@ def _work(
         aside(f"note: {text}")
     with reports.runs_progress(pending, quiet, titles or {}) as watch:
         return sweep.work_off(pending, watch, data)
-
-
-def _summed_up(failed: Mapping[str, str]) -> Iterator[str]:
-    """Say what went wrong, once for all runs with which the same did."""
-    for message in dict.fromkeys(failed.values()):
-        titles = [title for title, own in failed.items() if own == message]
-        others = f" and {len(titles) - 1} other runs" if len(titles) > 1 else ""
-        yield f"{titles[0]}{others}: {message}"
 
 
 def _command() -> str:

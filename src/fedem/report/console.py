@@ -19,6 +19,7 @@ from fedem.runs.folder import RunFolder
 from fedem.studies.comparison import run_title
 
 Summary = Mapping[str, Any]
+Rows = Iterable[Iterable[str]]  # cells of a table
 
 _IDLE = 0.01  # a mean mixture weight below which a component is hardly used
 
@@ -50,14 +51,12 @@ def figures_table(title: TextType, *headings: str) -> Table:
     return table
 
 
-def simple_table(
-    *headings: str, rows: Iterable[Iterable[str]] = (), title: str = "", bold: str = "", no_wrap: Sequence[str] = ()
-) -> Table:
-    """Return a table without a frame; ``bold`` names the column that rows are looked up by, which is not wrapped."""
+def simple_table(*headings: str, rows: Rows = (), title: str = "", bold: str = "", whole: Sequence[str] = ()) -> Table:
+    """Return a table without a frame; column ``bold``, by which rows are looked up, and ``whole`` are not wrapped."""
     edges: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
     table = Table(title=title or None, title_justify="left", title_style="bold", **edges)
     for heading in headings:
-        table.add_column(heading, no_wrap=heading in (bold, *no_wrap), style="bold" if heading == bold else None)
+        table.add_column(heading, no_wrap=heading in (bold, *whole), style="bold" if heading == bold else None)
     for row in rows:
         table.add_row(*row)
     return table

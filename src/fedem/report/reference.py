@@ -24,7 +24,7 @@ from fedem.runs.config import GIVEN, SECTIONS, Config
 from fedem.runs.rounds import mixer_seed
 
 _ANY = "any data"
-_OF_THE_DATA = ("data", "partition", "model")
+_OF_THE_DATA = ("data", "partition", "model")  # whatever the method
 _WIDTHS = (20, 20, 26)
 _MARK = re.compile(r"(?::\w+:)?`+~?([^`]+)`+")
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", flags=re.MULTILINE)
@@ -89,7 +89,7 @@ def _literal(value: Any) -> str:
 
 def _settings_table(title: str, found: list[Setting]) -> Table:
     headings = ("key", "default", "allowed", "meaning")
-    return simple_table(*headings, rows=found, title=f"\n{title}", no_wrap=headings[:2])
+    return simple_table(*headings, rows=found, title=f"\n{title}", whole=headings[:2])
 
 
 def methods_table() -> Table:
@@ -132,17 +132,15 @@ def method_pages(name: str) -> Iterator[RenderableType]:
     yield _settings_table(own, found) if found else "\nIt has no settings of its own."
     if row.mixer.over_graph:
         yield "\nIts graph is a section of its own: --graph NAME, --set graph.KEY=VALUE; fedem graphs lists them."
-    yield _shipped_table(name)
+    title = "\nSettings shipped for it, by data"
+    yield simple_table("setting", _ANY, "but", rows=_shipped_rows(name), title=title, whole=("setting", _ANY))
 
 
 def shipped(name: str) -> dict[str, dict[str, Any]]:
-    """Return the method's shipped settings, ``{data: {section.key: value}}``; only data with settings of their own.
-
-    They are those that a preset changes for some data, and always the solver and the learning rate; not clients and
-    models, which are the data's affair.
-    """
+    """Return the method's shipped settings, ``{data: {section.key: value}}``; only data with settings of their own."""
     layers = {data: {"method": {"name": name}, "data": {"name": data}} for data in (GIVEN, *DATA)}
     built = {data: Config.build(layer) for data, layer in layers.items()}
+    # Solver and learning rate are always shown; besides them what a preset changes for some data.
     changed = {"solver.name", "schedule.name", "schedule.learning_rate"}
     for data, config in built.items():
         changed |= set(config.differences(Config.build(layers[data], preset=False)))
@@ -164,8 +162,7 @@ def _is_implied(place: str, key: str, chosen: Mapping[str, Any]) -> bool:
     return place == "graph" and key != "name" and chosen[key] == SECTIONS[place].complete({"name": chosen["name"]})[key]
 
 
-def _shipped_table(name: str) -> Table:
-    table = simple_table("setting", _ANY, "but", title="\nSettings shipped for it, by data", no_wrap=("setting", _ANY))
+def _shipped_rows(name: str) -> Iterator[tuple[str, str, str]]:
     special = shipped(name)
     usual = special.pop(_ANY)
     for key in dict.fromkeys(key for values in (usual, *special.values()) for key in values):
@@ -174,8 +171,7 @@ def _shipped_table(name: str) -> Table:
             others.setdefault(_literal(values.get(key, "-")), []).append(data)
         common = _literal(usual.get(key, "-"))
         others.pop(common, None)
-        table.add_row(key, common, "; ".join(f"{value} for {', '.join(names)}" for value, names in others.items()))
-    return table
+        yield key, common, "; ".join(f"{value} for {', '.join(names)}" for value, names in others.items())
 
 
 def kinds_in(section: str) -> list[Kind]:
@@ -283,8 +279,7 @@ def _about(kind: type[Topology]) -> str:
 
 def describe(topology: Topology, num_clients: int, seed: int) -> Table:
     """Build the graph as a run with this seed would for clients called 0, 1, ..., and return its figures."""
-    keys = client_keys([str(index) for index in range(num_clients)])
-    source = mixer_seed(seed)
+    keys, source = client_keys([str(index) for index in range(num_clients)]), mixer_seed(seed)
     matrices = topology.matrices(keys, source)
     pairs = np.unique(np.concatenate(topology.edges(keys, source)), axis=0)
     degrees = np.bincount(pairs.flatten(), minlength=num_clients)

@@ -1,7 +1,4 @@
-"""Folders of complete runs -> plain figures, sorted for a report: by data, then by method and settings, then by seed.
-
-The data themselves are not needed. Shapes: T clients, M components.
-"""
+"""Folders of complete runs -> figures by data, then method and settings, then seed. Shapes: T clients, M components."""
 
 import json
 import re
@@ -209,11 +206,11 @@ def gather(paths: Sequence[Path]) -> list[Gathered]:
     # An entry looks like its method, unless some method has several.
     plain = all(entry == method for entry, method in methods.items())
     looks = {entry: look(entry, METHODS if plain else methods) for entry in methods}
-    found = []
-    for name, place, comparison, entries in zip(names, _places(names), comparisons, sorted_runs, strict=True):
-        runs = {row.method: entries[row.method] for row in comparison.rows}
-        found.append(Gathered(replace(comparison, data=name), runs, looks, place))
-    return found
+    sets = zip(names, _places(names), comparisons, sorted_runs, strict=True)
+    return [
+        Gathered(replace(found, data=name), {row.method: entries[row.method] for row in found.rows}, looks, place)
+        for name, place, found, entries in sets
+    ]
 
 
 def _settings_of(run: Run) -> Settings:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import find_metric, known_metric
-from fedem.report.console import errors, score_text
+from fedem.report.console import Rows, errors, score_text, simple_table
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.evaluate import Record
@@ -26,6 +25,7 @@ from fedem.studies.sweep import Entry, Spread
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
+_Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
 # Names of an experiment's figures that their parts do not make.
 _NAMES = {
@@ -40,20 +40,16 @@ _NAMES = {
 }
 
 
-def _table(
-    title: str | None, headings: Iterable[str], rows: Iterable[Iterable[str]], left: Container[str], whole: str = ""
-) -> Table:
+def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str], whole: str = "") -> Table:
     """Return a table; columns are aligned to the right but for those in ``left``, and ``whole`` is never wrapped."""
-    edges: dict[str, Any] = {"show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, **edges)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=heading == whole)
-    for row in rows:
-        table.add_row(*row)
+    table = simple_table(*headings, rows=rows, title=title, whole=(whole,))
+    table.show_edge, table.title_style = False, None
+    for column in table.columns:
+        column.justify = "left" if column.header in left else "right"
     return table
 
 
-def _markdown(headings: Sequence[str], rows: Iterable[Iterable[str]], left: Container[str]) -> list[str]:
+def _markdown(headings: Sequence[str], rows: Rows, left: Container[str]) -> list[str]:
     rules = ["---" if heading in left else "---:" for heading in headings]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows)]
 
@@ -70,9 +66,7 @@ def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
 
 
 @contextmanager
-def runs_progress(
-    pending: Sequence[Entry], quiet: bool, titles: Mapping[str, str]
-) -> Iterator[Callable[[Entry], AbstractContextManager[Listener]]]:
+def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, str]) -> Iterator[_Watch]:
     """Show one bar over all rounds, and a line for each run that is done; yields a context of each run's listener."""
     done: list[int] = []  # rounds of each run that is over
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
@@ -192,10 +186,7 @@ def _bytes_unit(comparison: Comparison) -> tuple[str, int]:
 
 
 def draw(comparison: Comparison) -> dict[str, bytes]:
-    """Return the picture as PNG and SVG, by ending: the same bytes for the same figures; none without test scores.
-
-    One line per method, the mean over the seeds, in a band of one standard deviation on either side.
-    """
+    """Return the means over the seeds in bands of a standard deviation, as PNG and SVG; none without test scores."""
     if not any(row.curve for row in comparison.rows):
         return {}
     metric, count = find_metric(comparison.metric), len(comparison.rows)
@@ -234,7 +225,7 @@ def experiments_table(experiments: Sequence[Experiment]) -> Table:
     for experiment in experiments:
         sizes = " x ".join(f"{len(choices)} {axis}" for axis, choices in experiment.axes.items())
         rows.append((experiment.name, experiment.place, experiment.title, f"{sizes} x {experiment.seeds} seeds"))
-    return _table(None, headings, rows, headings, "name")
+    return _table("", headings, rows, headings, "name")
 
 
 def status_table(entries: Sequence[Entry]) -> Table:
@@ -245,7 +236,7 @@ def status_table(entries: Sequence[Entry]) -> Table:
         done = lines[-1]["round"] if lines else 0
         state = "complete" if entry.is_complete else "begun" if entry.folder.exists() else "to do"
         rows.append((entry.title, f"{done} of {entry.config.run.rounds}", state))
-    return _table(None, headings, rows, headings)
+    return _table("", headings, rows, headings)
 
 
 def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
@@ -388,8 +379,7 @@ def draw_study(study: Study) -> bytes:
 
 def plot_diagnostics(history: Sequence[Record], path: Path) -> None:
     """Draw what was diagnosed in a run, but for what is zero throughout or not finite, to a .png or .svg file."""
-    found = {name: recorded(history, name) for name in DIAGNOSED}
-    shown = {name: curve for name, curve in found.items() if curve[:, 1].any()}
+    shown = {name: curve for name in DIAGNOSED if (curve := recorded(history, name))[:, 1].any()}
     with inked():
         figure, places = panels(max(1, len(shown)), columns=3, height=2.3)
         for axes, colour, (name, curve) in zip(places, COLOURS, shown.items(), strict=False):

@@ -1,7 +1,4 @@
-"""What all pictures have in common: their ink, their frames, how methods look, and how they are written.
-
-Ink and colours can be replaced by a page, so that pictures are at home in the light and in the dark.
-"""
+"""What all pictures have in common: ink and colours, which a page can replace for the dark, frames, looks, files."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ def sizes(data: Gathered) -> Picture | None:
     """Draw how many training samples clients have, and how clients of each size fare."""
     # All methods know the same clients of a seed.
     by_seed = {run.seed: run.clients.sizes for runs in data.runs.values() for run in runs}
-    counts = _known(np.concatenate(list(by_seed.values())))
-    if not len(counts):
+    if not len(counts := _known(np.concatenate(list(by_seed.values())))):
         return None
     methods = _scored(data)
     figure, axes = panels(2 if methods else 1)
@@ -140,8 +139,7 @@ def against_baselines(data: Gathered) -> Picture | None:
     if (method := subject(data)) is None:
         return None
     baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
-    found = {name: both for name in baselines if (both := pairs(data, name, method)).size}
-    if not found:
+    if not (found := {name: both for name in baselines if (both := pairs(data, name, method)).size}):
         return None
     metric, title, colour = data.metric, data.titles[method], data.looks[method]["color"]
     sign = 1 if metric.larger_is_better else -1

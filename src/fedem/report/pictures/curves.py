@@ -17,6 +17,7 @@ DIAGNOSED = {
     "consensus": "distance to consensus",
     "dissimilarity": "mean |grad f_t|^2",
 }
+_LISTED = 4
 _UNSCORED = "No method ends with a test score in every seed."
 
 
@@ -66,8 +67,7 @@ def _against(data: Gathered, title: str, say: Callable[[Gathered], str], below: 
 def diagnostics(data: Gathered) -> Picture | None:
     """Draw what the convergence theorems speak of, where runs recorded it."""
     found = {(name, method): common_curve(runs, name) for name in DIAGNOSED for method, runs in data.runs.items()}
-    curves = {key: curve for key, curve in found.items() if curve[1].any()}
-    if not curves:
+    if not (curves := {key: curve for key, curve in found.items() if curve[1].any()}):
         return None
     names = list(dict.fromkeys(name for name, _ in curves))
     figure, axes = panels(len(names), columns=3, height=2.3)
@@ -144,11 +144,8 @@ def _reaching(data: Gathered) -> str:
             unit, size = bytes_unit(sent := sent_by(runs, rounds)[reached[0]])
             reaching.append(f"{data.name(method)} has sent {f'{sent / size:.3g} {unit}' if sent else 'nothing'}")
     which = "its final score" if len(data.runs) == 1 else "the worst of the final scores"
-    return f"On reaching {data.in_words(goal)}, {which}, for the first time, {_listed(reaching)}."
-
-
-def _listed(parts: list[str], most: int = 4) -> str:
-    # To say that there is one more takes as long as to say what it is.
-    rest = parts[most:] if len(parts) <= most + 1 else [f"{len(parts) - most} further methods are in the picture"]
-    *kept, last = parts[:most] + rest
-    return f"{', '.join(kept)} and {last}" if kept else last
+    if len(reaching) > _LISTED + 1:  # to say that there is one more takes as long as to say what it is
+        reaching[_LISTED:] = [f"{len(reaching) - _LISTED} further methods are in the picture"]
+    *kept, last = reaching
+    listed = f"{', '.join(kept)} and {last}" if kept else last
+    return f"On reaching {data.in_words(goal)}, {which}, for the first time, {listed}."

@@ -139,10 +139,7 @@ def similarity(data: Gathered) -> Picture | None:
 
 
 def cosines_of(run: Run) -> Numbers | None:
-    """Return the cosines between a mixture's components, ``[M, M]``; without a server, those that one client has.
-
-    None without components, for models that only Python can make, and where no checkpoint is, or a very large one.
-    """
+    """Return the cosines between components, ``[M, M]``, without a server one client's; None if they can't be read."""
     saved = run.folder.checkpoints
     if (
         run.config.values("method").get("num_components", 1) < 2
