@@ -84,14 +84,20 @@ def test_the_names_that_pages_use_exist() -> None:
     assert not [name for name in sorted(names) if locate(name) is None]
 
 
-def test_the_gallery_s_scripts_import_public_names_only() -> None:
+def test_guides_and_the_gallery_import_public_names_only() -> None:
     """From the package or one of its subpackages, what it exports."""
-    for path in (ROOT / "docs" / "gallery").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    scripts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "gallery").glob("*.py")}
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        scripts[page] = "\n".join(re.findall(r"^from fedem.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    found = 0
+    for path, script in scripts.items():
+        for node in ast.walk(ast.parse(script)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fedem":
                 package = import_module(node.module or "")
                 assert hasattr(package, "__path__"), f"{path.name} imports from {node.module}"
                 assert {alias.name for alias in node.names} <= set(package.__all__), path.name
+                found += 1
+    assert found >= 10
 
 
 def test_the_make_goals_are_those_of_the_makefile() -> None:
