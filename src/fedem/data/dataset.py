@@ -73,6 +73,11 @@ class DataSource(Settings, ABC):
 
     usual: ClassVar[str] = "natural"  # name of the partition that makes its clients, unless another is asked for
 
+    @property
+    def cut(self) -> dict[str, Any]:
+        """How each client's samples are split, as :meth:`Federation.from_clients` takes it."""
+        return {}
+
     @abstractmethod
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Make the data set; ``seed`` decides everything that is random.
@@ -84,7 +89,7 @@ class DataSource(Settings, ABC):
 
 @dataclass(frozen=True)
 class Pooled(DataSource):
-    """Samples that a partition deals to clients, each of which splits its own at random.
+    """Samples that a partition deals to clients, each of which splits its own.
 
     Attributes:
         validation: share of each client's samples for validation, by which the best state is chosen.
@@ -94,6 +99,10 @@ class Pooled(DataSource):
     validation: float = field(default=0.2, metadata={"min": 0, "below": 1})
     test: float = field(default=0.2, metadata={"min": 0, "below": 1})
 
+    @property
+    def cut(self) -> dict[str, Any]:
+        return {"validation": self.validation, "test": self.test}
+
     def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
-        shares: dict[str, Any] = {"validation": self.validation, "test": self.test}
-        return Federation.from_pool(collection.pool, *assignment, collection.ids, seed=seed, **shares)
+        how = self.cut | {"seed": seed, "order": collection.order}
+        return Federation.from_pool(collection.pool, *assignment, collection.ids, **how)

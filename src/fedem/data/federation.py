@@ -49,7 +49,14 @@ class Federation:
 
     @classmethod
     def from_clients(
-        cls, clients: Iterable[Pair], names: Names = None, *, validation: float = 0.2, test: float = 0.2, seed: int = 0
+        cls,
+        clients: Iterable[Pair],
+        names: Names = None,
+        *,
+        validation: float = 0.2,
+        test: float = 0.2,
+        seed: int = 0,
+        gap: int | None = None,
     ) -> Federation:
         """Build from one pair (inputs, targets) per client, splitting each client's samples at random.
 
@@ -59,13 +66,15 @@ class Federation:
             validation: share of each client's samples used for validation.
             test: share used for testing. At least one sample always stays for training.
             seed: decides the split, together with the client's name alone.
+            gap: for samples that overlap or follow each other in time: they are not drawn but cut as they stand, first
+                those for training, then validation, then test, with this many samples left out between two parts.
         """
         pairs = list(clients)
         labels = check_names(names, len(pairs))
         whole = _join(labels, pairs)
         keys, rows = client_keys(labels), torch.arange(len(whole))
         ranks = rows - whole.offsets[:-1].repeat_interleave(whole.sizes)
-        cuts = split_rows(keys, rows, whole.offsets, ranks, validation, test, seed)
+        cuts = split_rows(keys, rows, whole.offsets, ranks, validation, test, seed, gap)
         train, validating, testing = (Samples(whole.pool.read(rows), offsets) for rows, offsets in cuts)
         return cls(labels, train, validating, testing).check()
 
@@ -116,7 +125,7 @@ class Federation:
         """Build from a pool of P samples and who owns which, as :func:`split_rows` has them; nothing is read or copied.
 
         The split and the order of a client's samples go by ``ids`` ``[P]`` int64, hashes of the samples' content;
-        ``options`` are those of :meth:`from_clients`.
+        ``options`` are those of :meth:`from_clients` and, with a gap, ``order`` ``[P]``, each sample's time.
         """
         labels = check_names(names, len(offsets) - 1)
         cuts = split_rows(client_keys(labels), rows, offsets, ids, **options)

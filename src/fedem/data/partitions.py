@@ -44,6 +44,7 @@ class Collection:
     owners: Tensor | None = None  # [N] int64, each sample's own client (writer, role, ...), a position in owner_names
     owner_names: tuple[str, ...] = ()  # names of those clients; empty when the data set has none
     coarse: Tensor | None = None  # [N] int64, the group that each sample's label belongs to, where labels have groups
+    order: Tensor | None = None  # [N], each sample's time, where clients' samples are cut in that order
 
 
 class Assignment(NamedTuple):
@@ -86,10 +87,13 @@ def fingerprint_of(ids: Integers) -> str:
 
 
 def from_arrays(
-    inputs: NDArray[np.generic], targets: NDArray[np.generic], owners: NDArray[np.str_] | None = None
+    inputs: NDArray[np.generic],
+    targets: NDArray[np.generic],
+    owners: NDArray[np.str_] | None = None,
+    *further: NDArray[np.generic],
 ) -> Collection:
-    """Make a collection of arrays in memory; ``owners`` ``[N]`` are names of clients."""
-    ids = content_ids(inputs, targets)
+    """Make a collection of arrays in memory; ``owners`` ``[N]`` name clients, ``further`` ones tell samples apart."""
+    ids = content_ids(inputs, targets, *further)
     names, positions = (), None
     if owners is not None:
         unique, codes = np.unique(owners.astype(str), return_inverse=True)

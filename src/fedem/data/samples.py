@@ -1,7 +1,7 @@
 """Samples of several clients: rows of a pool, one client after the other, nothing padded and nothing copied.
 
-They are checked on entry (what is wrong is said by the client's name) and split at random into those to train on, to
-validate and to test.
+They are checked on entry (what is wrong is said by the client's name) and split, at random or in order, into those to
+train on, to validate and to test.
 
 Shapes: P samples of the pool, T clients, N samples of all clients together, n of some of them.
 """
@@ -191,26 +191,57 @@ def check_finite(name: str | NDArray[np.str_], what: str, values: Tensor) -> Non
 
 
 def split_rows(
-    keys: Tensor, rows: Tensor, offsets: Tensor, ids: Tensor, validation: float = 0.2, test: float = 0.2, seed: int = 0
+    keys: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    ids: Tensor,
+    validation: float = 0.2,
+    test: float = 0.2,
+    seed: int = 0,
+    gap: int | None = None,
+    order: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Split every client's rows at random, by the seed, the client's key ``[T]`` and the ids of its samples.
 
     ``rows`` ``[N]`` of the pool stand one client after the other, by ``offsets`` ``[T + 1]``; ``ids`` are ``[P]``;
     ``validation`` and ``test`` are shares of each client's samples, at least one of which stays for training. Returns
-    for train, validation and test: rows one client after the other, each one's ordered by ids, and their offsets.
+    for train, validation and test: rows one client after the other, and their offsets.
+
+    With a ``gap`` nothing is drawn: each client's rows, in the order of ``order`` ``[P]`` (ids break ties) or as they
+    stand in the pool, are cut into train, validation and test, with ``gap`` samples left out between two parts.
     """
     if not (validation >= 0 and test >= 0 and validation + test < 1):
         raise UserError(f"The shares of validation and test are {validation} and {test}; allowed: at least 0, sum < 1.")
+    if gap is not None and gap < 0:
+        raise UserError(f"The gap between the parts is {gap} samples; allowed: at least 0.")
     sizes = offsets.diff()
-    num_test = torch.minimum((test * sizes.double()).round().long(), (sizes - 1).clamp(min=0))
-    num_validation = torch.minimum((validation * sizes.double()).round().long(), (sizes - 1 - num_test).clamp(min=0))
-    num_train = sizes - num_validation - num_test
-    # Whatever the pool's order, a client's samples stand in that of random words.
-    order, owner, rank = _shuffled(keys, offsets, ids[rows], seed)
-    first_validation, first_test = num_train[owner], (num_train + num_validation)[owner]
-    chosen = (rank < first_validation, (rank >= first_validation) & (rank < first_test), rank >= first_test)
-    counts = (num_train, num_validation, num_test)
-    return [(rows[order][mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
+    counts = _part_sizes(sizes, validation, test, gap or 0)
+    # Whatever the pool's order, samples that are split at random stand in that of random words.
+    times = None if gap is None else rows if order is None else order[rows]
+    shuffled, owner, rank = _shuffled(keys, offsets, ids[rows], seed, times)
+    starts = (torch.zeros_like(sizes), counts[0] + (gap or 0) * (counts[1] > 0), sizes - counts[2])
+    chosen = [
+        (rank >= first[owner]) & (rank < (first + count)[owner]) for first, count in zip(starts, counts, strict=True)
+    ]
+    return [(rows[shuffled][mask], offsets_of(count)) for mask, count in zip(chosen, counts, strict=True)]
+
+
+def _part_sizes(sizes: Tensor, validation: float, test: float, gap: int) -> list[Tensor]:
+    """Return how many samples of each client are for training, validation and test, ``[T]`` each.
+
+    The shares are of what the gaps leave. Gaps take half of a client's samples at most: one with too few for that has
+    no validation part, one with fewer still no test part either.
+    """
+    found = [sizes, torch.zeros_like(sizes), torch.zeros_like(sizes)]
+    for shares in ((validation, 0.0), (0.0, test), (validation, test)):  # what fits last holds
+        left = (sizes - gap * sum(share > 0 for share in shares)).clamp(min=0)
+        num_test = torch.minimum((shares[1] * left.double()).round().long(), (left - 1).clamp(min=0))
+        rest = (left - 1 - num_test).clamp(min=0)
+        num_validation = torch.minimum((shares[0] * left.double()).round().long(), rest)
+        fits = ((num_validation > 0) == (shares[0] > 0)) & ((num_test > 0) == (shares[1] > 0)) & (2 * left >= sizes)
+        made = (left - num_validation - num_test, num_validation, num_test)
+        found = [torch.where(fits, new, old) for new, old in zip(made, found, strict=True)]
+    return found
 
 
 def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
@@ -222,9 +253,12 @@ def thinned(samples: Samples, keys: Tensor, share: float, seed: int) -> Samples:
     return Samples(samples.pool, offsets_of(counts), rows)
 
 
-def _shuffled(keys: Tensor, offsets: Tensor, ids: Tensor | None, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order samples by client and random words of ``ids`` or ranks; returns it, each one's client and rank ``[N]``."""
+def _shuffled(
+    keys: Tensor, offsets: Tensor, ids: Tensor | None, seed: int, times: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Order samples by client, ``times``, and random words of ``ids`` or ranks; returns it, clients, ranks ``[N]``."""
     owner = torch.repeat_interleave(torch.arange(len(keys)), offsets.diff())
     rank = torch.arange(len(owner)) - offsets[:-1][owner]
     words = derive(derive(keys, SPLIT, seed)[owner], rank if ids is None else ids)
-    return torch.from_numpy(np.lexsort((words.numpy(), owner.numpy()))), owner, rank
+    columns = (words, owner) if times is None else (words, times, owner)
+    return torch.from_numpy(np.lexsort([column.numpy() for column in columns])), owner, rank

@@ -8,6 +8,9 @@ a speech; lines indented by four go on with it; the Comedy of Errors has no inde
   whose text is no longer than a window.
 - A role's lines are joined by spaces, several spaces become one, and a window slides over that text by one character.
 
+Windows of one role overlap. So a role's text is cut in order into the parts, with a gap of a window between them: split
+at random, nearly every character of the test part would stand in some training window too.
+
 Characters are coded by their position among LEAF's 80 letters. A character that is not among them gets the code of the
 last letter: LEAF looks up -1 for it, and its one-hot vector for -1 is that of the last one.
 
@@ -20,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +31,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
-from fedem.data.partitions import Collection, fingerprint_of
+from fedem.data.dataset import Dataset
+from fedem.data.partitions import Collection, Natural, Partition, fingerprint_of
 from fedem.data.samples import Pool
 from fedem.data.store import Block, Public, Remote, opened, read_bytes
 
@@ -92,10 +97,15 @@ class Shakespeare(Public):
     Attributes:
         window: L, characters that are seen before the one to predict.
         min_lines: roles of fewer lines are left out.
+        split: how a role's windows become training, validation and test. "ordered" cuts its text in that order and
+            leaves out a window's length between two parts, so that no two parts share a character. "random" draws
+            windows, and leaks: of 99.9% of the test windows the last 25 characters stand in a training window of the
+            role as well, with the character to predict after them, so that test scores reward learning by heart.
     """
 
     window: int = field(default=80, metadata={"min": 1, "max": 1000})
     min_lines: int = field(default=FEWEST_LINES, metadata={"min": FEWEST_LINES})
+    split: str = field(default="ordered", metadata={"choices": ("ordered", "random"), "before": "random"})
     name = "shakespeare"
     title = "Shakespeare's plays, the next of 80 characters, by role"
     # An early edition's layout is needed: later ones write the names of the roles above their speeches.
@@ -110,6 +120,17 @@ class Shakespeare(Public):
     @property
     def command(self) -> str:
         return f"{super().command} --window {self.window}"
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        return super().cut | ({"gap": self.window} if self.split == "ordered" else {})
+
+    def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
+        if self.split == "ordered" and not isinstance(partition or Natural(), Natural):
+            why = "dealt at random, the windows of one client overlap those of others"
+            allowed = "partition.name natural, or data.split random"
+            raise UserError(f"data.split is 'ordered', but {why}; allowed: {allowed}.")
+        return super().make(seed, partition, unseen)
 
     def read(self, source: Path) -> Iterator[Block]:
         """Read the text; roles with many lines come first, so that a minimum is a matter of where to stop."""

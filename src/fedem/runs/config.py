@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import toml_literal
-from fedem.core.settings import Settings, complete, names_of
+from fedem.core.settings import Settings, complete, entries_of, names_of
 from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
 from fedem.engines import ENGINES, Batching
@@ -322,17 +322,24 @@ def read_toml(path: Path) -> Sections:
         raise UserError(f"There is no configuration file {path}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} can't be read as TOML: {error}") from None
-    _check_layer(content, f" in {path}")
-    return content
+    return _check_layer(content, f" in {path}")
 
 
-def _check_layer(layer: Layer, where: str = "") -> Layer:
+def _check_layer(layer: Layer, where: str = "") -> Sections:
+    """Refuse what is no section; a run's own file gets what held before settings came that it does not have."""
     for name, values in layer.items():
         if name not in SECTIONS:
             raise unknown(f"section{where}", name, SECTIONS)
         if not isinstance(values, Mapping):
             raise UserError(f"{name!r}{where} is {values!r}; allowed: a section [{name}].")
-    return layer
+    sections = {name: dict(values) for name, values in layer.items()}
+    if "partition_hash" in sections.get("run", {}):  # written by a run, and so with all settings that there were
+        for name, section in sections.items():
+            known = SECTIONS[name].kinds(section) if section.get("name", "") in [*SECTIONS[name].table] else ()
+            for key, entry in entries_of(*known).items():
+                if "before" in entry.metadata:
+                    section.setdefault(key, entry.metadata["before"])
+    return sections
 
 
 def parse_assignment(text: str) -> Sections:
