@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
 
-from fedem.cli.options import Assignments, Data, OwnClient, OwnTarget, Quiet, Rounds, asked, data_section
+from fedem.cli.options import Assignments, Data, OwnClient, OwnTarget, Quiet, Rounds, SplitBy, asked, data_section
 from fedem.core.errors import UserError, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
@@ -29,6 +29,7 @@ def init(
     data: Data = None,
     target_column: OwnTarget = None,
     client_column: OwnClient = None,
+    split_by: SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
     settings: Assignments = None,
@@ -41,7 +42,7 @@ def init(
     Examples:
       fedem deploy init hospitals --data sample.csv --target-column outcome --client-column hospital
     """
-    layer = asked(data_section(data, target_column, client_column), method, rounds=rounds)
+    layer = asked(data_section(data, target_column, client_column, split_by), method, rounds=rounds)
     options: list[Layer] = [layer, *map(parse_assignment, settings or [])]
     chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
     with waiting("Making the plan", quiet):
@@ -58,6 +59,7 @@ def trial(
     ] = None,
     target_column: OwnTarget = None,
     client_column: OwnClient = None,
+    split_by: SplitBy = None,
     method: Annotated[str | None, Option(help="A method whose server averages, such as fedem.")] = None,
     seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
     timeout: Annotated[float, Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
@@ -85,7 +87,7 @@ def trial(
     with ExitStack() as stack:
         place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True)))
         drawn: Layer = {"data": {"name": "file", "path": str(place.absolute() / "data")}}
-        own = data_section(None if data is None else str(data), target_column, client_column)
+        own = data_section(None if data is None else str(data), target_column, client_column, split_by)
         layers = [SHORT, drawn if data is None else {}, asked(own, method, rounds=rounds, seed=seed)]
         config = Config.build(*layers, *map(parse_assignment, settings or []))
         if data is None:
@@ -193,6 +195,7 @@ def make_plan(
     data: Data = None,
     target_column: OwnTarget = None,
     client_column: OwnClient = None,
+    split_by: SplitBy = None,
     method: Annotated[str, Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
     graph: Annotated[str | None, Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
     rounds: Rounds = None,
@@ -202,7 +205,7 @@ def make_plan(
     from fedem.deploy.peers.meeting import KEY, make_key
     from fedem.deploy.peers.work import check_start, graph_of
 
-    layer = asked(data_section(data, target_column, client_column), method, graph, rounds=rounds)
+    layer = asked(data_section(data, target_column, client_column, split_by), method, graph, rounds=rounds)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     check_empty(folder)
     check_start(config)

@@ -28,6 +28,10 @@ OwnTarget = Annotated[str | None, Option("--target-column", help="For your own f
 OwnClient = Annotated[
     str | None, Option("--client-column", help="For your own file: name of the column of client names (client).")
 ]
+SplitBy = Annotated[
+    str | None,
+    Option(help="For your own file: a column of numbers or dates in whose order each client's rows are cut."),
+]
 Data = Annotated[str | None, Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
 Rounds = Annotated[int | None, Option(help="Communication rounds.")]
 ClientsPerRound = Annotated[
@@ -44,9 +48,9 @@ Assignments = Annotated[
 ]
 
 
-def data_section(data: str | None, target_column: str | None = None, client_column: str | None = None) -> Values:
-    """Return the [data] section that --data, --target-column and --client-column ask for."""
-    columns = given(target_column=target_column, client_column=client_column)
+def data_section(data: str | None, target: str | None, client: str | None, split_by: str | None) -> Values:
+    """Return the [data] section that --data, --target-column, --client-column and --split-by ask for."""
+    columns = given(target_column=target, client_column=client, split_by=split_by)
     if data is None:
         return columns
     if data in DATA:

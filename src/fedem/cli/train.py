@@ -50,6 +50,7 @@ def train(
     data: options.Data = None,
     target_column: options.OwnTarget = None,
     client_column: options.OwnClient = None,
+    split_by: options.SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -84,7 +85,7 @@ def train(
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
-            own = data_section(data, target_column, client_column)
+            own = data_section(data, target_column, client_column, split_by)
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
             asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
@@ -158,6 +159,7 @@ def _asked(
     data: options.Data = None,
     target_column: options.OwnTarget = None,
     client_column: options.OwnClient = None,
+    split_by: options.SplitBy = None,
     rounds: options.Rounds = None,
     clients_per_round: options.ClientsPerRound = None,
     unseen: options.Unseen = None,
@@ -166,7 +168,7 @@ def _asked(
 ) -> tuple[Layer, str]:
     """Return what the options of all methods ask for, and a word for the data in the name of a folder."""
     run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, metrics=metrics, device=device)
-    layer = {"run": run, "data": data_section(data, target_column, client_column)}
+    layer = {"run": run, "data": data_section(data, target_column, client_column, split_by)}
     return layer, Path(data).stem if data else "synthetic"
 
 
@@ -373,6 +375,7 @@ def theory(
     data: options.Data = None,
     target_column: options.OwnTarget = None,
     client_column: options.OwnClient = None,
+    split_by: options.SplitBy = None,
     method: Annotated[
         str, Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
     ] = "fedem",
@@ -405,7 +408,7 @@ def theory(
         lengths = [int(word) for word in listed(rounds)]
     except ValueError:
         raise UserError(f"--rounds is {rounds!r}; allowed: whole numbers, such as 50,100,200,400.") from None
-    own = data_section(data, target_column, client_column)
+    own = data_section(data, target_column, client_column, split_by)
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
     elsewhere = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]

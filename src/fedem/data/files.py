@@ -29,11 +29,14 @@ _NAMED = 30  # columns of a table that an error lists
 
 @dataclass(frozen=True)
 class FromFile(Pooled):
-    """Samples of several clients in a file or a folder of files; each client's are split at random.
+    """Samples of several clients in a file or a folder of files.
 
     Attributes:
         target_column: name of the column of targets.
         client_column: name of the column of clients' names; other partitions than natural do without.
+        split_by: name of a column of numbers or dates (2024-05-31, 2024-05-31T09:30) by which each client's rows are
+            ordered and then cut: the first are for training, the next for validation, the last for testing. The column
+            is no input. Empty: rows are split at random, which lets a model of a series see what comes later.
         ignore: names of columns to leave out, with commas between.
         task: what the targets are, when the guess is wrong. "auto" takes text, true and false, and few different whole
             numbers for classes, and other numbers for a regression.
@@ -47,6 +50,7 @@ class FromFile(Pooled):
 
     target_column: str = "y"
     client_column: str = "client"
+    split_by: str = ""
     ignore: str = ""
     task: str = field(default="auto", metadata={"choices": TASKS})
     standardize: bool = True
@@ -56,10 +60,14 @@ class FromFile(Pooled):
 
     def read(self) -> Table:
         if self.table is not None:
-            return self.table
+            return replace(self.table, order=self.split_by)
         if not self.path:
             raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
-        return read_table(Path(self.path), self.target_column, self.client_column)
+        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by)
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        return super().cut | ({"gap": 0} if self.split_by else {})
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
@@ -72,7 +80,7 @@ class FromFile(Pooled):
         assert train_rows is not None, "a federation made of a pool has rows"
         rows, limit = train_rows.numpy(), self.max_categories
         encoding = Encoding.fit(table, rows, target, standardize=self.standardize, max_categories=limit)
-        encoding = replace(encoding, ignored=self._ignored)
+        encoding = replace(encoding, ignored=(*self._ignored, *([self.split_by] if self.split_by else [])))
         made = Dataset(_encoded(federation, table, encoding), encoding=encoding, seed=seed, unseen=unseen)
         made = made._replace(partition_hash=fingerprint(assignment, collection))
         return made._replace(feature_names=encoding.input_names, label_names=encoding.target.classes)
@@ -81,8 +89,9 @@ class FromFile(Pooled):
         """Read and split as :meth:`make` does, but fit nothing; ``owner`` has the rows where no column says whose."""
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
-        table = self.read().without(encoding.ignored).as_text(texts)
+        table = self.read().without([name for name in encoding.ignored if name != self.split_by]).as_text(texts)
         self._need(table, table.target, "targets are needed to train")
+        self._need_order(table)
         if owner is None:
             self._need(table, table.client, "the name of the client is needed then")
         elif table.client not in table.columns:
@@ -95,6 +104,7 @@ class FromFile(Pooled):
             raise UserError(f"data.target_column and data.client_column are both {both!r}; allowed: two columns.")
         table = self.read()
         self._need(table, table.target, "targets are needed to train")
+        self._need_order(table)
         if owned:
             self._need(table, table.client, "clients are needed, or a partition that deals the rows")
         if not len(table):
@@ -109,16 +119,23 @@ class FromFile(Pooled):
 
     @property
     def _ignored(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.ignore.split(",") if name.strip())
+        return tuple(name for part in self.ignore.split(",") if (name := part.strip()) not in ("", self.split_by))
 
-    def _need(self, table: Table, column: str, why: str) -> None:
+    def _need_order(self, table: Table) -> None:
+        if self.split_by in (table.target, table.client):
+            what = "targets" if self.split_by == table.target else "clients"
+            raise UserError(f"data.split_by is {self.split_by!r}, the column of {what}; allowed: one of its own.")
+        if self.split_by:
+            self._need(table, self.split_by, "rows are to be ordered by it", "data.split_by, --split-by")
+
+    def _need(self, table: Table, column: str, why: str, option: str = "") -> None:
         if column in table.columns:
             return
         close = get_close_matches(column, table.columns, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
+        option = option or "data.target_column, --target-column, and data.client_column, --client-column"
         raise UserError(
-            f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see data.target_column, "
-            f"--target-column, and data.client_column, --client-column); {why}. "
+            f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see {option}); {why}. "
             f"There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
         )
 
@@ -136,8 +153,12 @@ def _collection(table: Table, target: Target) -> Collection:
         content = _finite(table, table.array).numpy()
     else:
         content = np.stack([_words(table, name).view(np.int64) for name in sorted(table.features)], axis=1)
-    made = from_arrays(content, target.encode(table), table.owners())
-    return replace(made, pool=made.pool._replace(inputs=torch.zeros(len(table), 0)))
+    times = table.times()
+    # Rows that differ in time alone are told apart by it.
+    further = () if times is None else (times.astype(np.float64),)
+    made = from_arrays(content, target.encode(table), table.owners(), *further)
+    order = None if times is None else torch.from_numpy(times)
+    return replace(made, pool=made.pool._replace(inputs=torch.zeros(len(table), 0)), order=order)
 
 
 def _words(table: Table, name: str) -> NDArray[np.generic]:
@@ -167,7 +188,7 @@ def from_frame(
         client: name of the column of clients' names.
         seed: decides the split; train with the same.
         unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
-        **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
+        **options: those of :class:`~fedem.data.files.FromFile`: ``split_by``, ``standardize``, ``task``, ``test``, ...
     """
     return _made(read_frame(frame, target, client), seed, unseen, options)
 
@@ -227,7 +248,7 @@ def from_huggingface(
         names: of the clients; "0", "1", ... when not given.
         seed: decides the split; train with the same.
         unseen: share of the clients that training will hold out, by the same seed: nothing is fitted on their rows.
-        **options: those of :class:`~fedem.data.files.FromFile`: ``standardize``, ``task``, ``test``, ...
+        **options: those of :class:`~fedem.data.files.FromFile`: ``split_by``, ``standardize``, ``task``, ``test``, ...
     """
     needed("Reading Hugging Face data sets", "datasets", extra="huggingface")
     from datasets import Dataset as HuggingFace
@@ -238,17 +259,20 @@ def from_huggingface(
     labels = check_names(names, len(clients), "data sets")
     if (strange := next((entry for entry in clients if not isinstance(entry, HuggingFace)), None)) is not None:
         raise UserError(f"A client's data are a {type(strange).__name__}; allowed: datasets.Dataset.")
-    tables = [_read_huggingface(name, entry, target, features) for name, entry in zip(labels, clients, strict=True)]
+    order = options.get("split_by", "")
+    tables = [_read_huggingface(*named, target, features, order) for named in zip(labels, clients, strict=True)]
     return _made(joined(tables), seed, unseen, options)
 
 
-def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None) -> Table:
+def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None, order: str) -> Table:
     chosen = [features] if isinstance(features, str) else features
-    for wanted in (target, *(chosen or ())):
+    times = [order] if order else []
+    for wanted in (target, *times, *(chosen or ())):
         if wanted not in data.column_names:
             raise unknown(f"column of client {name!r}", wanted, data.column_names)
-    columns = [column for column in data.column_names if column != target] if chosen is None else list(chosen)
-    client = "client" if "client" not in (target, *columns) else "(client)"
+    rest = [column for column in data.column_names if column not in (target, order)]
+    columns = rest if chosen is None else [column for column in chosen if column != order]
+    client = "client" if "client" not in (target, *times, *columns) else "(client)"
     source, owner = f"client {name!r}", Column.of_text([name] * len(data))
     pieces, targets = (Piece(source, len(data)),), _column(source, data, target)
     plain = {name for name, kind in data.features.items() if hasattr(kind, "int2str") or type(kind).__name__ == "Value"}
@@ -258,11 +282,12 @@ def _read_huggingface(name: str, data: Any, target: str, features: str | Sequenc
             raise UserError(f"Client {name!r} has inputs of different shapes; allowed: one shape for all.")
         kind = data.features[columns[0]]  # all integers come as int64, also those of an array that is declared smaller
         array = array.astype(kind.dtype) if type(kind).__name__.startswith("Array") else array
-        return Table({target: targets, client: owner}, target, client, pieces, array)
+        ordering = {column: _column(source, data, column) for column in times}
+        return Table({**ordering, target: targets, client: owner}, target, client, pieces, array)
     if column := next((column for column in columns if column not in plain), None):
         said = f"Client {name!r}, column {column!r} holds {data.features[column]}"
         raise UserError(f"{said}; allowed beside other features: numbers and text. features={column!r} takes it alone.")
-    found = {column: _column(source, data, column) for column in columns}
+    found = {column: _column(source, data, column) for column in (*columns, *times)}
     return Table({**found, target: targets, client: owner}, target, client, pieces)
 
 

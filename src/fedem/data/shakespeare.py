@@ -100,7 +100,7 @@ class Shakespeare(Public):
         split: how a role's windows become training, validation and test. "ordered" cuts its text in that order and
             leaves out a window's length between two parts, so that no two parts share a character. "random" draws
             windows, and leaks: of 99.9% of the test windows the last 25 characters stand in a training window of the
-            role as well, with the character to predict after them, so that test scores reward learning by heart.
+            role as well, with the character to predict after them, so that test scores may reward learning by heart.
     """
 
     window: int = field(default=80, metadata={"min": 1, "max": 1000})
@@ -127,9 +127,10 @@ class Shakespeare(Public):
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         if self.split == "ordered" and not isinstance(partition or Natural(), Natural):
-            why = "dealt at random, the windows of one client overlap those of others"
-            allowed = "partition.name natural, or data.split random"
-            raise UserError(f"data.split is 'ordered', but {why}; allowed: {allowed}.")
+            why = "windows dealt at random overlap those of others"
+            raise UserError(
+                f"data.split is 'ordered', but {why}; allowed: partition.name natural, or data.split random."
+            )
         return super().make(seed, partition, unseen)
 
     def read(self, source: Path) -> Iterator[Block]:

@@ -1,7 +1,8 @@
 """Tables of named columns, read from files and data frames: what is wrong is said by column and line.
 
 - CSV with a header, and Parquet: a column of targets, a column of client names, every other column a feature.
-- npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional).
+- npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional); one
+  that orders the rows in time, where it is named.
 - A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
 - A pandas data frame, or what turns into one.
 
@@ -113,13 +114,14 @@ class Table:
     client: str  # name of the column of client names; likewise
     pieces: tuple[Piece, ...]  # where the rows come from
     array: NDArray[np.generic] | None = None  # [n, ...], inputs that have no columns
+    order: str = ""  # name of the column that orders the rows in time, which is no feature; empty: none does
 
     def __len__(self) -> int:
         return sum(piece.rows for piece in self.pieces)
 
     @property
     def features(self) -> tuple[str, ...]:
-        return tuple(name for name in self.columns if name not in (self.target, self.client))
+        return tuple(name for name in self.columns if name not in (self.target, self.client, self.order))
 
     def without(self, names: Sequence[str]) -> Table:
         return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
@@ -168,6 +170,23 @@ class Table:
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
         return column.parsed
 
+    def times(self) -> NDArray[np.int64] | NDArray[np.float64] | None:
+        """Return what orders the rows in time, ``[n]``: numbers, or dates in microseconds; None if nothing does."""
+        if not self.order:
+            return None
+        column = self.complete([self.order]).columns[self.order]
+        if column.kind == WHOLE:  # exact, also beyond what a float holds
+            return np.array([int(text) for text in column.texts(WHOLE)], dtype=np.int64)
+        if column.kind != TEXT:
+            return self.numbers(self.order)
+        import pandas
+
+        texts = pandas.Series(column.texts(TEXT), dtype=object)
+        dates = pandas.to_datetime(texts, format="ISO8601", utc=True, errors="coerce")
+        if (wrong := dates.isna().to_numpy()).any():
+            raise self.refusal(self.order, int(wrong.argmax()), "is neither a number nor a date such as 2024-05-31")
+        return dates.to_numpy(dtype="datetime64[us]").astype(np.int64)
+
     def booleans(self, name: str) -> NDArray[np.float64]:
         """Return a column of true and false (or 1 and 0) as 1 and 0, ``[n]``."""
         column = self.complete([name]).columns[name]
@@ -207,7 +226,7 @@ def joined(tables: Sequence[Table]) -> Table:
     if len(kinds) > 1:
         raise UserError(f"The arrays of inputs differ in shape or type: {', '.join(sorted(map(str, kinds)))}.")
     places = tuple(piece for table in tables for piece in table.pieces)
-    return Table(columns, first.target, first.client, places, np.concatenate(arrays) if arrays else None)
+    return replace(first, columns=columns, pieces=places, array=np.concatenate(arrays) if arrays else None)
 
 
 def _parse(text: str) -> float:
@@ -229,7 +248,7 @@ def _written(value: Any) -> str:
     return str(int(value) if is_whole else value)
 
 
-def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
+def read_table(path: Path, target: str = "y", client: str = "client", order: str = "") -> Table:
     """Read a file of samples, whose ending says how, or a folder of such files."""
     if path.is_dir():
         # Names that start with a dot or an underscore are bookkeeping of whatever wrote the folder.
@@ -238,7 +257,7 @@ def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
         if len(endings) != 1 or endings[0] not in READERS:
             found, allowed = ", ".join(map(repr, endings)) or "no", f"files of one kind, {', '.join(READERS)}"
             raise UserError(f"The folder {path} holds {found} files; allowed: {allowed}.")
-        tables = [read_table(inside, target, client) for inside in paths]
+        tables = [read_table(inside, target, client, order) for inside in paths]
         whole = joined(tables)
         owners = [inside.stem for inside, table in zip(paths, tables, strict=True) for _ in range(len(table))]
         return whole if client in whole.columns else whole.owned_by(owners)
@@ -246,13 +265,13 @@ def read_table(path: Path, target: str = "y", client: str = "client") -> Table:
         raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(READERS)}, or a folder of such files.")
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
-    return READERS[path.suffix.lower()](path, target, client)
+    return READERS[path.suffix.lower()](path, target, client, order)
 
 
-def _read_npz(path: Path, target: str, client: str) -> Table:
+def _read_npz(path: Path, target: str, client: str, order: str) -> Table:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {name: np.asarray(archive[name]) for name in ("x", target, client) if name in archive}
+            found = {name: np.asarray(archive[name]) for name in ("x", target, client, order) if name in archive}
             present = ", ".join(archive.files)
     except DAMAGED as error:
         why = type(error).__name__
@@ -264,13 +283,14 @@ def _read_npz(path: Path, target: str, client: str) -> Table:
         if array.ndim == 0:
             raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry per sample.")
         if len(array) != len(inputs):
-            what = "clients" if name == client else "targets"
+            what = {client: "clients", target: "targets"}.get(name, f"of {name!r}")
             raise UserError(f"{path} has {len(inputs)} inputs but {len(array)} {what}; allowed: as many of each.")
     del found["x"]
-    if client in found and found[client].ndim > 1:
-        raise UserError(f"{path}: there must be one client name per row: got shape {found[client].shape}.")
+    for name, what in ((client, "client name"), (order, f"{order!r}")):
+        if name in found and found[name].ndim > 1:
+            raise UserError(f"{path}: there must be one {what} per row: got shape {found[name].shape}.")
     columns = {name: _array_column(path, name, array, text=name == client) for name, array in found.items()}
-    return Table(columns, target, client, (Piece(str(path), len(inputs)),), inputs)
+    return Table(columns, target, client, (Piece(str(path), len(inputs)),), inputs, order)
 
 
 def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> Column:
@@ -287,7 +307,7 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
     return Column(array, blank.any(tuple(range(1, array.ndim))))
 
 
-def _read_csv(path: Path, target: str, client: str) -> Table:
+def _read_csv(path: Path, target: str, client: str, order: str) -> Table:
     import pyarrow
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
 
@@ -315,7 +335,7 @@ def _read_csv(path: Path, target: str, client: str) -> Table:
         # A client may well be called Null, or a blank.
         empty = [(text if name == client else text.strip()) == "" for text in texts]
         columns[name] = Column(texts, np.array(empty, dtype=bool), written=name != client)
-    return _checked(Piece(str(path), len(table), partial(_line_of, path)), header, columns, target, client)
+    return _checked(Piece(str(path), len(table), partial(_line_of, path)), header, columns, target, client, order)
 
 
 def _lines(content: bytes, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
@@ -340,7 +360,7 @@ def _check_lines(path: Path, content: bytes) -> None:
             raise UserError(f"{path}, line {line}: {len(fields)} fields; allowed: {len(rows[0][1])}, as in the header.")
 
 
-def _read_parquet(path: Path, target: str, client: str) -> Table:
+def _read_parquet(path: Path, target: str, client: str, order: str) -> Table:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -349,10 +369,12 @@ def _read_parquet(path: Path, target: str, client: str) -> Table:
         frame = ParquetFile(path).read().to_pandas()
     except (OSError, ArrowException) as error:
         raise UserError(f"{path} can't be read as Parquet: {error}.") from None
-    return read_frame(frame, target, client, str(path))
+    return read_frame(frame, target, client, str(path), order)
 
 
-def read_frame(frame: Any, target: str = "y", client: str = "client", source: str = "the data frame") -> Table:
+def read_frame(
+    frame: Any, target: str = "y", client: str = "client", source: str = "the data frame", order: str = ""
+) -> Table:
     """Read a pandas data frame, or what turns into one (polars, arrow)."""
     if hasattr(frame, "to_pandas"):
         frame = frame.to_pandas()
@@ -365,7 +387,7 @@ def read_frame(frame: Any, target: str = "y", client: str = "client", source: st
     }
     if len(frame) == 0:
         raise UserError(f"{source} has no rows; allowed: at least one.")
-    return _checked(Piece(source, len(frame)), names, columns, target, client)
+    return _checked(Piece(source, len(frame)), names, columns, target, client, order)
 
 
 def is_frame(values: Any) -> bool:
@@ -417,10 +439,11 @@ def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
 
-def _checked(piece: Piece, header: list[str], columns: dict[str, Column], target: str, client: str) -> Table:
+def _checked(piece: Piece, header: list[str], columns: dict[str, Column], *named: str) -> Table:
     if twice := next((name for name in header if header.count(name) > 1), None):
         raise UserError(f"{piece.source} has the column {twice!r} more than once; names must differ.")
-    if not (table := Table(columns, target, client, (piece,))).features:
+    target, client, order = named
+    if not (table := Table(columns, target, client, (piece,), order=order)).features:
         raise UserError(f"{piece.source} has the columns {', '.join(header)}; at least one feature is needed besides.")
     return table
 

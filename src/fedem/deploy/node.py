@@ -166,10 +166,10 @@ class Node:
 def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     """Read, encode and split the samples of a file; ``name`` owns all of them where no column says whose they are."""
     encoding, seed, data = plan.format.encoding, plan.config.run.seed, plan.config.values("data")
-    shares = {key: data[key] for key in ("validation", "test") if key in data}
     if encoding is not None:
-        table = read_table(path, encoding.target.name, encoding.client)
-        federation = FromFile(path=str(path), table=table, **shares).make_by(encoding, seed, owner=name)
+        split = {key: data[key] for key in ("validation", "test", "split_by") if key in data}
+        table = read_table(path, encoding.target.name, encoding.client, split.get("split_by", ""))
+        federation = FromFile(path=str(path), table=table, **split).make_by(encoding, seed, owner=name)
         for column, categories in encoding.unseen(table).items():
             log.warning(_UNSEEN, column, path, len(categories), some(categories))
         return federation
@@ -179,4 +179,5 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
         raise UserError(f"{path} has no column {table.client!r}; the name of the client is needed then.")
     owners = table.owned_by(str(name)).owners() if owners is None else owners
     inputs = plan.format.conform("(all)", table.stacked())
-    return Federation.from_arrays(inputs, plain_targets(table), owners, seed=seed, **shares)
+    cut = plan.config.data.cut if data else {}
+    return Federation.from_arrays(inputs, plain_targets(table), owners, seed=seed, **cut)
