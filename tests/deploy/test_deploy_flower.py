@@ -7,6 +7,7 @@ from pathlib import Path
 
 import deployments
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -21,6 +22,7 @@ from fedem.deploy import server_app
 from fedem.deploy.kept import Kept
 from fedem.deploy.node import Node
 from fedem.runs.result import Result
+from fedem.runs.trainer import Trainer
 
 METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
 
@@ -37,6 +39,37 @@ def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
         assert kept.shared is not None
         equal(kept.personal, tree_index(tuned.personal, position))
         equal(kept.shared, tree_index(tuned.shared, int(tuned.reads[position])))
+
+
+def test_ifcas_deployed_clients_choose_anew(tmp_path: Path) -> None:
+    """What a client keeps, and what it is scored with, is the best of the last models, whatever it chose before."""
+    there = Deployed(tmp_path, method={"name": "ifca", "num_clusters": 3}, run={"dtype": "float64"})
+    state = there.serve()
+    models = tree_index(state.shared, 0)
+    for name in there.trainer.federation.names:
+        node = Node.open(there.plan, there.sample, name)
+        data = there.trainer.federation.train.client(there.trainer.federation.position(name))
+        losses = [float(there.plan.model.losses(tree_index(models, k), *data).sum()) for k in range(3)]
+        worst = torch.full((3,), -torch.inf, dtype=torch.float64)
+        worst[max(range(3), key=losses.__getitem__)] = 0.0
+        assert node.score(models, {"log_weights": worst})["train"].loss == pytest.approx(min(losses))
+        _, own = node.predictor(models, {"log_weights": worst})
+        assert int(own["log_weights"].argmax()) == losses.index(min(losses))
+        assert torch.equal(there.kept(name).personal["log_weights"], own["log_weights"])
+
+
+def test_deployed_clients_fine_tune_at_the_first_rate_of_their_run(tmp_path: Path) -> None:
+    """The run has other rounds than its plan, and inverse_sqrt's rate depends on how many."""
+    sections = {"method": {"name": "fedavg+"}, "schedule": {"name": "inverse_sqrt", "learning_rate": 0.4}}
+    there = Deployed(tmp_path, run={"dtype": "float64"}, **sections)
+    state = there.serve(rounds=5)
+    config, dataset = deployments.configure(there.sample, run={"dtype": "float64", "rounds": 5}, **sections)
+    trainer = Trainer.prepare(config, dataset)
+    known = simulated(trainer, 5)
+    equal(state.shared, known.shared)
+    tuned = trainer.predictors(known)
+    for position, name in enumerate(trainer.federation.names):
+        equal(there.kept(name).shared or {}, tree_index(tuned.shared, int(tuned.reads[position])))
 
 
 def test_the_servers_folder_is_a_run_without_clients(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import advance, make_personalizer, make_training
+from helpers import advance, make_federation, make_personalizer, make_training
 from newcomers import NEWCOMERS, both_engines, losses_of, one_epoch_by_hand
 from small_runs import SMALL, small_run
 
@@ -20,8 +20,30 @@ from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import Training
 from fedem.runs.trainer import reassess
 from fedem.solvers import SGD
+from fedem.solvers.schedules import SCHEDULES
 
 # Fine-tuning.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_clients_train_for_themselves_at_the_rate_of_the_first_round(tmp_path: Path, schedule: str) -> None:
+    """Fine-tuning, a newcomer's own training, and both after loading: at what the schedule gives for round 0 of K."""
+    federation, rate = make_federation(), SCHEDULES[schedule](0.4).rate(0, 9)
+    common = {"rounds": 9, "schedule": {"name": schedule, "learning_rate": 0.4}, "seed": 1, "dtype": "float64"}
+    own = {"fine_tune_epochs": 2, **common}
+    tuned, named = (fedem.train(federation, fine_tune_rate=given, **own) for given in (0.0, rate))
+    assert tuned.summary["test_loss"] == named.summary["test_loss"]
+    other = fedem.train(federation, fine_tune_rate=2 * rate, **own)
+    assert tuned.summary["test_loss"] != other.summary["test_loss"]
+    ditto = fedem.train(federation, "ditto", out=tmp_path / "run", **common)
+    maker = replace(ditto.recipe.personalizer(OneByOne()), learning_rate=rate)
+    with torch.no_grad():
+        found = maker.personalize(ditto.state(), NEWCOMERS.train, NEWCOMERS.keys).personal
+    for result in (ditto, fedem.Result.load(tmp_path / "run")):
+        fitted = result.with_unseen(NEWCOMERS).state().personal
+        for name, leaf in found.items():
+            torch.testing.assert_close(fitted[name], leaf, rtol=0, atol=1e-12)
+
 
 # pFedMe's own models come from other batches, and FedFOMO's clients keep some samples for other ends.
 LOWERING = [method for method in METHODS if method not in ("pfedme", "fedfomo")]

@@ -61,11 +61,13 @@ class Node:
         plan: what all agree on.
         name: of the client.
         federation: one that the client is in; nobody else's samples are touched.
+        num_rounds: of the run; 0 for as many as the plan has.
     """
 
     plan: Plan
     name: str
     federation: Federation
+    num_rounds: int = 0
 
     @classmethod
     def open(cls, plan: Plan, path: Path, name: str | None = None) -> Node:
@@ -156,7 +158,9 @@ class Node:
     @cached_property
     def _personalizer(self) -> Personalizer:
         # Whatever stands between the clients, each reads the one tree that it has got.
-        return replace(self.plan.personalizer(OneByOne()), mixer=Star())
+        config = self.plan.config
+        rate = config.schedule.rate(0, self.num_rounds or config.run.rounds)
+        return replace(self.plan.personalizer(OneByOne()), mixer=Star(), learning_rate=rate)
 
     def _one(self, tree: Tree) -> Tree:
         """Give a tree a dimension for its one client, or group."""

@@ -59,7 +59,7 @@ class RunSettings(Settings):
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
-        fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else schedule.learning_rate.
+        fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides

@@ -152,7 +152,7 @@ class Recipe:
         return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
-        config, rate = self.config, self.config.schedule.learning_rate
+        config, rate = self.config, self.config.schedule.rate(0, self.config.run.rounds)
         return Personalizer(self.algorithm, self.mixer, engine, config.batching, rate, config.run)
 
     def describe(self, state: State) -> Record:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def _answer(folder: Path, act: Callable[[Client, Request], RecordDict], message:
     except UserError as error:
         return _refusal(message, error, str(error))
     try:
-        node = _open(plan, data, own)
+        node = replace(_open(plan, data, own), num_rounds=request.num_rounds)
         return Message(act(Client(node, kept_path(state, request.experiment, node.name)), request), reply_to=message)
     except Exception as error:  # Flower would send the server what any of them says
         if not isinstance(error, UserError):

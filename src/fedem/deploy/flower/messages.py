@@ -33,6 +33,7 @@ class Request(NamedTuple):
     learning_rate: float
     experiment: str
     run: str  # which run of the experiment: there may have been others by the same name
+    num_rounds: int  # of the run, which may have other rounds than its plan
 
 
 class Reply(NamedTuple):
@@ -107,10 +108,12 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
             raise UserError(f"leaf {name!r} is not finite")
 
 
-def write_request(plan: Plan, arrays: ArrayRecord, done: int, rate: float, experiment: str, run: str) -> RecordDict:
-    """Write a message of the server after some rounds are ``done``."""
+def write_request(
+    plan: Plan, arrays: ArrayRecord, done: int, num_rounds: int, rate: float, experiment: str, run: str
+) -> RecordDict:
+    """Write a message of the server after some rounds of ``num_rounds`` are ``done``."""
     config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, "experiment": experiment, "run": run})
-    config["round"], config["learning_rate"] = done, rate
+    config["round"], config["num_rounds"], config["learning_rate"] = done, num_rounds, rate
     return RecordDict({"arrays": arrays, "config": config})
 
 
@@ -121,6 +124,7 @@ def read_request(message: Message, plan: Plan) -> Request:
             config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
             experiment, run = str(config["experiment"]), str(config["run"])
             done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
+            num_rounds = int(str(config["num_rounds"]))
         except KeyError as error:
             raise UserError(f"it has no {error}") from None
         _check_agreement(config, plan)
@@ -128,7 +132,7 @@ def read_request(message: Message, plan: Plan) -> Request:
         layout = layout_of(plan.algorithm.init_shared(0))
         shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
-    return Request(shared, done, rate, experiment, run)
+    return Request(shared, done, rate, experiment, run, num_rounds)
 
 
 def write_reply(node: Node, scores: Mapping[str, ScoreSums], upload: Tree | None = None) -> RecordDict:

@@ -117,8 +117,8 @@ class MethodStrategy(Strategy):
 
     def requests(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
         """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
-        done, run = self.state.round, self.run
-        content = messages.write_request(self.plan, arrays, done, self.rate, run.experiment, self.token)
+        done, run, rounds = self.state.round, self.run, self.config.run.rounds
+        content = messages.write_request(self.plan, arrays, done, rounds, self.rate, run.experiment, self.token)
         return [Message(content, node, kind, ttl=run.timeout, group_id=str(done)) for node in nodes]
 
     def configure_train(
