@@ -17,12 +17,14 @@ from fedem.methods.mixer import Alone, Mixer, Round, Served, Star, Start
 from fedem.methods.mocha import Relations
 from fedem.methods.pfedhn import Hypernetwork
 from fedem.methods.pulls import Laplacian, Loopless
+from fedem.methods.qffl import ByMass
 
 MIXERS: dict[str, Mixer] = {
     "star": Star(),
     "graph": Graph(Ring()),
     "alone": Alone(),
     "agnostic": Agnostic(0.1),
+    "by_mass": ByMass(),
     "clusters": Clusters(),
     "candidates": Candidates(2),
     "hypernetwork": Hypernetwork(3, 4),
@@ -78,4 +80,6 @@ def make_trained(mixer: Mixer, count: int, seed: int = 0) -> Tree:
         return add_prefix("model", model) | {"loss": random_tensor(count, seed=5).abs()}
     if isinstance(mixer, Candidates):
         return add_prefix("model", model) | {"weights": random_tensor(count, 2, seed=5).abs()}
+    if isinstance(mixer, ByMass):
+        return model | {"log_mass": random_tensor(count, seed=5)}
     return model

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fedem.core.errors import UserError
-from fedem.core.tree import Tree, tree_index
+from fedem.core.tree import Tree, tree_index, tree_repeat, tree_stack
 from fedem.data import Dataset
 from fedem.data.federation import PARTS, Federation
 from fedem.deploy.kept import Kept, kept_path
@@ -58,13 +58,13 @@ def test_rounds_of_nodes_are_the_simulators(tmp_path: Path, method: str) -> None
     state = trainer.training.init()
     shared = tree_index(state.shared, 0)
     personals = [node.first_personal(shared) for node in nodes]
-    weights = trainer.federation.train.sizes.double() / len(trainer.federation.train)
     for index in range(3):
         answers = [node.train(shared, own, index, plan.rate(index)) for node, own in zip(nodes, personals, strict=True)]
         personals = [personal for _, personal in answers]
-        summands = [algorithm.summand(upload) for upload, _ in answers]
-        mean = {name: sum(w * leaf[name] for w, leaf in zip(weights, summands, strict=True)) for name in summands[0]}
-        shared = algorithm.update(shared, mean, share=1.0)
+        summands = tree_stack([algorithm.summand(upload) for upload, _ in answers])
+        this = trainer.training.round(index, torch.arange(len(nodes)))
+        mixed, _ = plan.mixer.mix(tree_repeat(shared, 1), {}, this, [(this.clients, summands)])
+        shared = algorithm.update(shared, tree_index(mixed.means, 0), share=1.0)
         state, _ = trainer.training.step(state)
         _equal(shared, tree_index(state.shared, 0), 1e-10)
         for position, own in enumerate(personals):

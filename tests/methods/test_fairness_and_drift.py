@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from helpers import advance, make_federation, make_training, scores_of
+from helpers import NAMES, advance, make_federation, make_model, make_training, scores_of
 from least_squares import WHOLE, conflict, mean_square, quadratic_problem, shares, slope, vector
+from mixers import in_pieces, make_round, random_tensor
 from torch import Tensor
 
-from fedem.engines import Batching, Stacked
+from fedem.data.federation import Federation
+from fedem.engines import Batching, Engine, OneByOne, Stacked
+from fedem.methods.qffl import ByMass
 from fedem.solvers import SGD
 from fedem.solvers.schedules import Constant
 
@@ -36,6 +41,53 @@ def test_qffls_server_takes_the_papers_step(q: float) -> None:
         u = u - shares(federation) @ pushes / (shares(federation) @ curvatures)
         state, _ = training.step(state)
         np.testing.assert_allclose(vector(state.shared)[0], u, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("common", [-5000.0, -40.0, 0.0, 700.0, 1e6])
+@pytest.mark.parametrize("order", [[[0, 1, 2, 3]], [[2], [0], [3], [1]], [[3, 1], [2, 0]]])
+def test_a_common_factor_of_all_masses_counts_for_nothing(common: float, order: list[list[int]]) -> None:
+    """Ratios of sums by masses m_t are those by c m_t, for c that no number can hold; a mass of 0 is just none."""
+    log_mass = torch.tensor([0.3, -1.0, 2.0, -900.0], dtype=torch.float64)
+    push, curvature = random_tensor(4, 3), random_tensor(4, seed=1).abs()
+    uploads = {"push/w": push, "curvature": curvature, "buffers/mean": random_tensor(4, seed=2)}
+    this = make_round([4, 1, 7, 2])
+    share = this.sizes.double() / 14
+    pieces = in_pieces(uploads | {"log_mass": log_mass + common}, order)
+    means = ByMass().mix({}, {}, this, pieces)[0].means
+    mass = share * log_mass.exp()
+    torch.testing.assert_close(means["push/w"][0] / means["curvature"], mass @ push / (mass @ curvature))
+    torch.testing.assert_close(means["buffers/mean"][0], share @ uploads["buffers/mean"])
+
+
+@pytest.mark.parametrize("q", [0.5, 5.0, 40.0])
+@pytest.mark.parametrize("engine", [Stacked(chunk_size=2), OneByOne()], ids=["chunks", "one by one"])
+def test_qffls_powers_do_not_overflow(q: float, engine: Engine) -> None:
+    """Losses of 1e10 to powers that float32, and that of 40 that float64 has no numbers for."""
+    ends, scale = [], 1e5
+    for dtype, kind in ((np.float32, torch.float32), (np.float64, torch.float64)):
+        clients = make_federation("squared_error")
+        parts = [
+            tuple(
+                (part * scale).astype(dtype) if position else part.astype(dtype) for position, part in enumerate(pair)
+            )
+            for pair in ([leaf.numpy() for leaf in clients.train.client(index)] for index in range(5))
+        ]
+        training = make_training(
+            "qffl",
+            Federation.from_parts(parts, parts, parts, NAMES),
+            loss="squared_error",
+            model=make_model("squared_error", kind),
+            engine=engine,
+            solver=SGD(),
+            batching=WHOLE,
+            schedule=Constant(0.05),
+            q=q,
+        )
+        start = training.init()
+        zero = replace(start, shared={name: torch.zeros_like(leaf) for name, leaf in start.shared.items()})
+        ends.append(vector(advance(training, 3, zero).shared)[0] / scale)
+    assert np.abs(ends[1]).max() > 1e-3
+    np.testing.assert_allclose(ends[0], ends[1], rtol=0, atol=2e-4 * np.abs(ends[1]).max())
 
 
 def _final_losses(method: str, rounds: int, **settings: object) -> Tensor:
