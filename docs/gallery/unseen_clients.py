@@ -23,7 +23,7 @@ result = fedem.train(federation, "fedem", num_components=2, rounds=40, learning_
 print(f"those who trained: {result.summary['test_accuracy']:.3f}")
 
 
-def mean_accuracy(shown: int | None, max_iterations: int | None) -> float:
+def mean_accuracy(shown: int | None, max_iterations: int) -> float:
     """Return the newcomers' mean test accuracy, each fitted on its first ``shown`` samples."""
     accuracies = []
     for position in range(newcomers.num_clients):
@@ -37,4 +37,4 @@ def mean_accuracy(shown: int | None, max_iterations: int | None) -> float:
 print("samples   one update   converged")
 for shown in SHOWN:
     label = "all" if shown is None else shown
-    print(f"{label:>7}   {mean_accuracy(shown, 1):10.3f}   {mean_accuracy(shown, None):9.3f}")
+    print(f"{label:>7}   {mean_accuracy(shown, 1):10.3f}   {mean_accuracy(shown, 0):9.3f}")

@@ -23,6 +23,7 @@ from fedem.deploy.peers.meeting import Meeting, host_meeting, interface_of
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
 from fedem.models.images import EfficientNetLite0, read_weights
+from fedem.runs.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,29 @@ def test_rounds_are_the_simulators(
     deployment = Deployment(tmp_path, 3, method, graph).with_run(**run)
     work_together(deployment, processes, tmp_path)
     deployment.check_equals_simulator()
+
+
+def test_a_peer_never_sampled_fits_its_weights(tmp_path: Path) -> None:
+    """It is scored with them, and keeps them when the run is over; before, its file says that it has none yet."""
+    deployment = Deployment(tmp_path, 1).with_run(clients_per_round=2, dtype="float64")
+    trainer = Trainer.prepare(deployment.config, deployment.config.make_data())
+    state, _ = trainer.training.step(trainer.training.init())
+    found, names = trainer.predictors(state), trainer.federation.names
+    scores, asked = trainer.scores(found)["test"], trainer.training.sample(0).tolist()
+    work_together(deployment, [["ann", "bob"], ["cem", "dan"]], tmp_path)
+    for position, name in enumerate(names):
+        kept = deployment.kept(name)
+        assert not kept.is_first
+        expected = found.personal["log_weights"][position]
+        torch.testing.assert_close(kept.personal["log_weights"], expected, rtol=0, atol=1e-9)
+        fitted = not torch.equal(expected, state.personal["log_weights"][position])
+        assert fitted == (position not in asked)
+        line = json.loads(next(deployment.state.glob(f"*/{name}/metrics.jsonl")).read_text().splitlines()[-1])
+        assert line["own_test_loss"] == pytest.approx(float(scores.losses[position]), rel=1e-9)
+        path = next(deployment.state.glob(f"*/{name}.safetensors"))
+        replace(kept, is_first=True).save(path)
+        refused = CliRunner().invoke(app, ["export", str(path), "--out", str(tmp_path / name)])
+        assert "no round so far" in str(refused.exception)
 
 
 def test_those_who_are_left_go_on_from_the_furthest_round(tmp_path: Path) -> None:

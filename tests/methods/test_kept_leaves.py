@@ -79,10 +79,43 @@ def test_passes_of_a_newcomer_can_be_chosen_where_everybody_fine_tunes() -> None
     federation = make_federation()
     result = fedem.train(federation, "fedavg+", rounds=2, learning_rate=0.05)
     one, many = (
-        result.personalize(*federation.test.client(3), max_iterations=count).mixture.components["weight"]
+        result.personalize(*federation.test.client(3), fine_tune_epochs=count).mixture.components["weight"]
         for count in (1, 20)
     )
     assert not torch.allclose(one, many)
+    usual = result.personalize(*federation.test.client(3), unseen_epochs=9)
+    assert torch.equal(usual.mixture.components["weight"], one)
+
+
+def test_updates_of_weights_are_not_passes_over_samples() -> None:
+    """With one component there are no weights to fit, so their updates change nothing, and fine-tuning does."""
+    federation = make_federation()
+    result = fedem.train(federation, "fedem", num_components=1, rounds=2, learning_rate=0.05, fine_tune_epochs=1)
+    usual, many_updates, many_passes = (
+        result.personalize(*federation.test.client(3), **asked).mixture.components["weight"]
+        for asked in ({}, {"max_iterations": 20}, {"fine_tune_epochs": 20})
+    )
+    assert torch.equal(usual, many_updates)
+    assert not torch.allclose(usual, many_passes)
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "message"),
+    [
+        (
+            "ditto",
+            {"max_iterations": 3},
+            "max_iterations is 3, but method ditto has no mixture weights; allowed: unseen",
+        ),
+        ("fedem", {"max_iterations": -1}, "max_iterations is -1; allowed: from 1, or 0"),
+        ("ditto", {"unseen_epochs": 0}, "unseen_epochs is 0"),
+        ("fedem", {"fine_tune_epochs": -2}, "fine_tune_epochs is -2"),
+    ],
+)
+def test_absurd_numbers_for_a_newcomer_are_refused(method: str, asked: dict[str, int], message: str) -> None:
+    federation = make_federation()
+    with pytest.raises(UserError, match=message):
+        fedem.train(federation, method, rounds=1).personalize(*federation.test.client(3), **asked)
 
 
 def test_the_other_name_of_ifca_works_from_python() -> None:

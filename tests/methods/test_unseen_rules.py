@@ -33,10 +33,13 @@ def test_a_new_clients_predictor_is_the_shared_model(method: str) -> None:
         torch.testing.assert_close(prediction, expected, rtol=0, atol=1e-14)
 
 
-def test_one_iteration_of_fedem_is_one_update_of_em() -> None:
-    training = make_training("fedem", num_components=3)
+@pytest.mark.parametrize(("method", "as_setting"), [("fedem", False), ("fedem", True), ("bfedem", True)])
+def test_one_iteration_of_fedem_is_one_update_of_em(method: str, as_setting: bool) -> None:
+    """The paper's rule, asked for when a client is fitted, or by a setting of the run."""
+    training = make_training(method, num_components=3, **({"unseen_updates": 1} if as_setting else {}))
     state = advance(training)
-    found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 1)
+    asked = () if as_setting else (1,)
+    found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, *asked)
     model = training.algorithm.model
     for position in range(3):
         data = NEWCOMERS.train.client(position)
@@ -47,6 +50,18 @@ def test_one_iteration_of_fedem_is_one_update_of_em() -> None:
         np.testing.assert_allclose(
             found.personal["log_weights"][position].exp().numpy(), responsibilities.mean(1), rtol=0, atol=1e-13
         )
+
+
+def test_what_is_asked_for_goes_before_the_setting() -> None:
+    training = make_training("fedem", unseen_updates=1)
+    state, usual = advance(training, 10), make_training("fedem")
+    fits = [
+        make_personalizer(one).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, *asked).personal["log_weights"]
+        for one, asked in ((training, ()), (training, (0,)), (usual, ()), (usual, (0,)))
+    ]
+    assert not torch.allclose(fits[0], fits[1])
+    assert torch.equal(fits[1], fits[2])
+    assert torch.equal(fits[1], fits[3])
 
 
 def test_more_iterations_of_fedem_fit_better() -> None:
@@ -118,8 +133,8 @@ def test_a_new_client_of_ditto_solves_its_own_problem_around_the_shared_model() 
     """As many passes as asked for; with many, the minimiser of f + pull/2 |v - u|^2."""
     training = make_training("ditto", solver=SGD(), batching=Batching(0), pull=0.5)
     state = advance(training)
-    personalizer = make_personalizer(training)
-    found = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 150)
+    personalizer = make_personalizer(training, unseen_epochs=150)
+    found = personalizer.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     model, shared = training.algorithm.model, tree_index(state.shared, 0)
     for position in range(3):
         own = {
@@ -149,7 +164,7 @@ def test_a_new_client_without_samples_takes_the_mean_of_all_models(method: str) 
 def test_a_new_client_fine_tunes_the_mean_of_all_models(method: str) -> None:
     training = make_training(method)
     state = advance(training)
-    found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 1)
+    found = make_personalizer(training, unseen_epochs=1).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     start = {name: leaf.mean(0) for name, leaf in state.shared.items()}
     for position in range(3):
         expected = one_epoch_by_hand(training, start, NEWCOMERS.train, NEWCOMERS.keys, position, 0.2)
@@ -168,7 +183,7 @@ def test_a_new_client_of_pfedhn_learns_an_embedding_from_the_mean_of_all() -> No
         return tree_index(mixer.read(state.shared, one, torch.tensor([0])).shared, 0)
 
     embedding = memory["embeddings"].mean(0).requires_grad_()
-    found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, 1)
+    found = make_personalizer(training, unseen_epochs=1).personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
     for position in range(3):
         start = {name: leaf.detach() for name, leaf in made(embedding).items()}
         trained = one_epoch_by_hand(training, start, NEWCOMERS.train, NEWCOMERS.keys, position, 0.2)
@@ -186,7 +201,8 @@ def test_more_passes_fit_a_new_client_of_pfedhn_better() -> None:
     state = advance(training, 20)
     losses = []
     for passes in (1, 30):
-        found = make_personalizer(training).personalize(state, NEWCOMERS.train, NEWCOMERS.keys, passes)
+        maker = make_personalizer(training, unseen_epochs=passes)
+        found = maker.personalize(state, NEWCOMERS.train, NEWCOMERS.keys)
         losses.append(evaluate(training.algorithm, training.engine, found, NEWCOMERS)["train"].loss)
     assert losses[1] < losses[0]
 

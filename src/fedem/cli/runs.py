@@ -35,7 +35,7 @@ Folders = Annotated[
 Array = NDArray[np.generic]
 _ALL = "all"
 _UPDATES = "FedEM: updates of the mixture weights, 1 as in the paper, 0 until they converge."
-_PASSES = "Methods whose newcomers train: passes over their samples, 0 for run.unseen_epochs."
+_PASSES = "Methods whose newcomers train: passes over their samples."
 
 
 def show(run_folder: RunArgument) -> None:
@@ -77,7 +77,11 @@ def personalize(
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Folder to write the new clients' models to.")],
-    iterations: Annotated[int, Option(help=f"{_UPDATES} {_PASSES}", min=0)] = 0,
+    iterations: Annotated[int | None, Option(help=f"{_UPDATES} As in the run when not given.", min=0)] = None,
+    unseen_epochs: Annotated[int | None, Option(help=f"{_PASSES} As in the run when not given.", min=1)] = None,
+    fine_tune_epochs: Annotated[
+        int | None, Option(help="Passes over their samples before they predict. As in the run when not given.", min=0)
+    ] = None,
     beside: Annotated[
         str | None, Option(help="A client that took part: start from what it has (without a server, its components).")
     ] = None,
@@ -102,7 +106,8 @@ def personalize(
     targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
-        fitted = result.with_unseen(federation, max_iterations=iterations or None, which=which, beside=beside)
+        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        fitted = result.with_unseen(federation, iterations, which, beside, **epochs)
     fitted.save(out)
     if not quiet:
         metric = metrics_of(fitted.summary)[0].name
@@ -253,6 +258,8 @@ def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
     kept = Kept.load(source)
     if kept.shared is None:
         raise UserError(f"{source} has no components: they come to the client when its run is over.")
+    if kept.is_first:
+        raise UserError(f"{source} has nothing of its client yet, which has taken part in no round so far.")
     # It may have been trained on a device that is not here.
     config = kept.plan.config.replace("run", device="cpu")
     # A server asks for the model that predicts, once the run is over, and then there is one before it.

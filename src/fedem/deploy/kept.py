@@ -31,6 +31,7 @@ class Kept:
         before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
         run: which run of the experiment it is of, as its server, or its peers, call it.
         client: its name; empty in files that do not say.
+        is_first: whether ``personal`` is still as drawn at first, since the client has taken part in no round.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class Kept:
     before: Tree | None = None
     run: str = ""
     client: str = ""
+    is_first: bool = False
 
     def save(self, path: Path) -> None:
         """Replace the file, which nobody else on the machine may read."""
@@ -54,6 +56,7 @@ class Kept:
         }
         plan, run, client = self.plan.to_json(), self.run, self.client
         content = {"round": self.round, "trees": list(there), "run": run, "client": client, "plan": plan}
+        content["is_first"] = self.is_first
         for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, save(tensors, metadata={"kept": json.dumps(content)}), private=True)
@@ -70,7 +73,8 @@ class Kept:
             tensors = load_file(path)
             trees = {name: take_prefix(name, tensors) for name in content["trees"]}
             plan, client = Plan.from_json(content["plan"]), content.get("client", "")
-            return cls(plan, content["round"], **trees, run=content["run"], client=client)
+            first = content.get("is_first", False)
+            return cls(plan, content["round"], **trees, run=content["run"], client=client, is_first=first)
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:

@@ -79,6 +79,7 @@ class Algorithm(Settings, ABC):
     single model): such a method can be diagnosed, and its alpha measured"""
     is_mixture: ClassVar[bool] = False  # whether u is M components [M, ...] and v_t their ``log_weights`` [M]
     steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
+    chooses_anew: ClassVar[bool] = False  # whether v_t is a choice by samples and u alone, made when a client predicts
     fine_tune_setting: ClassVar[str] = ""  # the setting that is its rate of fine-tuning; empty: the schedule's first
     has_scores: ClassVar[bool] = False  # whether ``score`` is overridden; set by itself
     has_survey: ClassVar[bool] = False  # whether ``survey`` is overridden; set by itself
@@ -162,8 +163,9 @@ class Algorithm(Settings, ABC):
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
         """Fit v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
 
-        ``max_iterations`` bounds an iterative rule; None means to convergence. Where v_t can't be had from scores,
-        return None: the client then trains its v_t by the method's own steps, and u stays as it is.
+        ``max_iterations`` bounds an iterative rule, 0 meaning to convergence and None what the method's settings say.
+        Where v_t can't be had from scores, return None: the client then trains its v_t by the method's own steps, and u
+        stays as it is.
         """
         return None
 

@@ -37,6 +37,8 @@ class FedEM(Surrogate):
             components share samples, until near 0 each is trained on all of them; larger ones part them.
         unseen_prior: pseudo-count of samples, in equal shares certainly of each component, that a client unseen in
             training adds to its own when it fits its mixture weights; 0 takes the most likely weights.
+        unseen_updates: updates of EM, from uniform weights, by which such a client fits them; 0 goes on until they
+            converge. 1 is the paper's rule. A fixed number of updates takes no prior.
     """
 
     uploads_model: ClassVar[bool] = True
@@ -49,6 +51,7 @@ class FedEM(Surrogate):
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
     unseen_prior: float = field(default=1.0, metadata={"min": 0})
+    unseen_updates: int = field(default=0, metadata={"min": 0})
 
     def init_shared(self, seed: int) -> Tree:
         return distinct_models(self.model, self.num_components, seed)
@@ -120,11 +123,12 @@ class FedEM(Surrogate):
         return Mixture(shared, personal["log_weights"])
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """Fit the mixture weights alone, from uniform; one iteration is the paper's rule for unseen clients.
+        """Fit the mixture weights alone, from uniform; one update is the paper's rule for unseen clients.
 
         By likelihoods as they are, whatever the sharpness, since predictions are averaged so.
         """
-        return {"log_weights": em.fit_log_weights(scores["losses"], max_iterations, self.unseen_prior)}
+        updates = self.unseen_updates if max_iterations is None else max_iterations
+        return {"log_weights": em.fit_log_weights(scores["losses"], updates or None, self.unseen_prior)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""

@@ -28,11 +28,14 @@ from fedem.methods.steps import SingleModel, distinct_models, mean_by_mass, time
 class IFCA(SingleModel):
     """u: K models. v_t: which of them is the client's, as log weights that are 0 there and -inf elsewhere.
 
+    A client chooses when a round begins, and anew when it predicts: the models have moved on since.
+
     Attributes:
         num_clusters: K, how many models there are; 1 is FedAvg.
     """
 
     uploads_model: ClassVar[bool] = False
+    chooses_anew: ClassVar[bool] = True
 
     num_clusters: int = field(default=3, metadata={"min": 1})
 

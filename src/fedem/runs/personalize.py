@@ -70,7 +70,7 @@ class Personalizer:
     mixer: Mixer
     engine: Engine
     batching: Batching
-    learning_rate: float  # of all training here, where neither the run nor the method has a rate for fine-tuning
+    learning_rate: float  # the schedule's first; of fine-tuning only where neither run nor method has a rate for it
     run: RunSettings
 
     @cached_property
@@ -81,10 +81,20 @@ class Personalizer:
     def _tuning(self) -> SolverDeal:
         return SolverDeal(FineTuned.of(self.algorithm))
 
-    def predictors(self, state: State, federation: Federation) -> Predictors:
-        """Return the predictors of the clients that took part in training."""
-        served = self.mixer.read(state.shared, state.memory, torch.arange(federation.num_clients))
+    def predictors(self, state: State, federation: Federation, took_part: Tensor | None = None) -> Predictors:
+        """Return the predictors of a run's clients; ``took_part`` ``[T]`` says who has trained, None that all have.
+
+        The others' v_t are as drawn at first. They fit them as unseen clients do, beside what they read.
+        """
+        everybody = torch.arange(federation.num_clients)
+        served = self.mixer.read(state.shared, state.memory, everybody)
         found = Predictors(*served, split_residual(state.personal)[0])
+        if self.algorithm.chooses_anew:
+            took_part = torch.zeros_like(everybody, dtype=torch.bool)
+        if found.personal and took_part is not None and len(new := everybody[~took_part]):
+            start = found._replace(reads=found.reads[new])
+            fitted = self._fit(start, federation.train.take(new), federation.keys[new], None).personal
+            found = found._replace(personal=_put(found.personal, new.to(_device(found.shared)), fitted))
         epochs = self.run.fine_tune_epochs
         return self._fine_tuned(found, federation.train, federation.keys, epochs) if epochs else found
 
@@ -116,9 +126,8 @@ class Personalizer:
     ) -> Predictors:
         """Fit unseen clients with these ``keys`` ``[T]`` on their ``samples``, if any; what others share stays fixed.
 
-        ``max_iterations`` bounds the method's own rule: updates of FedEM's mixture weights, in the paper one (None for
-        convergence); for a method that must train, passes over the samples (None for ``unseen_epochs``). ``beside`` is
-        the position of a client that took part: start from what it reads, and not from what is for all.
+        ``max_iterations`` bounds updates of the mixture weights (0 for convergence, None for the method's setting).
+        ``beside`` is the position of a client that took part: start from what it reads, and not from what is for all.
         """
         start = self.mixer.welcome(state.shared, state.memory)
         if start.refusal:
@@ -127,44 +136,37 @@ class Personalizer:
             read = self.mixer.read(state.shared, state.memory, torch.tensor([beside]))
             start = Welcome(Predictors(*read, {}).own, start.fine_tune)
         device, count = _device(start.shared), len(next(iter(start.shared.values())))
-        trees = (tree_index(start.shared, slice(k, k + 1)) for k in range(count))
-        fits = [self._fit(shared, samples, keys, max_iterations) for shared in trees]
         best = torch.zeros(samples.num_clients, dtype=torch.int64)
+        fits = [self._fit(Predictors(start.shared, best + k, {}), samples, keys, max_iterations) for k in range(count)]
         if count > 1 and len(samples):
             best = torch.stack([self._losses(fit, samples) for fit in fits]).argmin(0)
         rows, position = best.to(device), torch.arange(samples.num_clients, device=device)
         personal = tree_map(lambda leaf: leaf[rows, position], tree_stack([fit.personal for fit in fits]))
         chosen = Predictors(start.shared, best, personal)
         if start.kept is not None and start.learn is not None:
-            passes = max_iterations or self.run.unseen_epochs
-            chosen = self._learnt(chosen, start.kept[rows], start.learn, samples, keys, passes)
-        tuned = self.run.fine_tune_epochs or (self.run.unseen_epochs if start.fine_tune else 0)
-        epochs = max_iterations if tuned and max_iterations else tuned
+            chosen = self._learnt(chosen, start.kept[rows], start.learn, samples, keys)
+        epochs = self.run.fine_tune_epochs or (self.run.unseen_epochs if start.fine_tune else 0)
         return self._fine_tuned(chosen, samples, keys, epochs) if epochs else chosen
 
-    def _learnt(
-        self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor, rounds: int
-    ) -> Predictors:
-        """Let newcomers take part in ``rounds`` rounds of their own, one pass each; those without samples stay."""
+    def _learnt(self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor) -> Predictors:
+        """Let newcomers take part in rounds of their own, one pass each; those without samples stay."""
         own, able = start.own, (samples.sizes > 0).nonzero().flatten()
         if len(able):
             where, some = able.to(_device(own)), samples.take(able)
             here, mine, personal = tree_index(own, where), kept[where], tree_index(start.personal, where)
-            for _ in range(rounds):
+            for _ in range(self.run.unseen_epochs):
                 found = Predictors.apart(here, personal)
                 _, uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
                 mine, here = learn(mine, uploads)
             own = _put(own, where, here)
         return Predictors.apart(own, start.personal)
 
-    def _fit(self, shared: Tree, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
-        """Fit all clients' personal trees beside one shared tree ``[1, ...]``."""
-        algorithm, one = self.algorithm, tree_index(shared, 0)
-        device = _device(one)
-        reads = torch.zeros(samples.num_clients, dtype=torch.int64)
+    def _fit(self, start: Predictors, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
+        """Fit all clients' personal trees beside what each reads; what ``start`` has of them plays no part."""
+        algorithm, device = self.algorithm, _device(start.shared)
         trees: list[Tree] = []
-        for position in range(samples.num_clients):
-            data = samples.client(position).to(device)
+        for position, row in enumerate(start.reads.tolist()):
+            one, data = tree_index(start.shared, row), samples.client(position).to(device)
             # A column depends on its own sample alone, so a large client is scored piece by piece.
             pieces = zip(*(array.split(_SCORED) for array in data), strict=True)
             scores = tree_cat([algorithm.score(one, *piece) for piece in pieces], -1)
@@ -173,10 +175,10 @@ class Personalizer:
                 break
             trees.append(tree)
         else:
-            return Predictors(shared, reads, tree_stack(trees))
-        personal = init_personal(algorithm, one, derive(keys, PERSONAL, self.run.seed).to(device))
-        start, epochs = Predictors(shared, reads, personal), max_iterations or self.run.unseen_epochs
-        where, _, trained = self._train(self._own_rounds, start, samples, keys, epochs, self.learning_rate)
+            return start._replace(personal=tree_stack(trees))
+        personal = init_personal(algorithm, start.own, derive(keys, PERSONAL, self.run.seed).to(device), apart=True)
+        first, epochs = start._replace(personal=personal), self.run.unseen_epochs
+        where, _, trained = self._train(self._own_rounds, first, samples, keys, epochs, self.learning_rate)
         return start._replace(personal=_put(personal, where, trained))
 
     def _losses(self, found: Predictors, samples: Samples) -> Tensor:
@@ -196,4 +198,4 @@ def _device(tree: Tree) -> torch.device:
 
 def _put(old: Tree, where: Tensor, new: Tree) -> Tree:
     """Replace the rows at ``where`` of those leaves that ``new`` has too."""
-    return old | {name: old[name].index_copy(0, where, leaf) for name, leaf in new.items() if name in old}
+    return old | {name: old[name].index_copy(0, where, leaf.to(old[name])) for name, leaf in new.items() if name in old}

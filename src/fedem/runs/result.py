@@ -6,7 +6,7 @@ Shapes: T clients, M components, n samples, K classes (or target dimensions).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
-from fedem.methods.base import Mixture
+from fedem.methods.base import Mixture, find_method
 from fedem.methods.mixer import Settled
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
@@ -27,7 +27,7 @@ from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.personalize import Predictors
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
-from fedem.runs.rounds import State
+from fedem.runs.rounds import State, cohort_size, took_part
 
 _TUNED = "tuned-"  # before the role of fine-tuned models in a checkpoint
 
@@ -71,7 +71,8 @@ class Result:
         history: one record per round, as in metrics.jsonl.
         clients: one record per client, as in clients.csv.
         origin: what a checkpoint says of the training it came from, so that it can be gone on with.
-        tuned: where clients fine-tune before they predict: their own models, by role.
+        tuned: by role, what clients predict with where they fine-tune first; where they don't but some fitted v_t to
+            their samples, everybody's v_t alone.
     """
 
     recipe: Recipe
@@ -101,16 +102,21 @@ class Result:
         return self.states[which]
 
     def client(self, name: str, which: str = "last") -> PersonalModel:
-        """Return the predictor of a client that took part in training: the fine-tuned one, where the run fine-tunes."""
-        position, recipe = self._position(name), self.recipe
-        state, mixer = self.state(which), recipe.mixer
-        if self.config.run.fine_tune_epochs and not recipe.is_fitted:
-            if which not in self.tuned:
-                raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
-            state, mixer = self.tuned[which], Settled()
+        """Return the predictor of a client of the training: the fine-tuned one, where the run fine-tunes."""
+        position, recipe, run = self._position(name), self.recipe, self.config.run
+        state, mixer, tuned = self.state(which), recipe.mixer, self.tuned.get(which)
+        if run.fine_tune_epochs and tuned is None and not recipe.is_fitted:
+            raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
+        if tuned is not None:
+            state, mixer = (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
         found = mixer.read(state.shared, state.memory, torch.tensor([position]))
         shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
         predictor = recipe.algorithm.predictor(shared, split_residual(personal)[0])
+        if len(predictor.log_weights) > 1 and tuned is None and not recipe.is_fitted:
+            keys, size = client_keys(self.names), cohort_size(run.clients_per_round, len(self.names))
+            if not took_part(keys, size, run.seed, state.round)[position]:
+                problem = f"Client {name!r} has taken part in no round, and its mixture weights are as drawn at first"
+                raise UserError(f"{problem}; they are fitted once the run is complete: resume it first (--resume).")
         return PersonalModel(recipe.model, predictor, recipe.format)
 
     def _position(self, name: str) -> int:
@@ -130,6 +136,8 @@ class Result:
         targets: Any,
         *,
         max_iterations: int | None = None,
+        unseen_epochs: int | None = None,
+        fine_tune_epochs: int | None = None,
         which: str = "last",
         beside: str | None = None,
     ) -> PersonalModel:
@@ -138,8 +146,10 @@ class Result:
         Args:
             inputs: ``[n, ...]``; n may be 0, and the client then gets uniform weights, or the shared model as it is.
             targets: ``[n]``
-            max_iterations: for FedEM updates of the mixture weights, 1 in the paper and None for convergence; for a
-                method that must train, passes over the samples, None for ``unseen_epochs``.
+            max_iterations: updates of FedEM's mixture weights, 1 in the paper, 0 for convergence; like the next two,
+                None for what the run's settings say.
+            unseen_epochs: passes over the samples, with methods that train a newcomer to fit it.
+            fine_tune_epochs: passes over the samples before it predicts.
             which: "last" or "best".
             beside: a client that took part: start from what it has, such as a peer's components, and not from the mean
                 of all.
@@ -154,26 +164,55 @@ class Result:
                 targets = sample_format.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
-        found = self._fit(samples, client_keys(["(new client)"]), max_iterations, which, beside)
+        fitting = (max_iterations, unseen_epochs, fine_tune_epochs)
+        found = self._fit(samples, client_keys(["(new client)"]), which, beside, *fitting)
         return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format)
 
     def _fit(
-        self, samples: Samples, keys: Tensor, max_iterations: int | None, which: str, beside: str | None
+        self,
+        samples: Samples,
+        keys: Tensor,
+        which: str,
+        beside: str | None,
+        max_iterations: int | None,
+        unseen_epochs: int | None,
+        fine_tune_epochs: int | None,
     ) -> Predictors:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
-        position = None if beside is None else self._position(beside)
+        method, position = self.config.method.name, None if beside is None else self._position(beside)
+        if max_iterations is not None and not find_method(method).algorithm.is_mixture:
+            mend = "unseen_epochs or fine_tune_epochs, for clients that train"
+            raise UserError(
+                f"max_iterations is {max_iterations}, but method {method} has no mixture weights; allowed: {mend}."
+            )
+        if max_iterations is not None and max_iterations < 0:
+            raise UserError(f"max_iterations is {max_iterations}; allowed: from 1, or 0 for convergence.")
+        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        given = {name: value for name, value in epochs.items() if value is not None}
         personalizer = self.recipe.personalizer(self.recipe.engine()[0])
+        personalizer = replace(personalizer, run=self.config.replace("run", **given).run)
         with torch.no_grad(), self.recipe.products():
             return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
 
     def with_unseen(
-        self, federation: Federation, max_iterations: int | None = None, which: str = "last", beside: str | None = None
+        self,
+        federation: Federation,
+        max_iterations: int | None = None,
+        which: str = "last",
+        beside: str | None = None,
+        *,
+        unseen_epochs: int | None = None,
+        fine_tune_epochs: int | None = None,
     ) -> Result:
-        """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are."""
+        """Fit the clients of ``federation`` on their training samples; returns a result whose clients they are.
+
+        Further arguments are those of :meth:`personalize`.
+        """
         samples, recipe = federation.train, self.recipe.fitted()
         recipe.format.conform(federation.names[0], samples.inputs[:1])
         recipe.check_samples(samples.inputs, samples.targets)
-        found = self._fit(samples, federation.keys, max_iterations, which, beside)
+        fitting = (max_iterations, unseen_epochs, fine_tune_epochs)
+        found = self._fit(samples, federation.keys, which, beside, *fitting)
         state = found.settled(self.state(which).round)
         scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)

@@ -189,6 +189,16 @@ def _refuse_divergence(name: str | None, round_number: int, learning_rate: float
         raise DivergedError(f"Training diverged {where}; a smaller schedule.learning_rate is needed.")
 
 
+def took_part(keys: Tensor, size: int, seed: int, rounds: int) -> Tensor:
+    """Say which of the clients with these ``keys`` ``[T]`` were among the ``size`` of some of the first ``rounds``."""
+    seen = torch.zeros(len(keys), dtype=torch.bool)
+    for round_index in range(rounds):
+        if bool(seen.all()):
+            break
+        seen[choose(keys, size, COHORT, seed, round_index)] = True
+    return seen
+
+
 def cohort_size(clients_per_round: float, num_clients: int) -> int:
     """Turn a share of the clients (up to 1.0) or a count (a whole number above 1) into a count.
 

@@ -31,7 +31,7 @@ from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, meas
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
-from fedem.runs.rounds import State, Training, cohort_size
+from fedem.runs.rounds import State, Training, cohort_size, took_part
 
 Listener = Callable[[Record], None]  # called with each round's record
 
@@ -268,8 +268,10 @@ class Trainer:
         return {"data": data, "best_validation": best, "seconds": progress.seconds}
 
     def predictors(self, state: State) -> Predictors:
+        there, run = self.federation, self.config.run
+        seen = took_part(there.keys, self.training.cohort_size, run.seed, state.round)
         with torch.no_grad():
-            return self.personalizer.predictors(state, self.federation)
+            return self.personalizer.predictors(state, there, seen)
 
     def scores(self, found: Predictors) -> dict[str, Scores]:
         return evaluate(self.recipe.algorithm, self.engine, found, self.federation, self.recipe.metrics)
@@ -315,6 +317,11 @@ class Trainer:
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         states = progress.states
         tuned = {role: found[role].settled(state.round) for role, state in states.items() if run.fine_tune_epochs}
+        for role, state in states.items():
+            own = found[role].personal
+            if role not in tuned and any(not leaf.equal(state.personal[name]) for name, leaf in own.items()):
+                # Some were fitted by samples, which whoever loads the run need not have.
+                tuned[role] = State(state.round, {}, own)
         origin, history = self.origin(progress), progress.history
         return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned)
 

@@ -227,7 +227,7 @@ class Peer:
         Sums pass between processes, and no list of clients' scores.
         """
         metric = self.plan.model.loss.metric
-        sums = {one.node.name: (one.node.num_samples, one.node.score(one.shared, one.personal)) for one in self.clients}
+        sums = {one.node.name: (one.node.num_samples, one.node.score(one.shared, one.fitted())) for one in self.clients}
         own: dict[str, Record] = {name: {} for name in sums}
         for name, (_, scores) in sums.items():
             for part, (count, loss, value) in scores.items():
@@ -275,6 +275,7 @@ class PeerClient:
     shared: Tree
     personal: Tree
     run: str = ""  # which run that was, by a word that those who began it agreed on; empty before the first round
+    is_first: bool = True  # whether ``personal`` is as drawn at first: the client has taken part in no round
 
     @classmethod
     def open(cls, node: Node, state: Path) -> PeerClient:
@@ -285,15 +286,21 @@ class PeerClient:
             kept = Kept.load(path)
             if kept.plan.fingerprint != plan.fingerprint or kept.shared is None or not kept.run:
                 raise UserError(f"{path} was not kept by a peer under this plan; allowed: another folder for --state.")
-            return cls(node, path, kept.round, kept.shared, kept.personal, kept.run)
+            return cls(node, path, kept.round, kept.shared, kept.personal, kept.run, kept.is_first)
         # Alone it needs no neighbours yet, whatever the graph will be.
         method = Assembled(plan.algorithm, Graph(Ring(start=graph_of(plan).start)))
         first = first_state(method, client_keys([node.name]), plan.config.run.seed)
         return cls(node, path, 0, tree_index(first.shared, 0), tree_index(first.personal, 0))
 
     def keep(self) -> None:
-        node = self.node
-        Kept(node.plan, self.round, self.personal, self.shared, run=self.run, client=node.name).save(self.path)
+        plan, name = self.node.plan, self.node.name
+        is_over = self.round == plan.config.run.rounds
+        personal, is_first = (self.fitted(), False) if is_over else (self.personal, self.is_first)
+        Kept(plan, self.round, personal, self.shared, run=self.run, client=name, is_first=is_first).save(self.path)
+
+    def fitted(self) -> Tree:
+        """Return v_t as the client predicts with it: one that never took part fits it as an unseen client does."""
+        return tree_to(self.node.fit(self.shared), _CPU) if self.is_first else self.personal
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -314,6 +321,7 @@ class PeerClient:
         """Run one round; returns what it uploads, and refuses numbers that are no longer finite."""
         trained = self.node.train(self.shared, self.personal, round_index, rate, scale)
         upload, self.personal = (tree_to(tree, _CPU) for tree in trained)
+        self.is_first = False
         if (name := not_finite(upload)) is not None:
             diverged = f"diverged in round {self.round + 1}: {name!r} is no longer finite at learning rate {rate:g}"
             advice = "a plan with a smaller schedule.learning_rate is needed"
