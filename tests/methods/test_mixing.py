@@ -43,6 +43,7 @@ from fedem.methods.mixer import (
 from fedem.methods.mocha import Relations
 from fedem.methods.pfedhn import Hypernetwork
 from fedem.methods.pulls import Laplacian, Loopless
+from fedem.methods.wrappers.local_layers import LocalLayers
 
 # Every mixer.
 
@@ -138,6 +139,17 @@ def test_a_star_averages_by_samples(sizes: list[int]) -> None:
     assert mixed.groups.tolist() == [0]
     assert mixed.means["steps"].tolist() == [len(sizes) - 1]  # a counter is not averaged
     assert memory == {}
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6))
+def test_a_star_may_count_clients_alike(sizes: list[int]) -> None:
+    uploads = make_uploads(len(sizes))
+    mixed, _ = Star("equal").mix({}, {}, make_round(sizes), all_at_once(uploads))
+    torch.testing.assert_close(mixed.means["w"][0], uploads["w"].mean(0))
+    this = make_round(sizes, total=8)
+    assert Star("equal").share(this, 0.9) == len(sizes) / 8
+    assert Star().share(this, 0.9) == 0.9
+    assert LocalLayers(Star("equal"), frozenset()).share(this, 0.9) == len(sizes) / 8
 
 
 def test_a_star_serves_everybody_its_one_tree() -> None:

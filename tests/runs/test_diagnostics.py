@@ -256,3 +256,9 @@ def test_who_can_be_diagnosed(method: str) -> None:
         check_diagnosable(training.algorithm, training.mixer)
     with pytest.raises(UserError, match="can't be diagnosed"):
         diagnose(training, training.init(), training.init())
+
+
+def test_clients_who_count_alike_minimise_another_function() -> None:
+    training = make_training("fedavg", weighting="equal")
+    with pytest.raises(UserError, match=r"method\.weighting is 'equal' can't be diagnosed.*allowed: samples"):
+        check_diagnosable(training.algorithm, training.mixer)

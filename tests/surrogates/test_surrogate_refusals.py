@@ -17,6 +17,7 @@ from fedem.core.tree import tree_map
 from fedem.methods.decentralised import Graph
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.fedem import FedEM
+from fedem.methods.mixer import Star
 from fedem.models import Model
 from fedem.models.losses import SquaredError
 from fedem.solvers import SGD
@@ -210,6 +211,7 @@ def test_questions_to_check_that_are_refused(options: dict[str, Any], message: s
         ({"clients_per_round": "all"}, "clients_per_round is 'all'; allowed: a number"),
         ({"mixer": "ring"}, r"mixer is 'ring'; allowed: None for a server, or a mixer such as fedem\.methods\.Graph"),
         ({"mixer": Graph}, r"mixer is <class .*>; allowed: None for a server"),
+        ({"mixer": Star("equal")}, r"mixer\.weighting is 'equal'; allowed: samples"),
         ({"seed": 0.5}, r"seed is 0\.5; allowed: a whole number"),
         ({"federation": make_federation().train}, r"federation is .*; allowed: a fedem\.Federation"),
     ],

@@ -69,6 +69,9 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
             allowed = "allowed over a graph, since their clients send a model to be averaged"
             names = names_where(lambda other: other.goes_over_graph)
             return f"graph.name is {graph!r}, but method {name} needs a server; {allowed}: {names}"
+        if settings.get("weighting", "samples") != "samples":
+            asked = f"method.weighting is {settings['weighting']!r}, which is of a server, but graph.name is {graph!r}"
+            return f"{asked}; allowed: samples; with graph.scale none clients count alike over a graph"
         if topology.scale == "steps" and (kind.steps_personal or not solver.obeys_rate):
             # The learning rate must be the length of their steps, and of no others.
             reason = f"clients of method {name} train models of their own with the same learning rate"

@@ -153,7 +153,10 @@ class Algorithm(Settings, ABC):
         return upload
 
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
-        """Take the server's step from u and the mean of the summands, ``share`` of all samples having taken part."""
+        """Take the server's step from u and the mean of the summands, ``share`` of everybody having taken part.
+
+        It is counted as the mixer counts clients in its means: by samples, unless it counts them alike.
+        """
         return mean
 
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, final
 
 import torch
@@ -93,7 +93,7 @@ class Mixer(Settings, ABC):
     """whether means of some uploads and of the others add up to those of all (of integer leaves: the largest), and the
     memory does not depend on uploads; then processes that share a cohort need not send them to each other"""
     is_server_mean: ClassVar[bool] = False
-    """whether there is one tree for all, the mean of the uploads by samples: a server behind Flower can compute it,
+    """whether there is one tree for all, the mean of the uploads: a server behind Flower can compute it,
     messages may be compressed, and a graph may take its place"""
     over_graph: ClassVar[bool] = False  # whether clients average with their neighbours in a graph
     averages: ClassVar[bool] = False  # whether every tree is an average of uploads: label shares may shift outputs
@@ -124,6 +124,10 @@ class Mixer(Settings, ABC):
     @abstractmethod
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Return this round's means and the next memory."""
+
+    def share(self, this: Round, of_samples: float) -> float:
+        """Return what share of everybody takes part, as the mixer counts clients; ``of_samples`` of all samples do."""
+        return of_samples
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """Return what clients unseen in training start from: of all groups' trees, the best on their samples."""
@@ -205,17 +209,28 @@ class OwnGroups(Mixer):
 @final
 @dataclass(frozen=True)
 class Star(OneGroup):
-    """A server that averages the uploads of those who took part, weighted by their numbers of samples."""
+    """A server that averages the uploads of those who took part.
+
+    Attributes:
+        weighting: how clients count in the server's average: "samples" by their numbers of training samples, "equal"
+            all alike.
+    """
 
     adds_up: ClassVar[bool] = True
     is_server_mean: ClassVar[bool] = True
     averages: ClassVar[bool] = True
     seeks_consensus: ClassVar[bool] = True
 
+    weighting: str = field(default="samples", metadata={"choices": ("samples", "equal")})
+
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """n_t / n over the cohort alone: clients that did not take part have nothing new to say."""
-        means = weighted_means(by_samples(this), uploads)
+        """Over the cohort alone: clients that did not take part have nothing new to say."""
+        alike = this._replace(sizes=torch.ones_like(this.sizes))
+        means = weighted_means(by_samples(alike if self.weighting == "equal" else this), uploads)
         return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
+
+    def share(self, this: Round, of_samples: float) -> float:
+        return len(this.clients) / this.num_clients if self.weighting == "equal" else of_samples
 
 
 @final

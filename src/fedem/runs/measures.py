@@ -30,7 +30,7 @@ from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_double
 from fedem.data.samples import Pool
 from fedem.engines import Batching, Cohort, Work
 from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
-from fedem.methods.mixer import Mixer, mean_of_groups
+from fedem.methods.mixer import Mixer, Star, mean_of_groups
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model
@@ -79,6 +79,11 @@ def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = Fal
             )
         names = names_where(lambda row: row.is_diagnosable)
         raise UserError(f"{problem}; allowed: {names}, without label shares and local layers.")
+    if isinstance(mixer, Star) and mixer.weighting != "samples":
+        problem = (
+            f"A run whose method.weighting is {mixer.weighting!r} can't be diagnosed, as f counts clients by samples"
+        )
+        raise UserError(f"{problem}; allowed: samples.")
     if compressed:
         raise UserError("A run with compressed messages can't be diagnosed; allowed: [compression] off.")
 

@@ -161,7 +161,7 @@ def server_step(
     if codec is not None:
         means, memory = codec.announce(means, memory)
         means = tree_map(torch.add, state.shared, means)
-    shared = step_groups(algorithm, state.shared, mixed._replace(means=means), share)
+    shared = step_groups(algorithm, state.shared, mixed._replace(means=means), mixer.share(this, share))
     _refuse_divergence(not_finite(shared) or not_finite(memory), state.round + 1, this.learning_rate)
     return replace(state, round=state.round + 1, shared=shared, memory=memory), mixed.num_messages
 

@@ -69,6 +69,8 @@ def optimise(
     require("seed", seed, isinstance(seed, WHOLE), "a whole number")
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
     mixer = Star() if mixer is None else mixer
+    weighting = mixer.weighting if isinstance(mixer, Star) else "samples"
+    require("mixer.weighting", weighting, weighting == "samples", "samples, as f counts clients")
     device, samples = torch.device("cpu"), federation.train
     inputs = samples.span(0, min(_FEW, len(samples))).inputs
     batching, schedule = Batching(batch_size, local_steps=steps), Constant(learning_rate)

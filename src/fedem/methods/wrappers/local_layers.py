@@ -80,6 +80,9 @@ class LocalLayers(Mixer):
         average = Star().mix({}, {}, this, held)[0].means
         return mixed, _joined(remembered, local, average)
 
+    def share(self, this: Round, of_samples: float) -> float:
+        return self.base.share(this, of_samples)
+
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """As the other mixer does, with the averages; what newcomers then train of these leaves they keep."""
         start = self.base.welcome(shared, take_prefix("base", memory))
