@@ -255,3 +255,56 @@ def test_a_clear_cut_is_found_by_either_linkage(linkage: str) -> None:
 def test_three_clients_with_nothing_in_common_are_cut_too(linkage: str) -> None:
     side = bipartition(torch.eye(3), linkage)
     assert 0 < int(side.sum()) < 3
+
+
+# The separation that a split needs: sqrt((1 - largest similarity across the cut) / 2) > gamma_max.
+
+
+def _splits(updates: np.ndarray, separation: float) -> bool:
+    """Whether a cluster that may always split does, its members having sent these updates."""
+    mixer = Clusters(mean_tolerance=1e9, member_tolerance=0.0, linkage="single", separation=separation)
+    trees = {"w": torch.from_numpy(updates)}
+    start = {"w": torch.zeros(updates.shape[1], dtype=torch.float64)}
+    shared, memory = mixer.init(Start(start, frozenset("w"), torch.arange(len(updates)), 0))
+    this = Round(torch.arange(len(updates)), torch.ones(len(updates), dtype=torch.int64), len(updates), 0.1, 0)
+    _, after = mixer.mix(shared, memory, this, [(torch.arange(len(updates)), trees)])
+    return len(after["cluster"].unique()) == 2
+
+
+@pytest.mark.parametrize("degrees", [5.0, 30.0, 60.0])
+def test_a_cut_is_made_where_it_separates_more_than_the_setting(degrees: float) -> None:
+    """Opposite pairs, spread by an angle a to both sides: across the cut, through the wider gap, it is cos a or sin a."""
+    a = np.radians(degrees)
+    right = np.array([[np.cos(a), np.sin(a)], [np.cos(a), -np.sin(a)]])
+    updates, separation = np.concatenate([right, -right]), max(np.cos(a), np.sin(a))
+    assert _splits(updates, 0.0)
+    assert _splits(updates, separation - 1e-9)
+    assert not _splits(updates, separation + 1e-9)
+
+
+def _around(rng: np.random.Generator, count: int, width: int, most: float) -> np.ndarray:
+    """A direction and ``count`` vectors around it, each away from it by at most ``most`` of its length."""
+    centre = rng.normal(size=width)
+    noise = rng.normal(size=(count, width))
+    noise *= rng.uniform(0, most, (count, 1)) * np.linalg.norm(centre) / np.linalg.norm(noise, axis=1, keepdims=True)
+    return centre + noise
+
+
+@given(st.integers(2, 9), st.integers(2, 5), st.floats(0.01, 0.95), st.integers(0, 10_000))
+def test_members_of_one_kind_are_never_parted(count: int, width: int, most: float, seed: int) -> None:
+    """Two vectors within gamma of a third have a cosine of at least 1 - 2 gamma^2; nothing else is used."""
+    updates = _around(np.random.default_rng(seed), count, width, most)
+    assert _splits(updates, 0.0)
+    assert not _splits(updates, most)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(2, 5), st.floats(0.01, 0.95), st.integers(0, 10_000))
+def test_a_cut_that_is_made_never_goes_through_a_kind(
+    first: int, second: int, width: int, most: float, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    updates = np.concatenate([_around(rng, first, width, most), _around(rng, second, width, most)])
+    if _splits(updates, most):
+        side = bipartition(torch.from_numpy(updates), "single").numpy()
+        assert (side[:first] == side[0]).all()
+        assert (side[first:] == side[-1]).all()

@@ -36,6 +36,9 @@ class Clusters(Mixer):
             tends to cut off single clients where updates are noisy; "complete", as in the authors' code, looks at the
             least similar pairs instead, and "average" at all.
         min_members: a cluster with fewer members than twice this does not split.
+        separation: gamma_max, how far members of one kind may be from their mean update, as a share of its length. A
+            cluster splits only when sqrt((1 - a) / 2) is above it, where a is the largest similarity across the cut: so
+            members within this distance of one direction are never parted. 0 makes every cut.
     """
 
     averages: ClassVar[bool] = True
@@ -44,6 +47,7 @@ class Clusters(Mixer):
     member_tolerance: float = field(default=1.6, metadata={"min": 0})
     linkage: str = field(default="complete", metadata={"choices": ("average", "complete", "single")})
     min_members: int = field(default=1, metadata={"min": 1})
+    separation: float = field(default=0.0, metadata={"min": 0, "below": 1})
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
         count, shared = len(start.keys), start.shared
@@ -94,6 +98,9 @@ class Clusters(Mixer):
         if float(mean.norm()) >= self.mean_tolerance or float(updates.norm(dim=1).max()) <= self.member_tolerance:
             return None
         side = bipartition(updates, self.linkage)
+        across = _cosines(updates)[side][:, ~side].max()
+        if self.separation and float(((1 - across) / 2).clamp(min=0).sqrt()) <= self.separation:
+            return None
         smaller = side if 2 * int(side.sum()) <= len(side) else ~side
         return members[smaller] if int(smaller.sum()) >= self.min_members else None
 
@@ -104,10 +111,14 @@ def bipartition(updates: Tensor, linkage: str) -> Tensor:
     from scipy.cluster.hierarchy import linkage as link
     from scipy.spatial.distance import squareform
 
-    directions = torch.nn.functional.normalize(updates.double(), dim=1)
-    distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0).cpu().numpy()
+    distances = (1 - _cosines(updates)).clamp(min=0).fill_diagonal_(0).cpu().numpy()
     labels = cut_tree(link(squareform(distances, checks=False), linkage), 2)[:, 0]
     return torch.from_numpy(labels == labels[0]).to(updates.device)
+
+
+def _cosines(updates: Tensor) -> Tensor:
+    directions = torch.nn.functional.normalize(updates.double(), dim=1)
+    return directions @ directions.T
 
 
 register(Method("clustered", FedAvg, Clusters, title="Clustered FL",
