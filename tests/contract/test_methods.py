@@ -229,6 +229,7 @@ MODELS_SENT = {
     "fedem": (3, 3),
     "dfedem": (3, 3),
     "bfedem": (3, 3),
+    "ensemble": (3, 3),
     "ifca": (1, 3),
     "scaffold": (2, 2),
     "fedfomo": (1, 5),  # its own and those of the four others

@@ -31,7 +31,9 @@ def test_a_user_trains_and_predicts_without_a_server(tmp_path: Path) -> None:
         loaded.personalize(np.ones((4, 3)), np.array([0, 1, 0, 1]), beside="nobody")
 
 
-@pytest.mark.parametrize("method", ["fedem", "fedavg", "fedprox", "ditto", "apfl", "pfedme", "perfedavg", "fedavg+"])
+@pytest.mark.parametrize(
+    "method", ["fedem", "fedavg", "fedprox", "ditto", "apfl", "pfedme", "perfedavg", "fedavg+", "ensemble"]
+)
 def test_any_method_that_averages_models_goes_over_a_graph(method: str) -> None:
     data = fedem.Synthetic(num_clients=5, dimension=3, num_test=5).make(0)
     result = fedem.train(data.federation, method, graph="complete", rounds=2)

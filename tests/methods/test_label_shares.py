@@ -21,7 +21,7 @@ from fedem.export import export_client
 from fedem.methods.wrappers.label_shares import SHIFT, LabelShares
 
 CLASSES, CLIENTS = 3, 5
-METHODS = ("fedem", "bfedem", "fedavg", "fedprox", "dfedem", "clustered", "local")
+METHODS = ("fedem", "bfedem", "fedavg", "fedprox", "dfedem", "clustered", "local", "ensemble")
 SETTINGS: dict[str, Any] = {
     "rounds": 3,
     "learning_rate": 0.3,
