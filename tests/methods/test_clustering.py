@@ -273,7 +273,7 @@ def _splits(updates: np.ndarray, separation: float) -> bool:
 
 @pytest.mark.parametrize("degrees", [5.0, 30.0, 60.0])
 def test_a_cut_is_made_where_it_separates_more_than_the_setting(degrees: float) -> None:
-    """Opposite pairs, spread by an angle a to both sides: across the cut, through the wider gap, it is cos a or sin a."""
+    """Opposite pairs, spread by an angle a: across the cut, through the wider gap, it is cos a or sin a."""
     a = np.radians(degrees)
     right = np.array([[np.cos(a), np.sin(a)], [np.cos(a), -np.sin(a)]])
     updates, separation = np.concatenate([right, -right]), max(np.cos(a), np.sin(a))
