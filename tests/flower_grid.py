@@ -86,8 +86,14 @@ def node_configs(folder: Path, sample: Path, names: Iterable[str]) -> dict[int, 
 class Deployed:
     """A plan, its nodes and whatever they write, below one folder."""
 
-    def __init__(self, folder: Path, values: dict[str, Any] | None = None, **sections: dict[str, Any]):
-        self.folder, self.sample = folder, deployments.write_sample(folder)
+    def __init__(
+        self,
+        folder: Path,
+        values: dict[str, Any] | None = None,
+        sample: Path | None = None,
+        **sections: dict[str, Any],
+    ):
+        self.folder, self.sample = folder, sample or deployments.write_sample(folder)
         self.plan, self.trainer = deployments.make_plan(self.sample, **sections)
         self.plan.save(folder / "plan")
         self.run_config = deployments.run_config(folder, **(values or {}))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import deployments
 import pytest
+import shops
 import torch
 
 pytest.importorskip("flwr")
@@ -107,6 +108,25 @@ def test_sampling_asks_some_and_spares_others(tmp_path: Path) -> None:
     assert set(asked) == set(there.nodes)
     there.serve(experiment="again")
     assert [node for node, kind in there.grid.sent if kind == "train"] == 2 * asked
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedem"])
+def test_under_sampling_clients_of_other_sizes_count_as_in_the_simulator(tmp_path: Path, method: str) -> None:
+    # Clients called like their nodes are sampled as the simulator samples them.
+    names = ("11", "12", "13", "14")
+    rows = [row for at, name in enumerate(names) for row in shops.make_shops(15 * 2**at, seed=at, names=(name,))]
+    sample = shops.write_shops(tmp_path / "shops.csv", rows)
+    run = {"dtype": "float64", "rounds": 6, "clients_per_round": 2, "evaluate_every": 0}
+    there = Deployed(tmp_path, sample=sample, method={"name": method}, run=run)
+    state, known = there.serve(), simulated(there.trainer, 6)
+    cohorts = [there.trainer.training.sample(at).tolist() for at in range(6)]
+    assert len(set(map(tuple, cohorts))) > 1
+    asked = [node for node, kind in there.grid.sent if kind == "train"]
+    assert sorted(asked) == sorted(11 + at for cohort in cohorts for at in cohort)
+    equal(state.shared, known.shared)
+    # Who is not asked to train has been asked how many samples there are, once, and only where it matters.
+    counted = [node for node, kind in there.grid.sent if kind == "query.count"]
+    assert counted == ([11, 12, 13, 14] if method == "scaffold" else [])
 
 
 @pytest.mark.parametrize("reached", ["train", "evaluate"])

@@ -79,6 +79,7 @@ class Algorithm(Settings, ABC):
     single model): such a method can be diagnosed, and its alpha measured"""
     is_mixture: ClassVar[bool] = False  # whether u is M components [M, ...] and v_t their ``log_weights`` [M]
     steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
+    needs_share: ClassVar[bool] = False  # whether ``update`` goes by its ``share``: a server then asks who has how much
     chooses_anew: ClassVar[bool] = False  # whether v_t is a choice by samples and u alone, made when a client predicts
     fine_tune_setting: ClassVar[str] = ""  # the setting that is its rate of fine-tuning; empty: the schedule's first
     has_scores: ClassVar[bool] = False  # whether ``score`` is overridden; set by itself

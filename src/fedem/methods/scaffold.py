@@ -30,6 +30,7 @@ class Scaffold(SingleModel):
     """
 
     uploads_model: ClassVar[bool] = False
+    needs_share: ClassVar[bool] = True
 
     server_rate: float = field(default=1.0, metadata={"above": 0})
 

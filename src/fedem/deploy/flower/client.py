@@ -36,6 +36,10 @@ class Client:
         self._keep(request, request.round + 1, personal, before=start)
         return write_reply(self.node, {}, upload)
 
+    def count(self, request: Request) -> RecordDict:
+        """Say how many samples there are to train on, and no more."""
+        return write_reply(self.node, {})
+
     def _start(self, kept: Kept | None, request: Request) -> Tree:
         if kept is None:
             return self.node.first_personal(request.shared)
@@ -85,6 +89,7 @@ def make_client_app(folder: Path) -> ClientApp:
     app = ClientApp()
     app.train()(partial(_answer, folder, Client.train))
     app.evaluate()(partial(_answer, folder, Client.evaluate))
+    app.query("count")(partial(_answer, folder, Client.count))
     app.query("keep")(partial(_answer, folder, Client.keep))
     return app
 

@@ -19,7 +19,8 @@ from fedem.deploy.node import Node, ScoreSums
 from fedem.deploy.plan import Plan
 from fedem.models.losses import SquaredError
 
-TRAIN, EVALUATE, KEEP = "train", "evaluate", "query.keep"  # messages: run a round, score, and keep the result
+# Messages: run a round, score, keep the result, and say how many samples there are.
+TRAIN, EVALUATE, KEEP, COUNT = "train", "evaluate", "query.keep", "query.count"
 _MOST_SAMPLES = 10**12  # of a client: a mean must not be one client's because its number is absurd, nor overflow
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and type of each leaf

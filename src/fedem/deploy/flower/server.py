@@ -46,6 +46,7 @@ class ClientRegistry:
 
     def __init__(self, token: str, nodes: Mapping[str, str]):
         self.connected: frozenset[int] = frozenset()  # when those who answer were asked
+        self.sizes: dict[int, int] = {}  # samples to train on of each node that has answered
         self._token, self._nodes = token, {int(node): name for node, name in nodes.items()}
         self._warned: set[tuple[str, int]] = set()
 
@@ -129,6 +130,8 @@ class MethodStrategy(Strategy):
         if len(nodes) < least:
             there = f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients {least}"
             raise UserError(f"{there}. `continue = true` goes on after round {self.state.round}.")
+        if self.plan.algorithm.needs_share and (strangers := [node for node in nodes if node not in self._registry.sizes]):
+            self._accepted(self._ask(grid, messages.COUNT, strangers))
         wanted, keys = self.config.run.clients_per_round, client_keys([str(node) for node in nodes])
         # A number of clients is one to aim at: fewer may be connected. A mean over too few would show single ones.
         count = min(len(nodes), max(least, cohort_size(wanted, max(len(nodes), math.ceil(wanted)))))
@@ -155,15 +158,14 @@ class MethodStrategy(Strategy):
         return self.arrays, None
 
     def _mix(self, state: State, answers: Sequence[Reply], rate: float) -> State:
-        sizes, connected = torch.tensor([answer.num_samples for answer in answers]), len(self._registry.connected)
+        sizes, known = torch.tensor([answer.num_samples for answer in answers]), self._registry
         clients, key = torch.arange(len(answers)), mixer_seed(self.config.run.seed, state.round)
         average, trained = float(sizes.double().mean()), self.plan.model.trainable
-        this = Round(clients, sizes, connected, rate, key, average, trained)
+        this = Round(clients, sizes, len(known.connected), rate, key, average, trained)
         trees = (tree_repeat(tree_to(answer.upload, self.plan.device), 1) for answer in answers)
         uploads = zip(clients[:, None], trees, strict=True)
-        # How many samples those have who were not asked, the server does not know: what share of all took part is
-        # counted by clients, of those that were connected.
-        return server_step(self.plan.method, state, this, uploads, len(answers) / connected)[0]
+        everybody = sum(known.sizes.get(node, 0) for node in known.connected)
+        return server_step(self.plan.method, state, this, uploads, int(sizes.sum()) / everybody)[0]
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -204,9 +206,11 @@ class MethodStrategy(Strategy):
     def hand_over(self, grid: Grid) -> None:
         nodes = sorted(grid.get_node_ids())
         self._registry.connected = frozenset(nodes)
-        requests = self.requests(messages.KEEP, self.arrays, nodes)
-        replies = self._accepted(grid.send_and_receive(requests, timeout=self.run.timeout))
+        replies = self._accepted(self._ask(grid, messages.KEEP, nodes))
         log.info("%d clients keep their models; %d nodes were asked.", len(replies), len(nodes))
+
+    def _ask(self, grid: Grid, kind: str, nodes: Iterable[int]) -> Iterable[Message]:
+        return grid.send_and_receive(self.requests(kind, self.arrays, nodes), timeout=self.run.timeout)
 
     def _accepted(self, replies: Iterable[Message], layout: Layout | None = None) -> list[Reply]:
         """Return the good answers, one for each client, in the order of the clients' names."""
@@ -219,6 +223,7 @@ class MethodStrategy(Strategy):
                 continue
             if self._registry.admits(answer.client, reply.metadata.src_node_id):
                 good[answer.client] = answer
+                self._registry.sizes[reply.metadata.src_node_id] = answer.num_samples
         return [good[name] for name in sorted(good)]
 
     def conclude(self) -> Record:

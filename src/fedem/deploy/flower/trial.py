@@ -95,7 +95,7 @@ def run_trial(folder: Path, config: Config, clients: Sequence[Client], listener:
 def _longest_time(run: RunSettings, timeout: float) -> float:
     """Return how many seconds a run takes in which every message waits as long as it may."""
     scored = sum(run.is_scored(done + 1) for done in range(run.rounds))
-    messages = run.rounds + scored + 1  # to train, to score, and to keep the result
+    messages = run.rounds + scored + 2  # to train, to score, to count samples and to keep the result
     return _APP_STARTING + messages * (timeout + _BETWEEN)
 
 
