@@ -161,6 +161,50 @@ def test_a_lost_history_does_not_stop_an_evaluation(run, tmp_path: Path) -> None
     assert run("evaluate", tmp_path / "r")[0] == 0
 
 
+def test_no_command_writes_over_a_file_unless_told_to(run, tmp_path: Path) -> None:
+    data = tmp_path / "mine.csv"
+    data.write_text("client,a,y\n" + "".join(f"{i % 2},{i / 40},{i % 3 % 2}\n" for i in range(40)))
+    assert run("train", "--data", data, "--rounds", "1", "--out", tmp_path / "r", "-q")[0] == 0
+    commands = [
+        (["predict", tmp_path / "r", "--data", data], "p.csv"),
+        (["evaluate", tmp_path / "r"], "scores.json"),
+        (["report", tmp_path / "r"], "page.html"),
+        (["data", "describe", data], "clients.svg"),
+    ]
+    for command, name in commands:
+        out = tmp_path / name
+        out.write_text("precious")
+        code, _, err = run(*command, "--out", out, "-q")
+        assert (code, out.read_text()) == (2, "precious")
+        assert f"{name} is there already; allowed: another --out, or --force" in err
+        assert run(*command, "--out", out, "-q", "--force")[0] == 0
+        assert out.read_text() != "precious"
+    figures = ["plot", tmp_path / "r", "--figure", "clients", "--out", tmp_path / "figures", "-q"]
+    assert [run(*figures, *force)[0] for force in ([], [], ["--force"])] == [0, 2, 0]
+
+
+def test_a_run_is_made_longer_with_its_baselines(run, tmp_path: Path) -> None:
+    out = tmp_path / "r"
+    begun = [*SMALL, "--baselines", "fedavg", "--out", out, "-q"]
+    assert run("train", *begun, "--set", "schedule.name=constant", "--rounds", "2")[0] == 0
+    code, _, err = run("train", "--out", out, "--resume", "--rounds", "3", "--baselines", "fedavg", "-q")
+    # The baseline has the schedule shipped for it: nothing is trained where one of them can't go on.
+    assert code == 2
+    assert "schedule.name is 'step', whose learning rates go by the number of rounds" in err
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 2
+    assert run("train", "--out", out, "--resume", "--rounds", "3", "-q")[0] == 0
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 3
+
+
+def test_one_is_not_several(run, tmp_path: Path) -> None:
+    code, out, _ = run("data", "describe", "synthetic", "--set", "data.num_clients=1", "--set", "data.num_test=5")
+    assert code == 0
+    assert "samples of 1 client " in out
+    run("train", *SMALL, "--rounds", "1", "--out", tmp_path / "r", "-q")
+    (tmp_path / "r" / "summary.json").unlink()
+    assert "1 of 1 round is recorded" in run("show", tmp_path / "r")[1]
+
+
 def test_evaluate_scores_again(run, tmp_path: Path) -> None:
     run("train", *SMALL, "--out", tmp_path / "r", "-q")
     code, out, _ = run("evaluate", tmp_path / "r", "--out", tmp_path / "scores.json")

@@ -228,7 +228,7 @@ class TestFromParts:
         assert federation.test.sizes.tolist() == [0, 3]
 
     def test_a_part_with_another_number_of_clients_is_refused(self) -> None:
-        with pytest.raises(UserError, match=r"test part has 1 clients; allowed: 2"):
+        with pytest.raises(UserError, match=r"test part has 1 client; allowed: 2"):
             Federation.from_parts(labelled_clients([4, 2]), None, labelled_clients([3]))
 
     def test_a_part_with_other_inputs_is_refused(self) -> None:

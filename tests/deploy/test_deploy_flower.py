@@ -165,8 +165,16 @@ def test_a_finished_run_that_is_continued_hands_over_again(tmp_path: Path) -> No
 def test_a_run_is_continued_under_its_own_plan_alone(tmp_path: Path) -> None:
     there = Deployed(tmp_path, run={"rounds": 1})
     there.serve()
-    with pytest.raises(UserError, match=r"started with other settings \(run.rounds\)"):
+    with pytest.raises(UserError, match=r"started with 1 round, and 5 are asked for, but schedule\.name is 'step'"):
         there.serve(rounds=5, **{"continue": True})
+
+
+def test_a_run_at_a_constant_rate_may_be_continued_for_longer(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1, "dtype": "float64"}, schedule={"name": "constant"})
+    there.serve()
+    state = there.serve(rounds=3, **{"continue": True})
+    assert [line["round"] for line in there.lines] == [1, 2, 3]
+    equal(state.shared, simulated(there.trainer).shared)
 
 
 def test_what_a_user_is_to_read_is_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -179,7 +179,7 @@ def test_rows_of_all_kinds_of_numbers_are_exchanged(seen: list[dict[str, Any]]) 
 @pytest.mark.processes
 def test_a_process_that_fails_ends_all_and_alone_says_why(seen: list[dict[str, Any]]) -> None:
     assert seen[0]["stopped"][0] == "StoppedError: a listener's own error"
-    for name, words in {"cohort": "1 clients", "seeds": "settings or data", "taken": "holds a run already"}.items():
+    for name, words in {"cohort": "1 client (", "seeds": "settings or data", "taken": "holds a run already"}.items():
         words_of = sorted(process[name][0] for process in seen)
         assert words_of[0] == "SystemExit: 1", name
         assert words_of[1].startswith("UserError: "), name

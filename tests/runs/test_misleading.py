@@ -153,7 +153,7 @@ def test_what_methods_train_with_is_said_where_it_differs(run: Run, tmp_path: Pa
 def test_a_result_and_its_data_are_told_in_a_line() -> None:
     federation = make_federation()
     assert repr(federation) == f"<Federation: 5 clients, {len(federation.train)} training samples of shape [4]>"
-    assert repr(fedem.train(federation, rounds=1)).startswith("<Result of fedem on given: 5 clients, 1 rounds, test_")
+    assert repr(fedem.train(federation, rounds=1)).startswith("<Result of fedem on given: 5 clients, 1 round, test_")
 
 
 def test_a_run_that_was_killed_predicts_with_a_note(run: Run, tmp_path: Path) -> None:

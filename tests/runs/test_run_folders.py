@@ -61,6 +61,46 @@ def test_tensorboard_events_carry_the_metrics(tmp_path: Path) -> None:
     assert scalars[-1].value == pytest.approx(result.summary["test_accuracy"], abs=1e-6)
 
 
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_a_run_at_a_constant_rate_may_be_made_longer(tmp_path: Path, epochs: int) -> None:
+    constant = {"schedule": {"name": "constant"}}
+
+    def configure(rounds: int) -> fedem.Config:
+        return fedem.Config.build(small_config(rounds=rounds, fine_tune_epochs=epochs).sections, constant)
+
+    long, data, out = configure(6), configure(6).make_data(), tmp_path / "grown"
+    whole = fedem.run(long, data)
+    fedem.run(configure(2), data, out=out)
+    complete: list[bool] = []
+    with pytest.raises(StopError):  # killed once more, and taken up as it is now
+        fedem.run(long, data, out=out, resume=True, listener=stop_at(3))
+    complete.append(RunFolder(out).summary() is not None)
+    assert RunFolder(out).config().run.rounds == 6
+    grown = fedem.run(RunFolder(out).config(), data, out=out, resume=True)
+    assert complete == [False]
+    for role in ("last", "best"):
+        assert same_states(whole.state(role), grown.state(role))
+        if epochs:
+            assert same_states(whole.tuned[role], fedem.Result.load(out).tuned[role])
+    assert [line["round"] for line in RunFolder(out).metrics()] == [1, 2, 3, 4, 5, 6]
+    assert grown.summary["test_loss"] == whole.summary["test_loss"]
+
+
+@pytest.mark.parametrize("schedule", ["step", "cosine", "inverse_sqrt"])
+def test_rates_that_go_by_the_number_of_rounds_keep_a_run_as_long_as_it_is(tmp_path: Path, schedule: str) -> None:
+    config = fedem.Config.build(small_config(rounds=2).sections, {"schedule": {"name": schedule}})
+    data, before = config.make_data(), {}
+    fedem.run(config, data, out=tmp_path / "run")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    for rounds, said in (
+        (4, rf"4 are asked for, but schedule.name is '{schedule}'.*a new run of 4 rounds"),
+        (1, "or more"),
+    ):
+        with pytest.raises(UserError, match=said):
+            fedem.run(config.replace("run", rounds=rounds), data, out=tmp_path / "run", resume=True)
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3, 5])
 def test_resuming_gives_the_same_bits(tmp_path: Path, stop: int) -> None:
     whole = small_run(tmp_path / "whole", clients_per_round=0.5)

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from declared import SMALL, declare, nobody_watches
 
+import fedem
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
 from fedem.report.studies import experiment_markdown
 from fedem.runs.config import Config
+from fedem.runs.rounds import RoundCosts, State, Training
 from fedem.studies.experiments import (
     Experiment,
     find,
@@ -78,6 +80,31 @@ def test_runs_share_their_data_and_are_never_done_twice(small: Experiment, tmp_p
     for seed in (0, 1):
         rows = [entry.folder.clients() for entry in entries if entry.seed == seed]
         assert len({json.dumps([(row["client"], row["train_samples"]) for row in table]) for table in rows}) == 1
+
+
+def test_runs_that_differ_in_what_unseen_clients_have_train_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = SMALL.replace("[axes.rate]", "[axes.share]").replace('rate = "slow"', 'share = "slow"')
+    for label, share in {"slow": 0.0, "fast": 1.0}.items():
+        before = next(line for line in text.splitlines() if line.startswith(f"{label} ="))
+        text = text.replace(before, f'{label} = {{ "run.unseen_share" = {share} }}')
+    text = text.replace('"run.rounds" = 2', '"run.rounds" = 2\n"run.unseen" = 0.5\n"run.evaluate_every" = 1')
+    entries, trained, real = plan(declare(tmp_path, text), tmp_path / "out", [0]), list[int](), Training.step
+
+    def step(training: Training, state: State) -> tuple[State, RoundCosts]:
+        trained.append(state.round)
+        return real(training, state)
+
+    monkeypatch.setattr(Training, "step", step)
+    assert work_off(entries, nobody_watches, SharedData()) == {}
+    assert [entry.labels["method"] for entry in entries] == ["FedEM", "FedEM", "FedAvg"]
+    assert trained == [0, 1] * 2, "once for each method"
+    for entry in entries:
+        alone = fedem.run(entry.config, entry.config.make_data()).summary
+        own = {"seconds_total", "seconds_per_round", "peak_host_bytes", "clients_together"}
+        mine = entry.folder.summary() or {}
+        assert {k: v for k, v in mine.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
 
 
 def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import TINY
+from helpers import same_states
 
 import fedem
 from fedem.core.errors import UserError
 from fedem.report.studies import trials_table, tuning_remarks
 from fedem.runs.config import Config, read_toml
 from fedem.runs.folder import RunFolder
+from fedem.runs.rounds import RoundCosts, State, Training
 from fedem.runs.trainer import Trainer
 from fedem.studies import tuning as trials
 from fedem.studies.tuning import RATE, Search, Tuned, tune
@@ -71,6 +73,50 @@ def test_the_one_rate_that_learns_is_chosen_and_the_one_that_diverges_is_told(tm
     assert told[1] == "The paper's learning rate is 0.1; the one chosen is 3 times as large."
     assert told[2].startswith("Trial 002 failed: seed 0: Training diverged")
     assert trials_table(found).row_count == 3
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rounds that were trained, in order."""
+    done: list[int] = []
+    real = Training.step
+
+    def step(training: Training, state: State) -> tuple[State, RoundCosts]:
+        done.append(state.round)
+        return real(training, state)
+
+    monkeypatch.setattr(Training, "step", step)
+    return done
+
+
+def test_trials_that_differ_in_fine_tuning_share_their_training(tmp_path: Path, rounds: list[int]) -> None:
+    grids = {RATE: (0.1, 0.3), "run.fine_tune_rate": (0.01, 0.1, 1.0)}
+    search = Search((LAYER, {"run": {"fine_tune_epochs": 1, "unseen": 0.25}}), grids, seeds=(0, 1))
+    found = tune(search, tmp_path / "t")
+    assert rounds == [0, 1, 2] * 4, "two rates, two seeds"
+    assert len({trial.scores for trial in found.trials}) == 6
+    own = {"seconds_total", "seconds_per_round", "peak_host_bytes", "clients_together"}
+    for trial in found.trials:
+        for seed in (0, 1):
+            config = search.config(trial.values, seed)
+            alone = fedem.run(config, search.prepare()[0].of(config))
+            folder = RunFolder(tmp_path / f"t/trials/{trial.number:03d}/seed{seed}")
+            mine = folder.summary() or {}
+            assert {k: v for k, v in mine.items() if k not in own} == {
+                k: v for k, v in alone.summary.items() if k not in own
+            }
+            assert [line | {"seconds": 0} for line in folder.metrics()] == [
+                dict(line) | {"seconds": 0} for line in alone.history
+            ]
+            for role, state in fedem.Result.load(folder.path).tuned.items():
+                assert same_states(state, alone.tuned[role])
+
+
+def test_scores_on_the_way_keep_trials_apart(tmp_path: Path, rounds: list[int]) -> None:
+    grids = {"run.fine_tune_rate": (0.01, 0.1)}
+    asked = {"run": {"fine_tune_epochs": 1, "evaluate_every": 1}}
+    tune(Search((LAYER, asked), grids), tmp_path / "t")
+    assert rounds == [0, 1, 2] * 2, "which state is best depends on how clients fine-tune"
 
 
 def test_values_that_do_not_go_together_fail_their_trial_alone(tmp_path: Path) -> None:

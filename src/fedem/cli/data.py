@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 from typer import Argument, Option, Typer
 
+from fedem.cli import options
 from fedem.cli.options import Assignments, OwnClient, OwnTarget, Quiet, SplitBy, asked, data_section, given
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
@@ -107,11 +108,13 @@ def describe(
     seed: Annotated[int, Option(help="Decides partition and split, as in training.")] = 0,
     settings: Assignments = None,
     out: Annotated[Path | None, Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
+    force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Describe a data set's clients: sizes, labels, how much they differ, and what is made of a table's columns."""
     if out is not None and out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
+    options.check_new(force, *([out] if out else []))
     layer = asked(data_section(data, target_column, client_column, split_by), seed=seed)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):

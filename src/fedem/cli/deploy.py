@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Context, Option, Typer
 
 from fedem.cli.options import Assignments, Data, OwnClient, OwnTarget, Quiet, Rounds, SplitBy, asked, data_section
-from fedem.core.errors import UserError, needed
+from fedem.core.errors import UserError, counted, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
 from fedem.deploy.plan import Plan
@@ -99,7 +99,7 @@ def trial(
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]
-        say(f"{nodes} nodes, {len(seconds)} rounds, {sum(seconds) / len(seconds):.1f} s a round.")
+        say(f"{nodes} nodes, {counted(len(seconds), 'round')}, {sum(seconds) / len(seconds):.1f} s a round.")
         if keep is not None:
             say(f"Everything is in {keep}; the run in {run.path}.")
 

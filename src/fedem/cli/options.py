@@ -20,6 +20,7 @@ _CLASSES, _NUMBERS = (
 RunArgument = Annotated[Path, Argument(help="The folder of a run.")]
 DataFile = Annotated[Path, Option("--data", help=f"Samples: {_FILES}.")]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress, no tables: only what is asked for.")]
+Force = Annotated[bool, Option("--force", help="Write over what is there already.")]
 Which = Annotated[str, Option(help="The state to use: last, or best by validation.")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, cuda:1, ...")]
 TargetColumn = Annotated[str | None, Option(help="Name of the target column; as in training when not given.")]
@@ -58,6 +59,12 @@ def data_section(data: str | None, target: str | None, client: str | None, split
     if not Path(data).is_dir() and not data.lower().endswith(tuple(READERS)):
         raise unknown("data", data, (*DATA, _FILES))
     return {"name": "file", "path": str(Path(data).absolute()), **columns}
+
+
+def check_new(force: bool, *paths: Path) -> None:
+    """Refuse to write over files, unless told to."""
+    if not force and (taken := next((path for path in paths if path.exists()), None)) is not None:
+        raise UserError(f"{taken} is there already; allowed: another --out, or --force to write over it.")
 
 
 def asked(

@@ -12,7 +12,7 @@ from typer import Argument, Option, Typer
 
 from fedem.cli import options
 from fedem.cli.options import data_section, given, listed, read_seeds
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
 from fedem.engines.processes import Team, joined
@@ -33,6 +33,7 @@ _TRIALS = 20
 _ALL_METHODS = "Of all methods: data.num_clients=30, run..., batching..., model..., loss...;"
 _ONE_METHOD = "of one: fedem:schedule.learning_rate=0.5. May be given several times."
 _VALUES = "Values to try of a setting: section.key=value,value,... May be given several times."
+_LONGER = "With a constant schedule, it may have more --rounds."
 _GRIDS = "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
 _SAMPLED = "A grid is tried as a whole; the others draw numbers between the least and the largest value."
 
@@ -63,7 +64,9 @@ def train(
     seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
     device: options.TrainingDevice = None,
     out: Annotated[Path | None, Option(help="The run's folder; runs/DATA-METHOD-seedN when not given.")] = None,
-    resume: Annotated[bool, Option("--resume", help="Go on with the run in --out where it was stopped.")] = False,
+    resume: Annotated[
+        bool, Option("--resume", help=f"Go on with the run in --out where it was stopped. {_LONGER}")
+    ] = False,
     settings: options.Assignments = None,
     baselines: Annotated[
         str | None,
@@ -113,9 +116,12 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
         # The same run with another method; solver and schedule are those shipped for it, not the main method's.
         place = RunFolder(folder.path / "baselines" / name)
         begun = resume and place.exists()
-        config = place.config() if begun else Config.build(*common, {"method": {"name": name}})
-        runs.append(_Run(place.path, config, begun))
+        own = place.config().replace("run", rounds=chosen.run.rounds) if begun else None
+        runs.append(_Run(place.path, own or Config.build(*common, {"method": {"name": name}}), begun))
     folder.prepare(resume)
+    for run in runs:
+        if run.begun:
+            RunFolder(run.folder).check_length(run.config)
     return runs
 
 
@@ -295,10 +301,12 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
         titles: dict[str, list[str]] = {}  # of the runs with which the same went wrong
         for title, message in failed.items():
             titles.setdefault(message, []).append(title)
-        others = {message: f" and {len(own) - 1} other runs" if own[1:] else "" for message, own in titles.items()}
+        others = {
+            message: f" and {counted(len(own) - 1, 'other run')}" if own[1:] else "" for message, own in titles.items()
+        }
         raise UserError(" ".join(f"{own[0]}{others[message]}: {message}" for message, own in titles.items()))
     if left := sum(not entry.is_complete for entry in entries):
-        aside(f"{left} runs are being trained by other processes.")
+        aside(f"{counted(left, 'run is', 'runs are')} being trained by other processes.")
     say(f"Experiment: {folder}")
 
 
@@ -445,13 +453,13 @@ def _work(
     """Check all runs and train those that are not complete, shown by ``titles``; returns what went wrong, by entry."""
     pending = [entry for entry in entries if not entry.is_complete]
     if not quiet and len(pending) < len(entries):
-        aside(f"{len(entries) - len(pending)} of {len(entries)} runs are complete already.")
+        aside(f"{len(entries) - len(pending)} of {counted(len(entries), 'run is', 'runs are')} complete already.")
     with waiting("Making the data, checking every run", quiet):
         notes = check(entries, data)
     for text in notes:
         aside(f"note: {text}")
     with reports.runs_progress(pending, quiet, titles or {}) as watch:
-        return sweep.work_off(pending, watch, data)
+        return sweep.work_off(entries, watch, data)
 
 
 def _command() -> str:

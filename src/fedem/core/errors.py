@@ -20,6 +20,15 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names) or 'none'}.{hint}")
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """Say how many there are, such as "1 client", "2,000 clients".
+
+    >>> counted(1, "node is", "nodes are"), counted(3, "seed")
+    ('1 node is', '3 seeds')
+    """
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
+
+
 @contextmanager
 def naming(what: object) -> Iterator[None]:
     """Say in an error what it is about, such as a file or one of many runs."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
 Rows = NDArray[np.int64]  # positions of rows of a table
@@ -154,13 +154,13 @@ class Target:
             table.numbers(name)
         places = {label: place for place, label in enumerate(self.classes)}
         if -1 in (codes := [places.get(text, -1) for text in column.texts(self.kind)]):
-            why = f"is none of the {len(places)} classes of training ({some(self.classes)})"
+            why = f"is none of the {counted(len(places), 'class', 'classes')} of training ({some(self.classes)})"
             raise table.refusal(name, codes.index(-1), why)
         return np.array(codes, dtype=np.int64)
 
     def describe(self) -> str:
         if self.classes is not None:
-            return f"target {self.name!r}: {len(self.classes)} classes ({some(self.classes)})"
+            return f"target {self.name!r}: {counted(len(self.classes), 'class', 'classes')} ({some(self.classes)})"
         why = "whole numbers" if self.kind == WHOLE else "numbers"
         if self.kind == WHOLE or self.distinct <= _FEW:
             why += "; data.task=classification makes them classes"
@@ -258,13 +258,17 @@ class Encoding:
         if self.features is None:
             return f"{self.target.describe()}; inputs as they are"
         said = [
-            f"{count} {word} feature{'s' if count > 1 else ''}"
+            counted(count, f"{word} feature")
             for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN))
             if (count := sum(feature.kind == kind for feature in self.features))
         ]
-        if texts := [f"{f.name!r} with {len(f.categories)} categories" for f in self.features if f.kind == TEXT]:
+        if texts := [
+            f"{f.name!r} with {counted(len(f.categories), 'category', 'categories')}"
+            for f in self.features
+            if f.kind == TEXT
+        ]:
             said.append(f"{len(texts)} categorical ({some(texts)})")
-        return f"{self.target.describe()}; {', '.join(said)}; {len(self.input_names or ())} inputs in all"
+        return f"{self.target.describe()}; {', '.join(said)}; {counted(len(self.input_names or ()), 'input')} in all"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

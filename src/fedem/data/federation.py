@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, counted, unknown
 from fedem.core.random import HOLD_OUT, choose, client_keys
 from fedem.data.samples import Pool, Samples, check_finite, check_pair, describe, offsets_of, split_rows
 
@@ -43,9 +43,9 @@ class Federation:
     """how inputs were made of these samples, if they were"""
 
     def __repr__(self) -> str:
-        held_out = f" and {self.unseen.num_clients:,} unseen ones" if self.unseen else ""
-        sizes = f"{len(self.train):,} training samples of shape {list(self.input_shape)}"
-        return f"<Federation: {self.num_clients:,} clients{held_out}, {sizes}>"
+        held_out = f" and {counted(self.unseen.num_clients, 'unseen one')}" if self.unseen else ""
+        sizes = f"{counted(len(self.train), 'training sample')} of shape {list(self.input_shape)}"
+        return f"<Federation: {counted(self.num_clients, 'client')}{held_out}, {sizes}>"
 
     @classmethod
     def from_clients(
@@ -112,7 +112,9 @@ class Federation:
         labels = check_names(names, len(train))
         for part, pairs in zip(PARTS, (train, validation, test), strict=True):
             if pairs is not None and len(pairs) != len(labels):
-                raise UserError(f"The {part} part has {len(pairs)} clients; allowed: {len(labels)}, as many as names.")
+                raise UserError(
+                    f"The {part} part has {counted(len(pairs), 'client')}; allowed: {len(labels)}, as many as names."
+                )
         first = _join(labels, train)
         empty = Samples(first.span(0, 0), torch.zeros_like(first.offsets))
         validating, testing = (empty if pairs is None else _join(labels, pairs) for pairs in (validation, test))
@@ -170,7 +172,9 @@ class Federation:
         """Return where the client called ``name`` stands."""
         if name not in self.names:
             some = ", ".join(self.names[:5]) + (", ..." if self.num_clients > 5 else "")
-            raise UserError(f"Unknown client {name!r}; allowed: one of the {self.num_clients} clients ({some}).")
+            raise UserError(
+                f"Unknown client {name!r}; allowed: one of the {counted(self.num_clients, 'client')} ({some})."
+            )
         return self.names.index(name)
 
     def part(self, name: str) -> Samples:
@@ -211,13 +215,15 @@ class Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
         if self.unseen is not None:
             count = self.unseen.num_clients
-            raise UserError(f"{count} clients are held out already; hold out from the whole federation.")
+            raise UserError(
+                f"{counted(count, 'client is', 'clients are')} held out already; hold out from the whole federation."
+            )
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         if (count := round(share * self.num_clients)) == 0:
             return replace(self, unseen=None)
         if count == self.num_clients:
-            raise UserError(f"Holding out {share} of {self.num_clients} clients leaves none to train on.")
+            raise UserError(f"Holding out {share} of {counted(self.num_clients, 'client')} leaves none to train on.")
         held = choose(self.keys, count, HOLD_OUT, seed)
         stays = torch.ones(self.num_clients, dtype=torch.bool)
         stays[held] = False

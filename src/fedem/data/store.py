@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedem.core.errors import UserError, needed
+from fedem.core.errors import UserError, counted, needed
 from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
@@ -191,7 +191,7 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
         arrays[name] = torch.from_numpy(array)
     owners, names = arrays.get("owners"), tuple(about.owners)
     if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
-        raise ValueError(f"some samples belong to none of the {len(names):,} clients")
+        raise ValueError(f"some samples belong to none of the {counted(len(names), 'client')}")
     pool = Pool(arrays["inputs"], arrays["targets"])
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
 

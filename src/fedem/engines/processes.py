@@ -20,7 +20,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.tree import Tree
 from fedem.engines.base import Cohort, Engine, Finished, Tally, Work
 from fedem.methods.base import Algorithm
@@ -48,7 +48,7 @@ class Team:
     def check(self, cohort_size: int, device: torch.device) -> None:
         """Refuse processes without a client to train, or without a GPU of their own."""
         if cohort_size < self.size:
-            clients = f"A round has {cohort_size} clients (run.clients_per_round) for {self.size} processes"
+            clients = f"A round has {counted(cohort_size, 'client')} (run.clients_per_round) for {self.size} processes"
             raise UserError(f"{clients}; allowed: at most as many processes as clients.")
         if self.size == 1 or device.type != "cuda":
             return

@@ -50,8 +50,8 @@ class FedEM(Surrogate):
     num_components: int = field(default=3, metadata={"min": 1})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
-    unseen_prior: float = field(default=1.0, metadata={"min": 0})
-    unseen_updates: int = field(default=0, metadata={"min": 0})
+    unseen_prior: float = field(default=1.0, metadata={"min": 0, "acts": "scores"})
+    unseen_updates: int = field(default=0, metadata={"min": 0, "acts": "scores"})
 
     def init_shared(self, seed: int) -> Tree:
         return distinct_models(self.model, self.num_components, seed)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import TextType
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.data.federation import PARTS
 from fedem.models.metrics import Metric
 from fedem.runs.evaluate import has_diverged, metrics_of
@@ -78,7 +78,8 @@ def show_run(folder: RunFolder) -> None:
         return
     lines, rounds = folder.metrics(), folder.config().run.rounds
     done = lines[-1]["round"] if lines else 0
-    text = f"This run is not complete: {done} of {rounds} rounds are recorded; go on with --resume."
+    recorded = f"{done} of {counted(rounds, 'round is', 'rounds are')} recorded"
+    text = f"This run is not complete: {recorded}; go on with --resume."
     if scored := next((line for line in reversed(lines) if "test_loss" in line), None):
         text += f" After round {scored['round']}: {score_text(scored)}."
     display(text)
@@ -175,8 +176,9 @@ def remarks(summary: Summary) -> Iterator[str]:
     for metric in metrics:
         if count := summary.get(f"test_{metric.name}_undefined"):
             whole = metric.text(summary[f"test_{metric.name}_pooled"]) + (" %" if metric.in_percent else "")
-            where = f"on the test samples of {count} of {summary['num_clients']} clients, which its average leaves out"
-            yield f"{metric.title} is undefined {where}; of all test samples together it is {whole}."
+            where = f"on the test samples of {count} of {counted(summary['num_clients'], 'client')}"
+            rest = f"which its average leaves out; of all test samples together it is {whole}"
+            yield f"{metric.title} is undefined {where}, {rest}."
     means = summary.get("weights_mean") or []
     idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
     if idle and method in ("fedem", "dfedem", "bfedem"):

@@ -15,6 +15,7 @@ from rich.text import Text
 from scipy.special import rel_entr
 from torch import Tensor
 
+from fedem.core.errors import counted
 from fedem.data.dataset import Dataset
 from fedem.data.federation import PARTS, Federation
 from fedem.report.console import figures_table
@@ -113,7 +114,7 @@ def describe(dataset: Dataset, title: str) -> Description:
 
 def sizes_table(description: Description) -> Table:
     """Return samples in each part and in all: together, and of the least, the median and the largest client."""
-    title = Text(f"{description.title}: samples of {len(description.names):,} clients")
+    title = Text(f"{description.title}: samples of {counted(len(description.names), 'client')}")
     table = figures_table(title, "part", "all", "least", "median", "largest")
     columns = [*description.sizes.T, description.sizes.sum(1)]
     for name, column in zip((*PARTS, "together"), columns, strict=True):
@@ -182,7 +183,7 @@ def draw_clients(description: Description, ending: str) -> bytes:
         below.set(ylabel="samples", ylim=(0, 1.05 * description.sizes.sum(1).max()))
         below.set(xlabel=f"clients, sorted by {sorting}", xlim=(-0.5, len(order) - 0.5))
         below.legend(reverse=True, **_LEGEND)
-        clients = f"{len(order):,} clients, {description.sizes.sum():,} samples"
+        clients = f"{counted(len(order), 'client')}, {counted(int(description.sizes.sum()), 'sample')}"
         above.set_title(f"{description.title}: {clients}", loc="left")
         above.tick_params(axis="x", length=0)
         if len(order) > _NAMED_CLIENTS:

@@ -11,6 +11,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedem.core.errors import counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import find_metric, known_metric
@@ -146,7 +147,7 @@ def comparison_markdown(comparison: Comparison, command: str) -> str:
     lines = [
         f"# {_comparison_title(comparison)}\n",
         f"    {command}\n",
-        f"{comparison.num_clients} clients{held_out}; {comparison.rounds} rounds; seeds "
+        f"{counted(comparison.num_clients, 'client')}{held_out}; {counted(comparison.rounds, 'round')}; seeds "
         f"{', '.join(map(str, comparison.seeds))}. Averages over clients are weighted by training samples; ± is the "
         f"sample standard deviation over the seeds; seconds and {unit} ({size:,} bytes; all clients together) are "
         "those of a round.\n",
@@ -176,7 +177,7 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
 
 def _comparison_title(comparison: Comparison) -> str:
     unit, over = find_metric(comparison.metric).unit, _over(comparison.seeds)
-    return f"{comparison.data}, {comparison.rounds} rounds: {unit}, {over}"
+    return f"{comparison.data}, {counted(comparison.rounds, 'round')}: {unit}, {over}"
 
 
 def _bytes_unit(comparison: Comparison) -> tuple[str, int]:
@@ -215,7 +216,7 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
             logarithmic(axes, "y")
         figure.legend(loc="outside right upper", handlelength=3.2, title="after the last round", alignment="left")
     over = _over(comparison.seeds, "mean ± standard deviation over ")
-    picture = Picture(f"{comparison.data}, {comparison.num_clients} clients: {over}", "", figure)
+    picture = Picture(f"{comparison.data}, {counted(comparison.num_clients, 'client')}: {over}", "", figure)
     return {ending: alone(picture, ending) for ending in ("png", "svg")}
 
 
@@ -224,7 +225,9 @@ def experiments_table(experiments: Sequence[Experiment]) -> Table:
     headings, rows = ("name", "in the paper", "what", "runs"), []
     for experiment in experiments:
         sizes = " x ".join(f"{len(choices)} {axis}" for axis, choices in experiment.axes.items())
-        rows.append((experiment.name, experiment.place, experiment.title, f"{sizes} x {experiment.seeds} seeds"))
+        rows.append(
+            (experiment.name, experiment.place, experiment.title, f"{sizes} x {counted(experiment.seeds, 'seed')}")
+        )
     return _table("", headings, rows, headings, "name")
 
 
@@ -287,7 +290,7 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
 def trials_table(tuned: Tuned) -> Table:
     """Return one row per trial, the best first."""
     base, grids, metric = tuned.search.base, tuned.search.grids, find_metric(tuned.metric)
-    what = f"{METHODS[base.name('method')].title} on {data_name(base)}, {base.run.rounds} rounds"
+    what = f"{METHODS[base.name('method')].title} on {data_name(base)}, {counted(base.run.rounds, 'round')}"
     title = f"{what}: validation {metric.unit}, {_over(tuned.search.seeds)}"
     headings = ["trial", *(key.replace(".", "\n") for key in grids), "validation", "seconds"]
     rows = []

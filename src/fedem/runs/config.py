@@ -77,7 +77,7 @@ class RunSettings(Settings):
     seed: int = field(default=0, metadata={"min": 0, "max": 2**63 - 1})
     clients_per_round: float = field(default=1.0, metadata={"above": 0})
     unseen: float = field(default=0.0, metadata={"min": 0, "below": 1})
-    unseen_share: float = field(default=1.0, metadata={"min": 0, "max": 1})
+    unseen_share: float = field(default=1.0, metadata={"min": 0, "max": 1, "acts": "unseen"})
     device: str = "auto"
     engine: str = field(default="auto", metadata={"choices": ENGINES})
     chunk_size: int = field(default=0, metadata={"min": 0})
@@ -85,9 +85,9 @@ class RunSettings(Settings):
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
     local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
     label_shares: bool = False
-    fine_tune_epochs: int = field(default=0, metadata={"min": 0})
-    fine_tune_rate: float = field(default=0.0, metadata={"min": 0})
-    unseen_epochs: int = field(default=5, metadata={"min": 1})
+    fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
+    fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
+    unseen_epochs: int = field(default=5, metadata={"min": 1, "acts": "scores"})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     metrics: str = field(default="", metadata={"each": find_metric})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
@@ -290,6 +290,19 @@ class Config:
             for key in {**values, **other.sections[section]}
             if values.get(key) != other.sections[section].get(key)
         ]
+
+    @cached_property
+    def acting_later(self) -> dict[str, str]:
+        """Where the settings act that training does not depend on, by ``section.key``."""
+        kinds = {section: SECTIONS[section].kinds(self.sections[section]) for section in ("run", "method")}
+        fields = ((f"{name}.{key}", entry) for name, each in kinds.items() for key, entry in entries_of(*each).items())
+        return {place: entry.metadata["acts"] for place, entry in fields if "acts" in entry.metadata}
+
+    def trains_as(self, other: Config) -> bool:
+        """Whether a run of the other is this one until it is over; scores on the way are part of it."""
+        on_the_way = any(map(self.run.is_scored, range(1, self.run.rounds)))
+        same = {place for place, where in self.acting_later.items() if where == "unseen" or not on_the_way}
+        return set(self.differences(other)) <= same
 
     def to_toml(self) -> str:
         """Write as TOML; reading it back gives the same configuration."""

@@ -24,11 +24,12 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from fedem.core.errors import UserError, naming
+from fedem.core.errors import UserError, counted, naming
 from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.runs.config import Config, read_toml
 from fedem.runs.rounds import State
+from fedem.solvers.schedules import SCHEDULES
 
 MANIFEST = "checkpoint.json"
 _TREES = ("shared", "personal", "memory")
@@ -62,9 +63,27 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
 
-    def reopen(self, config: Config) -> bool:
-        """Open the folder to go on with its run; returns whether there is a checkpoint to go on from."""
+    def check_length(self, config: Config) -> None:
+        """Refuse to make the run shorter, or longer where the learning rates of the rounds done would be others."""
+        before, asked = self.config().run.rounds, config.run.rounds
+        run = f"The run in {self.path} was started with {counted(before, 'round')}, and {asked} are asked for"
+        if asked < before:
+            raise UserError(f"{run}; allowed when it is resumed: {before} or more.")
+        if asked > before and config.schedule.depends_on_length:
+            growing = ", ".join(name for name, kind in SCHEDULES.items() if not kind.depends_on_length)
+            why = f"schedule.name is {config.name('schedule')!r}, whose learning rates go by the number of rounds"
+            mend = f"a new run of {counted(asked, 'round')}, or one whose schedule.name is {growing}, which may grow"
+            raise UserError(f"{run}, but {why}; allowed: {mend}.")
+
+    def reopen(self, config: Config, longer: bool = False) -> bool:
+        """Open the folder to go on with its run; returns whether there is a checkpoint to go on from.
+
+        The run may get ``longer``. It is not complete then, and the folder says so from that moment on.
+        """
         changed = set(self.config().differences(config)) - _FREE
+        if grown := longer and "run.rounds" in changed:
+            self.check_length(config)
+            changed.remove("run.rounds")
         # Nobody sets the hash: it is found, and says who owns which samples.
         if settings := ", ".join(sorted(changed - {"run.partition_hash"})):
             mend = "resume it as it was, or start a new one"
@@ -72,6 +91,9 @@ class RunFolder:
         if changed:
             raise UserError(f"The data are not those that the run in {self.path} was trained on.")
         remove_leftovers(self.path)
+        if grown:
+            (self.path / "summary.json").unlink(missing_ok=True)
+            write_atomically(self.path / "config.toml", config.to_toml().encode())
         return (self.checkpoints / MANIFEST).exists()
 
     @contextmanager

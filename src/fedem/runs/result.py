@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, counted, unknown
 from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
@@ -92,8 +92,8 @@ class Result:
     def __repr__(self) -> str:
         about = self.summary
         score = next((f", {key} {about[key]:.4g}" for key in about if key.startswith("test_") and about[key]), "")
-        clients, rounds = about["num_clients"], about["rounds"]
-        return f"<Result of {about['method']} on {about['data']}: {clients} clients, {rounds} rounds{score}>"
+        sizes = f"{counted(about['num_clients'], 'client')}, {counted(about['rounds'], 'round')}"
+        return f"<Result of {about['method']} on {about['data']}: {sizes}{score}>"
 
     def state(self, which: str = "last") -> State:
         """Return the state called "last" or "best"."""
@@ -123,7 +123,9 @@ class Result:
         check_here(self.names)
         if name not in self.names:
             some = ", ".join(map(repr, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
-            raise UserError(f"Unknown client {name!r}; allowed: one of the {len(self.names)} clients ({some}).")
+            raise UserError(
+                f"Unknown client {name!r}; allowed: one of the {counted(len(self.names), 'client')} ({some})."
+            )
         return self.names.index(name)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:

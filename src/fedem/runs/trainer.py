@@ -57,7 +57,8 @@ def train(
             not given.
         truth: what generated the data, if known: then the oracle is scored and recovery reported.
         out: a folder to write the run to while it goes on; nothing is written when not given.
-        resume: go on with the run in ``out``; the result is the same as if it had never stopped.
+        resume: go on with the run in ``out``; the result is the same as if it had never stopped. It may have more
+            rounds than before where the schedule is "constant".
         listener: called with each round's record.
         **options: any setting by its name, such as ``num_components=3``, ``rounds=100``, ``learning_rate=0.3``,
             ``local_epochs=2``, ``clients_per_round=0.2``, ``seed=1``, ``solver="adam"``, ``loss="squared_error"``.
@@ -112,15 +113,14 @@ def carry_out(
             elif not folder.exists():
                 raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
             stack.enter_context(folder.locked())
-            restored = _restore(trainer, folder) if resume and folder.reopen(config) else None
+            restored = _restore(trainer, folder) if resume and folder.reopen(config, longer=True) else None
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
         with _recording(folder, progress.state.round, listener if team.leads else None) as record:
             while progress.state.round < run.rounds:
                 record(trainer.advance(progress))
                 if folder and run.is_due(run.checkpoint_every, progress.state.round):
-                    metadata = trainer.recipe.metadata(trainer.federation.names) | trainer.origin(progress)
-                    folder.save(progress.states, metadata)
+                    folder.save(progress.states, trainer.checkpoint(progress))
         result = trainer.conclude(progress)
         if folder:
             if result.tuned:
@@ -267,6 +267,10 @@ class Trainer:
         data, best = self.federation.fingerprint, progress.best_validation
         return {"data": data, "best_validation": best, "seconds": progress.seconds}
 
+    def checkpoint(self, progress: Progress) -> Record:
+        """Return what a checkpoint says beside its states."""
+        return self.recipe.metadata(self.federation.names) | self.origin(progress)
+
     def predictors(self, state: State) -> Predictors:
         there, run = self.federation, self.config.run
         seen = took_part(there.keys, self.training.cohort_size, run.seed, state.round)
@@ -288,13 +292,30 @@ class Trainer:
         if run.is_due(run.diagnose_every, done):
             entry |= diagnose(self.training, before, progress.state)._asdict()
         if run.is_scored(done):
-            scores = self.scores(self.predictors(progress.state))
-            entry |= name_scores(scores)
-            validation = scores.get("validation")
-            if validation is not None and validation.improves(progress.best_validation):
-                progress.best, progress.best_validation = progress.state, validation.average
+            entry |= self._score(progress)
         progress.history.append(entry)
         return entry
+
+    def _score(self, progress: Progress) -> Record:
+        scores = self.scores(self.predictors(progress.state))
+        validation = scores.get("validation")
+        if validation is not None and validation.improves(progress.best_validation):
+            progress.best, progress.best_validation = progress.state, validation.average
+        return name_scores(scores)
+
+    def take_over(self, other: RunFolder, folder: RunFolder) -> None:
+        """Write to ``folder`` the training of ``other``, a run that trains alike, to be gone on with from its end."""
+        folder.create(self.config)
+        here = self.placed()
+        with self.recipe.products():
+            progress = _restore(here, other).to(self.recipe.device)
+            if progress.best is not None and progress.best.round == progress.state.round:
+                progress.best, progress.best_validation = None, None
+            if progress.history:
+                progress.history[-1] |= here._score(progress)
+        with folder.open_metrics(0) as file:
+            file.writelines(map(folder.line, progress.history))
+        folder.save(progress.states, here.checkpoint(progress))
 
     def conclude(self, progress: Progress) -> Result:
         algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from fedem.core.settings import Settings
 
@@ -17,6 +18,8 @@ class Schedule(Settings, ABC):
         learning_rate: the rate of the first round; with inverse_sqrt a0, which is divided by sqrt(K).
     """
 
+    depends_on_length: ClassVar[bool] = True  # whether a round's rate goes by K: such a run can't be made longer
+
     learning_rate: float = field(default=0.1, metadata={"above": 0})
 
     @abstractmethod
@@ -27,6 +30,8 @@ class Schedule(Settings, ABC):
 @dataclass(frozen=True)
 class Constant(Schedule):
     """The same rate in every round."""
+
+    depends_on_length: ClassVar[bool] = False
 
     def rate(self, round_index: int, num_rounds: int) -> float:
         return self.learning_rate

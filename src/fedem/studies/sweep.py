@@ -162,7 +162,7 @@ def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> l
 
 
 def work_off(
-    entries: Iterable[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
+    entries: Sequence[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
 ) -> dict[str, str]:
     """Train what is not complete, but for runs that another process is training; return what went wrong, by title."""
     failed: dict[str, str] = {}
@@ -171,14 +171,25 @@ def work_off(
             if not mine or entry.is_complete:
                 continue
             try:
-                dataset, begun = data.of(entry.config), entry.folder.exists()
+                dataset = data.of(entry.config)
                 with watch(entry) as listener:
                     # What is made at a run's start, such as a graph, was tried when all were checked.
                     trainer = Trainer.prepare(entry.config, dataset, fresh=False)
+                    begun = is_begun(entry, trainer, entries)
                     carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
             except UserError as error:  # the others can go on without it
                 failed[entry.title] = str(error)
     return failed
+
+
+def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
+    """Whether a run can be gone on with; one of the others that is complete and trains alike lends it its training."""
+    if entry.folder.exists():
+        return True
+    alike = (other.folder for other in others if other.config.trains_as(entry.config) and other.is_complete)
+    if (other := next(alike, None)) is not None:
+        trainer.take_over(other, entry.folder)
+    return other is not None
 
 
 def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record]]:

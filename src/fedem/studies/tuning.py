@@ -171,10 +171,16 @@ class Search:
 
     @property
     def base(self) -> Config:
-        return Config.build(*self.layers)
+        return Config.build(*self.ground)
+
+    @property
+    def ground(self) -> tuple[Layer, ...]:
+        """What is asked for; trials that differ in what acts after training are scored then alone, and share it."""
+        later = Config.build(*self.layers).acting_later.keys() & self.grids.keys()
+        return ({"run": {"evaluate_every": 0}}, *self.layers) if later else self.layers
 
     def config(self, values: Mapping[str, Any], seed: int) -> Config:
-        return Config.build(*self.layers, *layers_of(values), {"run": {"seed": seed}})
+        return Config.build(*self.ground, *layers_of(values), {"run": {"seed": seed}})
 
     def chosen_layer(self, values: Mapping[str, Any]) -> Sections:
         """Return what the user asked for, and the values chosen: what is to be written over the shipped settings."""
@@ -336,7 +342,8 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
                 tried = [(other.values, other.spread.mean) for other in trials]
                 trial = Trial(number, next_values(search.grids, search.sampler, search.seeds[0], tried, upwards))
             if trial.scores is None and trial.error is None:
-                trial = _carry_out(trial, search, data, metric, out, listener)
+                others = [entry for other in trials if other.scores for entry in _entries(other, search, out)]
+                trial = _carry_out(trial, search, data, metric, out, listener, others)
             trials.append(trial)
     # Of equals, the first one tried stays first.
     return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(metric))))
@@ -356,8 +363,19 @@ def _check_same(out: Path, content: Record) -> None:
         raise UserError(f"The search in {out} was begun with other settings ({', '.join(changed)}); {mend}.")
 
 
+def _entries(trial: Trial, search: Search, out: Path) -> list[Entry]:
+    layers = [*search.ground, *layers_of(trial.values)]
+    return sweep.plan(out / "trials" / f"{trial.number:03d}", {}, search.seeds, lambda _: layers)
+
+
 def _carry_out(
-    trial: Trial, search: Search, data: SharedData, metric: str, out: Path, listener: Listener | None
+    trial: Trial,
+    search: Search,
+    data: SharedData,
+    metric: str,
+    out: Path,
+    listener: Listener | None,
+    others: Sequence[Entry],
 ) -> Trial:
     """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
     place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
@@ -373,10 +391,9 @@ def _carry_out(
     try:
         with _failing(UserError):  # values that don't go together
             search.config(trial.values, seed)
-        layers = [*search.layers, *layers_of(trial.values)]
-        for entry in sweep.plan(place, {}, search.seeds, lambda _: layers):
+        for entry in _entries(trial, search, out):
             seed = entry.seed
-            ends.append(_end(entry, data, metric, listen))
+            ends.append(_end(entry, data, metric, listen, others))
             done += rounds
         scores, seconds = zip(*ends, strict=True)
         trial = replace(trial, scores=scores, seconds=sum(seconds))
@@ -399,13 +416,15 @@ def _failing(kind: type[UserError]) -> Iterator[None]:
         raise _FailedError(error) from None
 
 
-def _end(entry: Entry, data: SharedData, metric: str, listener: Listener) -> tuple[float, float]:
+def _end(
+    entry: Entry, data: SharedData, metric: str, listener: Listener, others: Sequence[Entry]
+) -> tuple[float, float]:
     """Carry a run out, if it is not complete; returns the score to choose by and the seconds it took."""
     summary: Mapping[str, Any] | None = entry.folder.summary()
     if summary is None:
-        begun = entry.folder.exists()
         with _failing(UserError):
-            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
+            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not entry.folder.exists())
+        begun = sweep.is_begun(entry, trainer, others)
         with _failing(DivergedError):
             summary = carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
     if has_diverged(summary):

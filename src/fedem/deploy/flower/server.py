@@ -19,7 +19,7 @@ from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.random import COHORT, choose, client_keys
 from fedem.core.tree import tree_bytes, tree_index, tree_repeat, tree_to
 from fedem.deploy.flower import messages
@@ -128,9 +128,12 @@ class MethodStrategy(Strategy):
         """Ask the round's cohort, chosen by hashing the seed, the round and the nodes' numbers."""
         nodes, least = self.connected(grid), self.run.min_clients
         if len(nodes) < least:
-            there = f"After {self.run.wait:g} seconds {len(nodes)} nodes are connected; needed: min-clients {least}"
-            raise UserError(f"{there}. `continue = true` goes on after round {self.state.round}.")
-        if self.plan.algorithm.needs_share and (strangers := [node for node in nodes if node not in self._registry.sizes]):
+            there = f"After {self.run.wait:g} seconds {counted(len(nodes), 'node is', 'nodes are')} connected"
+            raise UserError(
+                f"{there}; needed: min-clients {least}. `continue = true` goes on after round {self.state.round}."
+            )
+        strangers = [node for node in nodes if node not in self._registry.sizes]
+        if self.plan.algorithm.needs_share and strangers:
             self._accepted(self._ask(grid, messages.COUNT, strangers))
         wanted, keys = self.config.run.clients_per_round, client_keys([str(node) for node in nodes])
         # A number of clients is one to aim at: fewer may be connected. A mean over too few would show single ones.
@@ -146,7 +149,9 @@ class MethodStrategy(Strategy):
         done, count, taken = before.round + 1, len(answers), 0
         self.state = replace(before, round=done)
         if count < least:
-            log.warning("Round %d: %d good answers, needed %d; the model stays as it is.", done, count, least)
+            log.warning(
+                "Round %d: %s, needed %d; the model stays as it is.", done, counted(count, "good answer"), least
+            )
         else:
             try:
                 self.state, taken = self._mix(before, answers, rate), count
@@ -176,7 +181,12 @@ class MethodStrategy(Strategy):
             return []
         nodes = self.connected(grid)
         if len(nodes) < least:
-            log.warning("Round %d is not scored: %d nodes are connected, needed %d.", done, len(nodes), least)
+            log.warning(
+                "Round %d is not scored: %s, needed %d.",
+                done,
+                counted(len(nodes), "node is", "nodes are") + " connected",
+                least,
+            )
             return []
         return self.requests(messages.EVALUATE, arrays, nodes)
 
@@ -184,7 +194,7 @@ class MethodStrategy(Strategy):
         """Average over clients; then the round is complete, and written down. No client's own figures are."""
         scored, least = self._accepted(replies), self.run.min_clients
         if scored and len(scored) < least:
-            log.warning("%d clients sent scores, needed %d; they are not averaged.", len(scored), least)
+            log.warning("%s sent scores, needed %d; they are not averaged.", counted(len(scored), "client"), least)
         metric = self.plan.model.loss.metric
         scores = combine_scores(metric, [(entry.num_samples, entry.scores) for entry in scored])
         found: Record = {}
@@ -207,7 +217,8 @@ class MethodStrategy(Strategy):
         nodes = sorted(grid.get_node_ids())
         self._registry.connected = frozenset(nodes)
         replies = self._accepted(self._ask(grid, messages.KEEP, nodes))
-        log.info("%d clients keep their models; %d nodes were asked.", len(replies), len(nodes))
+        keeping = counted(len(replies), "client keeps its model", "clients keep their models")
+        log.info("%s; %s asked.", keeping, counted(len(nodes), "node was", "nodes were"))
 
     def _ask(self, grid: Grid, kind: str, nodes: Iterable[int]) -> Iterable[Message]:
         return grid.send_and_receive(self.requests(kind, self.arrays, nodes), timeout=self.run.timeout)
@@ -250,7 +261,7 @@ def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
     elif not folder.exists():
         raise UserError(f"There is no run to continue in {folder.path} (no config.toml).")
     with folder.locked():
-        if run.continued and folder.reopen(config):
+        if run.continued and folder.reopen(config, longer=True):
             states, metadata = folder.load()
             if metadata.get("plan") != plan.fingerprint:
                 raise UserError(f"The run in {folder.path} followed another plan; allowed: {plan.fingerprint}.")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.files import toml_literal
 from fedem.data.synthetic import Synthetic
 from fedem.deploy.flower.project import write_app
@@ -71,7 +71,9 @@ def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
 def choose_clients(names: Sequence[str], path: Path, nodes: int) -> list[Client]:
     """Return the first clients of a file, one for each node."""
     if len(names) < nodes:
-        raise UserError(f"{path} has {len(names)} clients; allowed for a trial of {nodes} nodes: at least as many.")
+        raise UserError(
+            f"{path} has {counted(len(names), 'client')}; allowed for a trial of {nodes} nodes: at least as many."
+        )
     return [Client(name, path) for name in names[:nodes]]
 
 
@@ -126,7 +128,9 @@ def _follow(
             if other.process.poll() is not None:
                 raise other.failure(f"ended with code {other.process.returncode} amid the run")
         if not is_over and time.monotonic() > deadline:
-            raise program.failure(f"has not ended within {limit:.0f} s, and {num_rounds} rounds are done")
+            raise program.failure(
+                f"has not ended within {limit:.0f} s, and {counted(num_rounds, 'round is', 'rounds are')} done"
+            )
         time.sleep(0.2)
     errors = [f"{node.name}: {line}" for node in nodes for line in node.output().splitlines() if "ERROR" in line]
     if run.summary() is None:

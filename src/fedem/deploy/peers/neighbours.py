@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.random import client_keys
 from fedem.graphs import Ring, Topology
 from fedem.graphs.weights import Edges, canonical, component_labels
@@ -65,8 +65,9 @@ def refusals(present: Sequence[PresentClient], state: Path) -> dict[int, str]:
             reason = f"There is a client {name} already; allowed: a name for each, in one process."
         elif client.run not in ("", run):
             reason = (
-                f"Client {name} has done {client.round} rounds of another run than the others, kept in {state}; "
-                "allowed: an empty folder for --state, or, to go on, that most of those who meet first are of that run."
+                f"Client {name} has done {counted(client.round, 'round')} of another run than the others, kept "
+                f"in {state}; allowed: an empty folder for --state, or, to go on, that most of those who meet first "
+                "are of that run."
             )
         if reason:
             found.setdefault(client.rank, reason)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fedem.core import VERSION
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.files import locked
 from fedem.core.random import COHORT, choose, client_keys
 from fedem.core.tree import Tree, tree_index, tree_repeat, tree_sorted, tree_stack, tree_to
@@ -137,7 +137,8 @@ class Peer:
         self.graph = PeerGraph.over(self.topology, self.names, mixer_seed(run.seed))
         share = run.clients_per_round if run.clients_per_round <= 1 else min(run.clients_per_round, len(present))
         self.cohort_size = cohort_size(share, len(present))
-        notify(f"{group.size} peers with {len(present)} clients have met; {self.done} of {run.rounds} rounds are done.")
+        met = f"{counted(group.size, 'peer')} with {counted(len(present), 'client')} have met"
+        notify(f"{met}; {self.done} of {counted(run.rounds, 'round is', 'rounds are')} done.")
         if self.done and (new := [client.name for client in present if not client.round]):
             notify(f"warning: Clients that have done none of these: {len(new)} of {len(present)}, such as {new[0]!r}.")
         if self.graph.remark:

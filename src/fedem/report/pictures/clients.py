@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from fedem.core.errors import counted
 from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, band, dots, legend, outline, panels, thinned, widely
 from fedem.report.runs import Gathered, Numbers, Run
 
@@ -166,7 +167,7 @@ def against_baselines(data: Gathered) -> Picture | None:
         right.fill_between(places, ordered, 0, where=sign * ordered > 0, color=colour, alpha=0.25, linewidth=0)
         right.axhline(0, color=INK, linewidth=0.9)
         right.set(xlabel="clients, sorted, in %", ylabel=f"{title} minus {data.titles[name]}\n{unit}", xlim=(0, 100))
-        better = f"for {(sign * change > 0).sum():,} of {len(change):,} clients"
+        better = f"for {(sign * change > 0).sum():,} of {counted(len(change), 'client')}"
         amount = metric.text(float(np.median(change)), "+.1f", "+.3g") + (" points" if metric.in_percent else "")
         sentences.append(f"{data.name(method)} is better than {data.name(name)} {better}, {amount} in the median.")
     return Picture("Who gains and who loses", " ".join(sentences), figure)

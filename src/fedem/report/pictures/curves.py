@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fedem.core.errors import counted
 from fedem.models.metrics import Metric
 from fedem.report.pictures.canvas import INK, Picture, band, bytes_unit, legend, logarithmic, panels, widely
 from fedem.report.runs import Gathered, Numbers, Run
@@ -82,7 +83,7 @@ def diagnostics(data: Gathered) -> Picture | None:
         place.set(title=DIAGNOSED[name], xlabel="communication rounds")
     legend(figure, axes[0])
     method = next(method for _, method in curves)
-    sentence = f"{data.name(method)} was measured after {len(curves[names[0], method][0])} rounds."
+    sentence = f"{data.name(method)} was measured after {counted(len(curves[names[0], method][0]), 'round')}."
     if (falling := curves.get(("gradient_norm2", method))) is not None:
         first, last = falling[1].mean(0)[[0, -1]]
         sentence = f"The squared gradient of {data.name(method)} goes from {first:.2g} to {last:.2g}."
