@@ -18,7 +18,7 @@ from fedem.core.errors import UserError
 from fedem.report.studies import comparison_markdown, comparison_table, draw
 from fedem.runs.folder import RunFolder
 from fedem.studies.comparison import Comparison, Point, Row, summarize
-from fedem.studies.sweep import Entry, Spread
+from fedem.studies.sweep import Entry, Gap, Spread
 
 
 def written(folder: Path, method: str, seed: int, **figures: object) -> Entry:
@@ -73,6 +73,22 @@ def test_rows_are_aggregated_over_seeds_and_sorted(tmp_path: Path) -> None:
         ("fedem", 2),
         ("fedavg", 0),
     ]
+
+
+def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    found = hand_made(tmp_path)
+    assert found.gaps["fedem"] == (0, 0, 3)
+    assert found.gaps["fedavg"] == (-0.125, pytest.approx(0.125 / math.sqrt(3)), 3)
+    assert found.gaps["local"] == (-0.25, pytest.approx(0.25), 3)
+    told = "Test score against FedEM, paired by seed, mean ± standard error: FedAvg -12.50 ±7.22, Local -25.00 ±25.00."
+    assert told in comparison_markdown(found, "fedem compare")
+    assert found.rows[0].title == "FedEM"
+    # What the seeds' data do to both falls out; a seed that one of them lacks does not count.
+    scores = {0: 0.5, 1: 0.9, 2: 0.7, 3: None}
+    ahead = {seed: score and score + 0.1 for seed, score in scores.items()} | {4: 0.0}
+    assert Gap.of(ahead, scores) == (pytest.approx(0.1), pytest.approx(0, abs=1e-12), 3)
+    assert Gap.of({0: 0.5}, {0: 0.25}) == (0.25, None, 1)
+    assert Gap.of({0: 0.5}, {1: 0.25}) == (None, None, 0)
 
 
 def test_errors_are_sorted_from_the_smallest_and_what_diverged_comes_last(tmp_path: Path) -> None:

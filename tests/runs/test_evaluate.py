@@ -13,7 +13,7 @@ from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.engines import OneByOne, Stacked
 from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle, predict
-from fedem.runs.measures import cosine_distance, recover
+from fedem.runs.measures import cosine_distance, optimal_weight_distance, recover
 from fedem.runs.personalize import Predictors
 from fedem.runs.rounds import State, Training
 
@@ -157,6 +157,28 @@ def test_recovery_undoes_a_permutation_and_a_scale() -> None:
     assert max(found.component_distances) < 1e-6
     assert found.weight_distance == pytest.approx(0, abs=1e-9)
     assert found.cluster_accuracy == 1
+
+
+def test_the_most_likely_weights_of_clusters_are_often_no_corner() -> None:
+    data = Synthetic(num_clients=30, num_components=2, dimension=10, clustered=True, num_test=1, max_samples=80).make(0)
+    federation, truth = data.federation, data.truth
+    assert truth is not None
+    grid = torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None]  # the first component's weight
+    best = []
+    for name, position in zip(federation.names, range(30), strict=True):
+        inputs, targets = federation.train.client(position)
+        one, other = (truth.predict(inputs, row.expand(len(inputs), 2)).double() for row in torch.eye(2))
+        p, q = (each.gather(1, targets[:, None])[:, 0] for each in (one, other))
+        best.append(float(grid[(grid * p + (1 - grid) * q).log().sum(1).argmax()]))
+        assert name == truth.names[position]
+    first = torch.tensor(best, dtype=torch.float64)
+    by_hand, true = torch.stack([first, 1 - first], 1).flatten(), truth.mixture_weights.double().flatten()
+    distance = float(1 - by_hand @ true / by_hand.norm() / true.norm())
+    assert optimal_weight_distance(truth, federation) == pytest.approx(distance, rel=1e-2)
+    assert distance > 1e-3, "so no method that maximises the likelihood comes to the truth"
+    mixed = Synthetic(num_clients=3, dimension=2, num_test=1).make(0)
+    assert mixed.truth is not None
+    assert optimal_weight_distance(mixed.truth, mixed.federation) is None
 
 
 def test_recovery_sees_a_wrong_client_and_an_extra_component() -> None:

@@ -20,7 +20,7 @@ from fedem.studies.sweep import SharedData, check
 def test_one_seed_has_no_deviation(run, tmp_path: Path) -> None:
     code, out, _ = run("compare", "--methods", "fedavg", "--seeds", "5,", *TINY, "--out", "c")
     assert code == 0
-    assert "one seed" in out
+    assert "seed 5" in out
     assert "±" not in out
     assert (tmp_path / "c/fedavg-seed5/summary.json").exists()
 

@@ -158,17 +158,35 @@ def test_our_figures_stand_beside_the_papers(small: Experiment, tmp_path: Path) 
     fast = lines["FedEM", "fast"]
     summaries = [entry.folder.summary() for entry in entries if entry.labels == fast.labels]
     scores = [summary["test_accuracy"] for summary in summaries if summary is not None]
-    assert fast.num_seeds == 2
+    assert fast.seeds == (0, 1)
     assert fast.ours["test_accuracy"].mean == pytest.approx(sum(scores) / 2)
     largest = [max(summary["recovery"]["component_distances"]) for summary in summaries if summary is not None]
     assert fast.ours["recovery.component_distances"].mean == pytest.approx(sum(largest) / 2)
     assert fast.paper == {"test_accuracy": 74.7, "recovery.component_distances": None}
-    assert lines["FedAvg", "fast"].num_seeds == 0
+    assert lines["FedAvg", "fast"].seeds == ()
     assert lines["FedAvg", "fast"].ours["test_accuracy"].mean is None
     row = next(
-        line for line in experiment_markdown(small, tabulate(small, entries)).splitlines() if "| fast | 2 |" in line
+        line for line in experiment_markdown(small, tabulate(small, entries)).splitlines() if "| fast | 0, 1 |" in line
     )
     assert f"| {100 * sum(scores) / 2 - 74.7:+.1f} |" in row
+
+
+def test_methods_are_compared_with_the_best_on_the_same_data(small: Experiment, tmp_path: Path) -> None:
+    entries = plan(small, tmp_path / "out", [0, 1])
+    scores = {("FedEM", "slow"): (0.9, 0.9), ("FedEM", "fast"): (0.5, 0.6), ("FedAvg", "fast"): (0.6, 0.8)}
+    for entry in entries:
+        folder, score = entry.folder.path, scores[tuple(entry.labels.values())][entry.seed]
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps({"test_accuracy": score}))
+    lines = tabulate(small, entries)
+    gaps = {tuple(line.labels.values()): line.gap for line in lines}
+    assert gaps["FedEM", "slow"] is None, "nobody else has its data and settings"
+    assert gaps["FedAvg", "fast"] is None, "it is the best"
+    assert gaps["FedEM", "fast"] == (pytest.approx(-0.15), pytest.approx(0.05), 2)
+    text = experiment_markdown(small, lines).splitlines()
+    assert text[0].startswith("| method | rate | seeds | to the best, ± s.e. | test, % |")
+    assert any(line.startswith("| FedEM | fast | 0, 1 | -15.00 ±5.00 | 55.0 ±7.1 |") for line in text)
+    assert any(line.startswith("| FedAvg | fast | 0, 1 | best |") for line in text)
 
 
 @pytest.mark.parametrize(

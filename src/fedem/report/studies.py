@@ -14,25 +14,28 @@ from rich.table import Table
 from fedem.core.errors import counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
-from fedem.models.metrics import find_metric, known_metric
+from fedem.models.metrics import Metric, find_metric, known_metric
 from fedem.report.console import Rows, errors, score_text, simple_table
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
-from fedem.studies.experiments import SLASH, Experiment, Line
-from fedem.studies.sweep import Entry, Spread
+from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
+from fedem.studies.sweep import Entry, Gap, Spread
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
+_PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
 _NAMES = {
     "bottom_decile": "bottom decile, %",
     "recovery.cluster_accuracy": "assigned rightly, %",
     "recovery.component_distances": "cosine distance",
+    "recovery.weight_distance": "distance of Pi",
+    "recovery.optimal_weight_distance": "... most likely Pi",
     "weights_entropy": "entropy, took part",
     "unseen_weights_entropy": "entropy, unseen",
     "seconds_per_round": "s a round",
@@ -62,8 +65,13 @@ def _spread(spread: Spread, show: Callable[[float], str], deviation: Callable[[f
     return show(spread.mean) + more
 
 
+def _gap(gap: Gap, metric: Metric) -> str:
+    error = "" if gap.error is None else f" ±{metric.text(gap.error, '.2f', '.2g')}"
+    return metric.text(gap.mean, "+.2f", "+.3g") + error
+
+
 def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
-    return "one seed" if len(seeds) == 1 else f"{what}{len(seeds)} seeds"
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"{what}the seeds {', '.join(map(str, seeds))}"
 
 
 @contextmanager
@@ -162,6 +170,11 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     name = f"unseen_test_{comparison.metric}"
     silent = [row.title for row in comparison.rows if name in row.figures and row.figures[name].mean is None]
     remarks = [f"Without a model for clients held out: {', '.join(silent)}."] if silent else []
+    best, metric = comparison.rows[0], find_metric(comparison.metric)
+    gaps = {row.title: gap for row in comparison.rows[1:] if (gap := comparison.gaps[row.method]).error is not None}
+    if gaps:
+        told = ", ".join(f"{title} {_gap(gap, metric)}" for title, gap in gaps.items())
+        remarks.insert(0, f"Test score against {best.title}, paired by seed, mean ± standard error: {told}.")
     differing = []  # the value that most methods have, and who has another
     for key in dict.fromkeys(key for row in comparison.rows for key in row.training):
         holders: dict[Any, list[str]] = {}
@@ -245,17 +258,17 @@ def status_table(entries: Sequence[Entry]) -> Table:
 def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
     """Return one row for each choice: ours, the paper's, and the difference."""
     title = f"{experiment.title} ({experiment.place or 'not in the paper'})"
-    return _table(title, _headings(experiment), _experiment_rows(experiment, lines), experiment.axes)
+    return _table(title, _headings(experiment, lines), _experiment_rows(experiment, lines), experiment.axes)
 
 
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return the same for a README."""
     rows = _experiment_rows(experiment, lines)
-    return "\n".join(_markdown(_headings(experiment), rows, experiment.axes)) + "\n"
+    return "\n".join(_markdown(_headings(experiment, lines), rows, experiment.axes)) + "\n"
 
 
-def _headings(experiment: Experiment) -> list[str]:
-    headings = [*experiment.axes, "seeds"]
+def _headings(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
+    headings = [*experiment.axes, "seeds", *([_PAIRED] if _are_paired(lines) else [])]
     for name in experiment.figures:
         figure, slash, reference = name.partition(SLASH)
         usual = figure.replace("unseen_", "unseen, ").replace("_accuracy", ", %").replace("_loss", " loss")
@@ -263,19 +276,26 @@ def _headings(experiment: Experiment) -> list[str]:
     return headings
 
 
+def _are_paired(lines: Sequence[Line]) -> bool:
+    return any(line.gap is not None and line.gap.mean is not None for line in lines)
+
+
 def _is_share(name: str) -> bool:
     """Whether a figure is shown in percent: a bottom decile, or a score by such a metric."""
-    words = name.rpartition(".")[2].split("_")
-    known = (known_metric("_".join(words[start:])) for start in range(len(words)))
-    return name.endswith("bottom_decile") or next((metric.in_percent for metric in known if metric), False)
+    metric = metric_of(name)
+    return name.endswith("bottom_decile") or (metric is not None and metric.in_percent)
 
 
 def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[list[str]]:
     def number(value: float) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
+    decisive = metric_of(experiment.figures[0])
     for line in lines:
-        cells = [*line.labels.values(), str(line.num_seeds)]
+        cells = [*line.labels.values(), ", ".join(map(str, line.seeds)) or _NONE]
+        if decisive is not None and _are_paired(lines):
+            known = line.ours[experiment.figures[0]].mean is not None
+            cells.append(_gap(line.gap, decisive) if line.gap is not None else "best" if known else _NONE)
         for name in experiment.figures:
             ours, paper, share = line.ours[name], line.paper[name], _is_share(name)
             ways = (lambda value: f"{100 * value:.1f}",) if share else (number, "{:.2g}".format)

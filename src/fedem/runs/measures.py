@@ -23,10 +23,12 @@ from torch.func import grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedem.core.em import log_responsibilities, negative_log_likelihood, update_log_weights
+from fedem.core.em import fit_log_weights, log_responsibilities, negative_log_likelihood, update_log_weights
 from fedem.core.errors import UserError
 from fedem.core.random import SOLVER, choose
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_double, tree_index, tree_map
+from fedem.data.dataset import Truth
+from fedem.data.federation import Federation
 from fedem.data.samples import Pool
 from fedem.engines import Batching, Cohort, Work
 from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
@@ -384,3 +386,20 @@ def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_w
     hits = translation[weights.cpu().argmax(1)] == true_weights.argmax(1)
     matching = list(zip(learnt.tolist(), true.tolist(), strict=True))
     return Recovery(matching, distances[learnt, true].tolist(), float(flat), float(hits.double().mean()))
+
+
+def optimal_weight_distance(truth: Truth, federation: Federation) -> float | None:
+    """Cosine distance to the truth of the mixture weights that are most likely beside the true components.
+
+    None unless clients are clusters. Then the truth is a corner of the simplex, where the likelihood's slope towards
+    another component, the mean of p_other / p_own - 1, is zero in expectation: many clients' optimum is no corner.
+    """
+    reference = truth.weights_of(federation.names).double()
+    if bool((reference.max(1).values < 1).any()):
+        return None
+    inputs, targets = federation.train.inputs.cpu(), federation.train.targets.cpu()
+    each = torch.eye(reference.shape[1])
+    known = [truth.predict(inputs, one.expand(len(inputs), -1)).gather(1, targets[:, None])[:, 0] for one in each]
+    losses = -torch.stack(known).double().log()
+    found = torch.stack([fit_log_weights(own) for own in losses.split(federation.train.sizes.tolist(), dim=1)])
+    return float(cosine_distance(found.exp().reshape(1, -1), reference.reshape(1, -1)))

@@ -16,7 +16,7 @@ from fedem.methods import METHODS, resolve_method, title_of
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Labels, Spread, outcomes, read_setting
+from fedem.studies.sweep import Entry, Gap, Labels, Spread, outcomes, read_setting
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
@@ -124,13 +124,24 @@ class Comparison:
     oracle: dict[str, Spread]  # empty when the truth is not known
     runs: list[Record]  # one record per method and seed
 
+    @property
+    def gaps(self) -> dict[str, Gap]:
+        """How far each method's test score is from the first one's."""
+        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in self.rows}
+        for run in self.runs:
+            scores[run["method"]][run["seed"]] = run.get(f"test_{self.metric}")
+        first = next(iter(scores.values()))
+        return {method: Gap.of(own, first) for method, own in scores.items()}
+
     def save(self, folder: Path, command: str) -> None:
         """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
         write_csv(folder / "comparison.csv", self.runs[0], self.runs)
         names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
         content = {"command": command} | {name: getattr(self, name) for name in names}
+        gaps = self.gaps
         methods = [
             {"method": row.method, "title": row.title, "figures": _records(row.figures)}
+            | {"to_the_best": gaps[row.method]._asdict()}
             | {"curve": [{"round": point.round} | point.spread._asdict() for point in row.curve]}
             for row in self.rows
         ]

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError, unknown
 from fedem.data.store import Public
+from fedem.models.metrics import Metric, known_metric
 from fedem.runs.config import Layer
 from fedem.runs.evaluate import Record
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Labels, SharedData, Spread, outcomes
+from fedem.studies.sweep import Entry, Gap, Labels, SharedData, Spread, outcomes
 
 FILE = "experiment.toml"
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
 ALL = "all"  # in [quick], all runs
 _Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
+_METHODS = "method"  # the axis whose choices are compared
 _NEEDED = ("title", "figures", "axes")
 _OPTIONAL: Record = {"place": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
 
@@ -204,9 +206,10 @@ class Line(NamedTuple):
     """A line of the table: one choice on every axis."""
 
     labels: dict[str, str]
-    num_seeds: int  # complete ones
+    seeds: tuple[int, ...]  # complete ones
     ours: dict[str, Spread]
     paper: dict[str, float | None]
+    gap: Gap | None = None  # to the best of all methods, by the first figure if that is a score
 
 
 def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
@@ -225,8 +228,28 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
                 values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]
             ours[name] = Spread.of(values)
         theirs = experiment.paper.get(SLASH.join(choice), (None,) * len(experiment.figures))
-        lines.append(Line(labels, len(by_seed), ours, dict(zip(experiment.figures, theirs, strict=True))))
-    return lines
+        lines.append(Line(labels, tuple(by_seed), ours, dict(zip(experiment.figures, theirs, strict=True))))
+    decisive = experiment.figures[0]
+    metric = metric_of(decisive) if _METHODS in experiment.axes and SLASH not in decisive else None
+    if metric is None:
+        return lines
+
+    def scores(line: Line) -> dict[int, float | None]:
+        return {seed: _figure(each, decisive) for seed, each in known[tuple(line.labels.values())].items()}
+
+    found = []
+    for line in lines:
+        rivals = [other for other in lines if {**other.labels, _METHODS: ""} == {**line.labels, _METHODS: ""}]
+        best = min(rivals, key=lambda other: other.ours[decisive].rank(metric.name))
+        found.append(line if best is line else line._replace(gap=Gap.of(scores(line), scores(best))))
+    return found
+
+
+def metric_of(figure: str) -> Metric | None:
+    """Return the metric that a figure is a score by, if it is."""
+    words = figure.rpartition(".")[2].split("_")
+    known = (known_metric("_".join(words[start:])) for start in range(len(words)))
+    return next((metric for metric in known if metric), None)
 
 
 def _figure(summary: Record, name: str) -> float | None:

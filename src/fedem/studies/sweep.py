@@ -65,6 +65,22 @@ class Spread(NamedTuple):
         return math.inf if self.mean is None else -self.mean if find_metric(metric).larger_is_better else self.mean
 
 
+class Gap(NamedTuple):
+    """How far a figure is from another one, over the seeds that both have."""
+
+    mean: float | None  # of the differences seed by seed
+    error: float | None  # the standard error of that mean; None for one seed
+    num_seeds: int
+
+    @classmethod
+    def of(cls, values: Mapping[int, float | None], others: Mapping[int, float | None]) -> Gap:
+        """Subtract seed by seed: what a seed's data do to both falls out."""
+        pairs = ((value, others.get(seed)) for seed, value in values.items())
+        both = [value - other for value, other in pairs if value is not None and other is not None]
+        mean, deviation = Spread.of(both)
+        return cls(mean, None if deviation is None else deviation / math.sqrt(len(both)), len(both))
+
+
 class SharedData:
     """Makes the data of runs, and keeps those made last: runs with the same data come one after the other."""
 
