@@ -13,7 +13,7 @@ from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.engines import OneByOne, Stacked
 from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle, predict
-from fedem.runs.measures import cosine_distance, optimal_weight_distance, recover
+from fedem.runs.measures import cosine_distance, optimal_distance, recover
 from fedem.runs.personalize import Predictors
 from fedem.runs.rounds import State, Training
 
@@ -174,11 +174,11 @@ def test_the_most_likely_weights_of_clusters_are_often_no_corner() -> None:
     first = torch.tensor(best, dtype=torch.float64)
     by_hand, true = torch.stack([first, 1 - first], 1).flatten(), truth.mixture_weights.double().flatten()
     distance = float(1 - by_hand @ true / by_hand.norm() / true.norm())
-    assert optimal_weight_distance(truth, federation) == pytest.approx(distance, rel=1e-2)
+    assert optimal_distance(truth, federation) == pytest.approx(distance, rel=1e-2)
     assert distance > 1e-3, "so no method that maximises the likelihood comes to the truth"
     mixed = Synthetic(num_clients=3, dimension=2, num_test=1).make(0)
     assert mixed.truth is not None
-    assert optimal_weight_distance(mixed.truth, mixed.federation) is None
+    assert optimal_distance(mixed.truth, mixed.federation) is None
 
 
 def test_recovery_sees_a_wrong_client_and_an_extra_component() -> None:

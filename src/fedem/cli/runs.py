@@ -9,19 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typer import Argument, Option
 
-from fedem.cli.options import (
-    ClientColumn,
-    DataFile,
-    Device,
-    Force,
-    Metrics,
-    Quiet,
-    RunArgument,
-    TargetColumn,
-    Which,
-    check_new,
-    listed,
-)
+from fedem.cli import options
+from fedem.cli.options import ClientColumn, DataFile, Device, Metrics, Quiet, RunArgument, TargetColumn, Which, listed
 from fedem.core.errors import UserError, counted, unknown
 from fedem.core.files import write_atomically, write_json
 from fedem.data.encoding import plain_targets, some
@@ -64,7 +53,7 @@ def evaluate(
     fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
     metrics: Metrics = None,
     device: Device = "auto",
-    force: Force = False,
+    force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Make a run's data again and score its saved states afresh; the run stays as it is.
@@ -77,7 +66,7 @@ def evaluate(
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
     """
     RunFolder(run_folder).check()
-    check_new(force, *([out] if out else []))
+    options.check_new(force, *([out] if out else []))
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate, metrics)
     if not quiet:
@@ -140,7 +129,7 @@ def predict(
     target_column: TargetColumn = None,
     client_column: ClientColumn = None,
     device: Device = "auto",
-    force: Force = False,
+    force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Predict with each client's own mixture: classes and their probabilities, or means for regression.
@@ -152,7 +141,7 @@ def predict(
     """
     if out.suffix not in (".csv", ".npz"):
         raise UserError(f"--out is {out}; allowed: a file ending in .csv or .npz.")
-    check_new(force, out)
+    options.check_new(force, out)
     result = _loaded(run_folder, device)
     check_here(result.names)
     table, inputs = _read(result, data, target_column, client_column, quiet)
@@ -184,9 +173,8 @@ def _predict_each(result: Result, inputs: Array, owners: NDArray[np.str_], which
     if unknown := sorted(set(owners.tolist()) - set(result.names)):
         mend = "Give them models of their own first (fedem personalize)"
         mend += ", or name a client whose model is to predict all rows (--client)."
-        raise UserError(
-            f"{counted(len(unknown), 'client')} took no part in training: {some(list(map(repr, unknown)))}. {mend}"
-        )
+        absent = f"{counted(len(unknown), 'client')} took no part in training"
+        raise UserError(f"{absent}: {some(list(map(repr, unknown)))}. {mend}")
     parts = {name: (owners == name).nonzero()[0] for name in dict.fromkeys(owners.tolist())}
     found = [result.predict(name, inputs[rows], which).numpy() for name, rows in parts.items()]
     order = np.concatenate(list(parts.values())).argsort()
@@ -295,7 +283,7 @@ def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
 def report(
     folders: Folders = None,
     out: Annotated[Path, Option(help="The page to write.")] = Path("report.html"),
-    force: Force = False,
+    force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Put the results of runs on one page: tables, figures and what there is to see in them, the configuration.
@@ -310,7 +298,7 @@ def report(
     """
     if out.suffix != ".html":
         raise UserError(f"--out is {out}; allowed: a file ending in .html.")
-    check_new(force, out)
+    options.check_new(force, out)
     sets = gather(folders or [])
     with waiting("Drawing", quiet):
         page = build_page(sets)
@@ -325,7 +313,7 @@ def plot(
     figure: Annotated[str, Option(help="Names of figures, with commas between them, or all that apply.")] = _ALL,
     out: Annotated[Path, Option(help="The folder to write them to.")] = Path("figures"),
     ending: Annotated[str, Option("--format", help=f"One of: {', '.join(canvas.FORMATS)}.")] = "svg",
-    force: Force = False,
+    force: options.Force = False,
     names: Annotated[bool, Option("--list", help="List the figures there are, and draw nothing.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -347,7 +335,7 @@ def plot(
         if name not in FIGURES:
             raise unknown("figure", name, (*FIGURES, _ALL))
     sets = gather(folders or [])
-    check_new(force, *(out / data.place / f"{name}.{ending}" for data in sets for name in asked))
+    options.check_new(force, *(out / data.place / f"{name}.{ending}" for data in sets for name in asked))
     with waiting("Drawing", quiet):
         painted = {(data.place, name): canvas.paint(FIGURES[name].painter, data) for data in sets for name in asked}
         drawn = {key: canvas.alone(picture, ending) for key, picture in painted.items() if picture is not None}

@@ -262,11 +262,8 @@ class Encoding:
             for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN))
             if (count := sum(feature.kind == kind for feature in self.features))
         ]
-        if texts := [
-            f"{f.name!r} with {counted(len(f.categories), 'category', 'categories')}"
-            for f in self.features
-            if f.kind == TEXT
-        ]:
+        kinds = {f.name: len(f.categories) for f in self.features if f.kind == TEXT}
+        if texts := [f"{name!r} with {counted(n, 'category', 'categories')}" for name, n in kinds.items()]:
             said.append(f"{len(texts)} categorical ({some(texts)})")
         return f"{self.target.describe()}; {', '.join(said)}; {counted(len(self.input_names or ()), 'input')} in all"
 

@@ -112,9 +112,8 @@ class Federation:
         labels = check_names(names, len(train))
         for part, pairs in zip(PARTS, (train, validation, test), strict=True):
             if pairs is not None and len(pairs) != len(labels):
-                raise UserError(
-                    f"The {part} part has {counted(len(pairs), 'client')}; allowed: {len(labels)}, as many as names."
-                )
+                found = f"The {part} part has {counted(len(pairs), 'client')}"
+                raise UserError(f"{found}; allowed: {len(labels)}, as many as names.")
         first = _join(labels, train)
         empty = Samples(first.span(0, 0), torch.zeros_like(first.offsets))
         validating, testing = (empty if pairs is None else _join(labels, pairs) for pairs in (validation, test))
@@ -172,9 +171,8 @@ class Federation:
         """Return where the client called ``name`` stands."""
         if name not in self.names:
             some = ", ".join(self.names[:5]) + (", ..." if self.num_clients > 5 else "")
-            raise UserError(
-                f"Unknown client {name!r}; allowed: one of the {counted(self.num_clients, 'client')} ({some})."
-            )
+            everybody = counted(self.num_clients, "client")
+            raise UserError(f"Unknown client {name!r}; allowed: one of the {everybody} ({some}).")
         return self.names.index(name)
 
     def part(self, name: str) -> Samples:
@@ -214,10 +212,8 @@ class Federation:
     def hold_out(self, share: float, seed: int = 0) -> Federation:
         """Hold ``share`` of the clients out of training: they become ``unseen``."""
         if self.unseen is not None:
-            count = self.unseen.num_clients
-            raise UserError(
-                f"{counted(count, 'client is', 'clients are')} held out already; hold out from the whole federation."
-            )
+            already = counted(self.unseen.num_clients, "client is", "clients are")
+            raise UserError(f"{already} held out already; hold out from the whole federation.")
         if not 0 <= share < 1:
             raise UserError(f"The share of unseen clients is {share}; allowed: from 0 up to, but not including, 1.")
         if (count := round(share * self.num_clients)) == 0:

@@ -238,9 +238,8 @@ def experiments_table(experiments: Sequence[Experiment]) -> Table:
     headings, rows = ("name", "in the paper", "what", "runs"), []
     for experiment in experiments:
         sizes = " x ".join(f"{len(choices)} {axis}" for axis, choices in experiment.axes.items())
-        rows.append(
-            (experiment.name, experiment.place, experiment.title, f"{sizes} x {counted(experiment.seeds, 'seed')}")
-        )
+        runs = f"{sizes} x {counted(experiment.seeds, 'seed')}"
+        rows.append((experiment.name, experiment.place, experiment.title, runs))
     return _table("", headings, rows, headings, "name")
 
 

@@ -388,7 +388,7 @@ def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_w
     return Recovery(matching, distances[learnt, true].tolist(), float(flat), float(hits.double().mean()))
 
 
-def optimal_weight_distance(truth: Truth, federation: Federation) -> float | None:
+def optimal_distance(truth: Truth, federation: Federation) -> float | None:
     """Cosine distance to the truth of the mixture weights that are most likely beside the true components.
 
     None unless clients are clusters. Then the truth is a corner of the simplex, where the likelihood's slope towards

@@ -123,9 +123,8 @@ class Result:
         check_here(self.names)
         if name not in self.names:
             some = ", ".join(map(repr, self.names[:5])) + (", ..." if len(self.names) > 5 else "")
-            raise UserError(
-                f"Unknown client {name!r}; allowed: one of the {counted(len(self.names), 'client')} ({some})."
-            )
+            everybody = counted(len(self.names), "client")
+            raise UserError(f"Unknown client {name!r}; allowed: one of the {everybody} ({some}).")
         return self.names.index(name)
 
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:

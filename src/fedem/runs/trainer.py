@@ -27,14 +27,7 @@ from fedem.models import MODELS
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.measures import (
-    Recovery,
-    diagnose,
-    estimate_dissimilarity,
-    measure_alpha,
-    optimal_weight_distance,
-    recover,
-)
+from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, measure_alpha, optimal_distance, recover
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
@@ -381,7 +374,7 @@ class Trainer:
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             if (recovery := self._recovery(found)) is not None:
                 summary["recovery"] = {key: value for key, value in vars(recovery).items() if key != "matching"}
-                if (optimal := optimal_weight_distance(self.truth, self.federation)) is not None:
+                if (optimal := optimal_distance(self.truth, self.federation)) is not None:
                     summary["recovery"]["optimal_weight_distance"] = optimal
         encoding = self.recipe.format.encoding
         if encoding is not None and encoding.target.classes is None:

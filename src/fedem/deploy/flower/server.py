@@ -129,9 +129,8 @@ class MethodStrategy(Strategy):
         nodes, least = self.connected(grid), self.run.min_clients
         if len(nodes) < least:
             there = f"After {self.run.wait:g} seconds {counted(len(nodes), 'node is', 'nodes are')} connected"
-            raise UserError(
-                f"{there}; needed: min-clients {least}. `continue = true` goes on after round {self.state.round}."
-            )
+            mend = f"`continue = true` goes on after round {self.state.round}"
+            raise UserError(f"{there}; needed: min-clients {least}. {mend}.")
         strangers = [node for node in nodes if node not in self._registry.sizes]
         if self.plan.algorithm.needs_share and strangers:
             self._accepted(self._ask(grid, messages.COUNT, strangers))
@@ -149,9 +148,8 @@ class MethodStrategy(Strategy):
         done, count, taken = before.round + 1, len(answers), 0
         self.state = replace(before, round=done)
         if count < least:
-            log.warning(
-                "Round %d: %s, needed %d; the model stays as it is.", done, counted(count, "good answer"), least
-            )
+            good = counted(count, "good answer")
+            log.warning("Round %d: %s, needed %d; the model stays as it is.", done, good, least)
         else:
             try:
                 self.state, taken = self._mix(before, answers, rate), count
@@ -181,12 +179,8 @@ class MethodStrategy(Strategy):
             return []
         nodes = self.connected(grid)
         if len(nodes) < least:
-            log.warning(
-                "Round %d is not scored: %s, needed %d.",
-                done,
-                counted(len(nodes), "node is", "nodes are") + " connected",
-                least,
-            )
+            there = counted(len(nodes), "node is", "nodes are")
+            log.warning("Round %d is not scored: %s connected, needed %d.", done, there, least)
             return []
         return self.requests(messages.EVALUATE, arrays, nodes)
 

@@ -71,9 +71,8 @@ def draw_clients(folder: Path, nodes: int, seed: int) -> list[Client]:
 def choose_clients(names: Sequence[str], path: Path, nodes: int) -> list[Client]:
     """Return the first clients of a file, one for each node."""
     if len(names) < nodes:
-        raise UserError(
-            f"{path} has {counted(len(names), 'client')}; allowed for a trial of {nodes} nodes: at least as many."
-        )
+        there = f"{path} has {counted(len(names), 'client')}"
+        raise UserError(f"{there}; allowed for a trial of {nodes} nodes: at least as many.")
     return [Client(name, path) for name in names[:nodes]]
 
 
@@ -128,9 +127,8 @@ def _follow(
             if other.process.poll() is not None:
                 raise other.failure(f"ended with code {other.process.returncode} amid the run")
         if not is_over and time.monotonic() > deadline:
-            raise program.failure(
-                f"has not ended within {limit:.0f} s, and {counted(num_rounds, 'round is', 'rounds are')} done"
-            )
+            done = counted(num_rounds, "round is", "rounds are")
+            raise program.failure(f"has not ended within {limit:.0f} s, and {done} done")
         time.sleep(0.2)
     errors = [f"{node.name}: {line}" for node in nodes for line in node.output().splitlines() if "ERROR" in line]
     if run.summary() is None:
