@@ -4,8 +4,6 @@ Everything is in log-space: weights underflow once a client settles on one compo
 Shapes: M components, n samples, K classes; components come before samples, as in the stacked components themselves.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

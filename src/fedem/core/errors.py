@@ -1,7 +1,5 @@
 """The one error that a user is meant to read, and the messages that many places share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, locks between processes, and values written as TOML."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -5,8 +5,6 @@ a generator. So no result depends on the engine, on the size of a chunk, on the 
 killed run was resumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from hashlib import blake2b
 

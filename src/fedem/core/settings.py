@@ -7,8 +7,6 @@ A field that training does not depend on says in ``acts`` where it does act: on 
 over, or on everybody's predictor whenever there are "scores".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields

@@ -1,7 +1,5 @@
 """Trees of tensors: a model, a client's state or a checkpoint is a dictionary from names to tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

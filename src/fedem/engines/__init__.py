@@ -1,7 +1,5 @@
 """Engines by name, and the choice between them."""
 
-from __future__ import annotations
-
 import torch
 
 from fedem.core.errors import UserError, unknown

@@ -1,7 +1,5 @@
 """What a device has to offer: how much memory, what running out of it looks like, how exactly a GPU multiplies."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -5,8 +5,6 @@ A process that ends before the others closes its connections, so that they end t
 Shapes: C clients, c of them.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator

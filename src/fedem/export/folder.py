@@ -9,8 +9,6 @@ README.txt                how to use these
 ========================  ==========================================================
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Mohri, Sivek, Suresh: Agnostic Federated Learning, ICML 2019. A client is FedAvg
 server's weights climb towards those whose losses are large.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

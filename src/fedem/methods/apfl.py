@@ -3,8 +3,6 @@
 Deng, Kamani, Mahdavi: Adaptive Personalized Federated Learning, 2020 (Alg. 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 

@@ -3,8 +3,6 @@
 A graph in the place of the server, label shares, layers that stay with their clients, smaller messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ No function sees other clients, a device or a network. An engine runs them for o
 Shapes: n samples of the client, B samples of a batch, M components.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace

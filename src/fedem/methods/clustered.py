@@ -6,8 +6,6 @@ Constraints, IEEE TNNLS 2020.
 Shapes: T clients, C clients of the cohort, P parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

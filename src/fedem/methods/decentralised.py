@@ -8,8 +8,6 @@ same as with a server. It is put on every step, as the paper does, or on the sum
 Shapes: T clients, C clients of the cohort, c of a chunk, E links of all phases, tau phases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, final

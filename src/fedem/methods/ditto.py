@@ -3,8 +3,6 @@
 Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021 (Alg. 1).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 

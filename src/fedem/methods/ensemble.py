@@ -7,8 +7,6 @@ division of the samples among them.
 Shapes: M models.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

@@ -5,8 +5,6 @@ Data, AISTATS 2017. With the mixer that lets nobody talk it is Local: each clien
 mixers it is Clustered FL, L2SGD, FedU and pFedHN.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, final
 

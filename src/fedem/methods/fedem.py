@@ -5,8 +5,6 @@ Marfoq, Neglia, Bellet, Kameni, Vidal: Federated Multi-Task Learning under a Mix
 Shapes: M components, n samples of the client, B of a batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

@@ -5,8 +5,6 @@ Zhang, Sapra, Fidler, Yeung, Alvarez: Personalized Federated Learning with First
 Shapes: P candidates, n samples of the client, T clients, C clients of the cohort.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

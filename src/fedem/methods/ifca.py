@@ -7,8 +7,6 @@ to Federated Learning, 2020.
 Shapes: K clusters, n samples of the client.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

@@ -6,8 +6,6 @@ and it may remember things from round to round: who belongs to which cluster, ho
 Shapes: G groups in all, g groups written in a round, C clients of the cohort, T clients of the federation.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

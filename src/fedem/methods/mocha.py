@@ -15,8 +15,6 @@ f_t being the sum over the client's samples and c_t = sigma' Sigma_tt / (2 lambd
 Shapes: T clients, C clients of the cohort, P parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 

@@ -4,8 +4,6 @@ Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Gua
 Approach, NeurIPS 2020 (first-order and Hessian-free versions).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, final

@@ -6,8 +6,6 @@ see the network: they download a model and upload it trained. The difference is 
 Shapes: T clients, C clients of the cohort, E numbers in an embedding, H hidden units, P parameters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 

@@ -3,8 +3,6 @@
 Shapes: T clients, C clients of the cohort.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import final

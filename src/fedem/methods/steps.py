@@ -3,8 +3,6 @@
 Shapes: n samples of the client, B samples of a batch, K models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar

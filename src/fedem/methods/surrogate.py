@@ -12,8 +12,6 @@ surrogate g of f_t, as the paper defines it:
 Shapes: n samples of the client, B samples of a batch.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass

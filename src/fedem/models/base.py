@@ -7,8 +7,6 @@ a generator, gives itself away by that.
 Shapes: n samples, K outputs, M components.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy

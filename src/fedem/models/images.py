@@ -7,8 +7,6 @@ pads less at the top and left than at the bottom and right, by how much depends 
 Shapes: n images, C channels, height H, width W, K outputs.
 """
 
-from __future__ import annotations
-
 import pickle
 from abc import abstractmethod
 from collections import OrderedDict

@@ -13,8 +13,6 @@ T times, d inputs, h hidden units. Its 4h gates stand in the order output, input
 are adjacent, and so are the three gates that the cell depends on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

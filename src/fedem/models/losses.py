@@ -3,8 +3,6 @@
 Shapes: n samples, K classes, D target dimensions.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ Shapes: n samples, K classes, D target dimensions. Predictions are class probabi
 targets ``[n]`` or ``[n, D]``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Callable

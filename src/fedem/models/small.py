@@ -1,7 +1,5 @@
 """Small models: linear, perceptron, and an LSTM for text. Shapes: n samples, K outputs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

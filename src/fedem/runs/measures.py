@@ -9,8 +9,6 @@ Shapes: T clients, C of a cohort, c of a chunk, G groups, M components, R true o
 batch, d parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

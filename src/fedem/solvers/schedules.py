@@ -1,7 +1,5 @@
 """Learning rates by round. The schedule counts rounds of the run, never a client's own steps."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

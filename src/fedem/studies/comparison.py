@@ -3,8 +3,6 @@
 All methods of a seed have the same data and the same clients held out; each has the settings shipped for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

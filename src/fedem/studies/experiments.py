@@ -4,8 +4,6 @@ A TOML file has the settings of all runs, the choices on one or several axes, th
 has for them. The runs are a sweep; our figures then stand beside the paper's.
 """
 
-from __future__ import annotations
-
 import itertools
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ by O(K^-3/4); over a graph those of |grad f|^2 by O(K^-1/2), of the weights' KL 
 distance to consensus by O(K^-1/2). In a picture with two logarithmic axes such a bound is a slope.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Two instances of federated surrogate optimisation: plain majorisation-minimisation, and Moreau envelopes (pFedMe)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 

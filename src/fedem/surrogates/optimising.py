@@ -3,8 +3,6 @@
 Shapes: T clients, G groups, c clients stacked together, n samples of a client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from textwrap import shorten
 from typing import Any, NamedTuple

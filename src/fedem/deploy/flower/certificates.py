@@ -5,8 +5,6 @@ and the server's certificate, signed by it. A node has a key of its own; the ser
 imports cryptography, which the extra ``fedem[flower]`` installs: import it late.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """The client's side behind a Flower server: answers to messages, between which all it learns is in one file."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a Flower server and its clients say to each other, written as Flower's records, and which of it is refused."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A ready folder for ``flwr run``: Flower's project file, an app of a few lines, the plan, and how to use them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The server's side in Flower: a strategy that runs any method whose server averages, and the app around it."""
 
-from __future__ import annotations
-
 import logging
 import math
 import secrets

@@ -1,7 +1,5 @@
 """The workers of one meeting and what passes between them: descriptions for all, models for neighbours, sums."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Methods around others: whatever they don't say otherwise, they do as the method within."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self, final
 

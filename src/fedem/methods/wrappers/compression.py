@@ -9,8 +9,6 @@ Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
 Shapes: M components, c clients; a row is what one scale is for, a leaf of one component.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import final
 

@@ -9,8 +9,6 @@ begins, and takes it out before it uploads. It is not trained, and nobody else s
 Shapes: M components, n samples of the client, K outputs of a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final

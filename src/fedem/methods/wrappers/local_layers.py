@@ -5,8 +5,6 @@ Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via L
 Shapes: T clients, C of them, g trees served, K starts for newcomers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
