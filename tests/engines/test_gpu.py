@@ -74,6 +74,18 @@ def test_convolutions_on_the_gpu_give_the_same_bits_each_time() -> None:
     assert same_states(first, second)
 
 
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0"])
+@pytest.mark.parametrize("engine", ["stacked", "one_by_one"])
+def test_networks_with_batch_norm_train_in_bfloat16(name: str, engine: str) -> None:
+    images = torch.randint(0, 256, (45, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    federation = fedem.Federation.from_arrays(images, torch.arange(45) % 3, torch.arange(45) % 4)  # 12, 11, 11, 11
+    settings = {"model": name, "num_components": 2, "batch_size": 5, "learning_rate": 0.01, "engine": engine}
+    result = fedem.train(federation, rounds=2, device="cuda", precision="bfloat16", **settings)
+    assert all(leaf.dtype in (torch.float32, torch.int64) for leaf in result.state().shared.values())
+    assert all(leaf.isfinite().all() for leaf in result.state().shared.values())
+    assert 0 <= result.summary["test_accuracy"] <= 1
+
+
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "local"])
 def test_unseen_clients_are_fitted_on_the_gpu_as_on_the_cpu(method: str) -> None:
     newcomers = make_federation(sizes=(9, 6), names=("flo", "gus"), seed=3)

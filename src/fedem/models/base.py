@@ -284,9 +284,25 @@ def _reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
     if spoilt:
         return f"training changes {spoilt[0]!r}, which sees the padding of short batches"
     gradients = [{name: tree[name] for name in model.trainable} for tree in (together, alone)]
-    if all(_agree(*pair) for pair in ((by_model, evaluated), (by_client, evaluated), map(tree_flat, gradients))):
-        return None
-    return "its results change with the padding of short batches or with who is trained beside"
+    if not all(_agree(*pair) for pair in ((by_model, evaluated), (by_client, evaluated), map(tree_flat, gradients))):
+        return "its results change with the padding of short batches or with who is trained beside"
+    return _reason_of_precision(model, inputs) if model.precision == "bfloat16" else None
+
+
+def _reason_of_precision(model: Model, inputs: Tensor) -> str | None:
+    """Say why models can't be stacked as they compute, their few bits forbidding comparisons; refuse as above."""
+    trees = [tree_to(model.init(seed), inputs.device) for seed in (0, 1)]
+    try:
+        _pull(model, trees[1], inputs)
+    except _NO_RULE as error:
+        said = f"The model can't be trained in {model.precision}: {error}"
+        raise UserError(f"{said}; allowed: run.precision tf32 or float32.") from error
+    try:
+        vmap(partial(_pull, model))(tree_stack(trees), torch.stack([inputs, inputs]))
+        _pull_beside(model, trees, inputs)
+    except _NO_RULE as error:
+        return shorten(str(error).splitlines()[0], 160)
+    return None
 
 
 def _pull(model: Model, leaves: Tree, inputs: Tensor, mask: Tensor | None = None) -> Tree:

@@ -173,7 +173,11 @@ class KeyedChannelDropout(KeyedDropout):
 
 
 class MaskedBatchNorm(_BatchNorm):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are not padding."""
+    """``nn.BatchNorm1d``, ``2d`` and ``3d`` over the rows of a batch that are not padding.
+
+    It computes in the type of its statistics, whatever torch.autocast made of the inputs, and puts out theirs: stacked
+    ones of two types have no rule, and sums of squares in few bits would be no statistics.
+    """
 
     # They are there (:func:`make_stackable`).
     running_mean: Tensor
@@ -182,6 +186,9 @@ class MaskedBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
+        return self._normalised(inputs.to(self.running_mean.dtype)).to(inputs.dtype)
+
+    def _normalised(self, inputs: Tensor) -> Tensor:
         if not self.training:
             return self._by(inputs, own=False)
         mask = _CURRENT.get().mask
@@ -198,7 +205,6 @@ class MaskedBatchNorm(_BatchNorm):
     def _masked(self, inputs: Tensor, mask: Tensor) -> Tensor:
         """Normalise by the statistics of the rows in ``mask`` ``[n]``."""
         running_mean, running_variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
-        inputs = inputs.to(running_mean.dtype)
         channels, rows = (1, -1, *(1,) * (inputs.ndim - 2)), (-1, *(1,) * (inputs.ndim - 1))
         dims = [0, *range(2, inputs.ndim)]
         weights = mask.to(inputs.dtype).view(rows)
