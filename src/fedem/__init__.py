@@ -7,8 +7,14 @@
 torch.Size([4, 2])
 """
 
+import os
+
+from fedem.core import VERSION, WAITING
+
+# Before torch is loaded.
+os.environ.update({} if os.environ.keys() & WAITING.keys() else WAITING)
+
 from fedem import graphs, surrogates
-from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.data import Dataset, FromFile, Synthetic
 from fedem.data.federation import Federation

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import images, plain_loop
+from benchmarks import busy, images, plain_loop
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -103,6 +103,15 @@ def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pyte
     assert counted == pytest.approx({"fedavg": 1, "fedem": 4, "pfedme": 5, "ditto": 2, "ifca": 2})
     assert all(math.isfinite(number) and number > 0 for number in numbers(figures))
     assert "gradients" in capsys.readouterr().out
+
+
+def test_ways_of_waiting_are_timed_beside_competitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    busy.main(["--quick", "--out", str(out)])
+    rounds = json.loads(out.read_text())["rounds"]
+    assert {number: set(row) for number, row in rounds.items()} == {"0": set(busy.WAYS), "1": set(busy.WAYS)}
+    assert all(math.isfinite(number) and number > 0 for number in numbers(rounds))
+    assert "competitors" in capsys.readouterr().out
 
 
 def test_images_are_timed_stacked_and_in_a_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
