@@ -12,7 +12,7 @@ Shapes: n samples of the client, B samples of a batch, M components.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
@@ -95,7 +95,8 @@ class Algorithm(Settings, ABC):
     @final
     def with_solver(self, solver: Solver) -> Self:
         """Return the same method, and any method within it, with another local solver."""
-        inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in vars(self).items() if isinstance(v, Algorithm)}
+        held = {entry.name: getattr(self, entry.name) for entry in fields(self)}  # and nothing that is no field
+        inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in held.items() if isinstance(v, Algorithm)}
         return replace(self, solver=solver, **inner)
 
     @abstractmethod
