@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import DIMENSION, make_federation, make_model
+from helpers import DIMENSION, LOSSES, make_federation, make_model
 from robust import load, make_lines
 from torch import Tensor, nn
 
@@ -55,9 +56,35 @@ def test_sound_surrogates_pass(name: str) -> None:
     assert "FAILS" not in str(verdict)
 
 
-def test_networks_pass_too() -> None:
+def test_networks_pass_near_u0_and_no_further() -> None:
+    """A layer multiplies the slope of the one before it, so no constant bounds a network's curvature everywhere."""
     network = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 3), nn.Tanh(), nn.Linear(3, 1)), Logistic())
-    assert verdict_of(FedEM(network, SGD())).holds
+    assert verdict_of(FedEM(network, SGD()), radius=1.0).holds
+    assert "smoothness" in failing(verdict_of(FedEM(network, SGD())))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fedem_passes_with_losses_of_bounded_slope_alone(loss: str) -> None:
+    """r's Hessian has the posterior variance of the losses' slopes, which squared errors let grow with u's square."""
+    verdict = check(FedEM(make_model(loss), SGD()), make_federation(loss), client=3, trials=4)
+    assert verdict.holds == LOSSES[loss].has_bounded_slope, str(verdict)
+    if not verdict.holds:
+        (smooth,) = verdict.failures
+        assert "smoothness" in smooth.name
+        assert smooth.worst == pytest.approx(2, abs=0.5)
+        assert verdict.curvatures[1e4] > 1e4 * verdict.curvatures[1.0]
+    alone = FedEM(make_model(loss), SGD(), num_components=1)  # g is f itself
+    assert check(alone, make_federation(loss), client=3, trials=4).holds
+
+
+def test_a_verdict_says_what_was_tried_and_no_more() -> None:
+    text = str(verdict_of(SOUND["fedem"]))
+    assert re.match(r"FedEM: no violation found within radius 10000 of u0; [\d,]+ points ", text)
+    assert "is a partial" not in text
+    near = verdict_of(SOUND["fedem"], radius=0.5)
+    assert near.radius > 10  # the draws go on from there
+    assert list(near.curvatures)[-1] == 0.5
+    assert "1 of 7 conditions violated, found within radius" in str(verdict_of(Power(make_model(), SGD(), 4.0)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,6 +168,43 @@ class Kinked(Copy):
         return super().majorant(shared, personal, context, batch) + (away.abs() - 1e-3).clamp(min=0)
 
 
+@dataclass(frozen=True, eq=False)
+class Power(Copy):
+    """The bound and sum |u - u0|^p, whose gradient is Lipschitz for p = 2 alone."""
+
+    power: float = 2.0
+    whole: bool = False  # the Euclidean distance in place of each number's
+
+    def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
+        away = tree_map(torch.sub, shared, take_prefix("u", context))
+        if self.whole:
+            square = inner_product(away, away)
+            added = torch.where(square > 0, torch.where(square > 0, square, 1) ** (self.power / 2), 0)
+        else:
+            added = torch.stack([(leaf.abs() ** self.power).sum() for leaf in away.values()]).sum()
+        return super().majorant(shared, personal, context, batch) + added
+
+
+class DipsFarAway(Copy):
+    """A bound with a Lipschitz gradient that is violated a hundred away from u0, and not before."""
+
+    def majorant(self, shared: Tree, personal: Tree, context: Tree, batch: Batch) -> Tensor:
+        square = square_distance(shared, take_prefix("u", context))
+        beyond = ((square + 1e-12).sqrt() - 100).clamp(min=0)
+        return super().majorant(shared, personal, context, batch) - 0.05 * beyond**2
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("power", [1.6, 1.8, 2.0, 2.2, 4.0, 8.0])
+def test_powers_other_than_two_have_no_lipschitz_gradient(power: float, whole: bool) -> None:
+    verdict = verdict_of(Power(make_model(), SGD(), power, whole))
+    assert verdict.holds == (power == 2), str(verdict)
+    if power != 2:
+        (smooth,) = verdict.failures
+        assert smooth.name.startswith("2. smoothness")
+        assert smooth.worst == pytest.approx(abs(power - 2), abs=0.05)
+
+
 class Lazy(Copy):
     """Goes half of the way to the minimiser."""
 
@@ -180,6 +244,7 @@ PLANTED: dict[type[Copy], set[str]] = {
     Copy: set(),
     NotNormalised: {BOUND, VALUE, SLOPE},
     Below: {BOUND},
+    DipsFarAway: {BOUND},
     Shifted: {VALUE},
     Steeper: {BOUND, SLOPE},  # a line is below on one side
     Kinked: {SMOOTH},

@@ -184,6 +184,8 @@ def test_a_surrogate_without_mistakes_may_return_what_it_likes() -> None:
         ({"trials": "many"}, "trials is 'many'; allowed"),
         ({"tolerance": 0.0}, r"tolerance is 0\.0; allowed: a number above 0"),
         ({"seed": "a"}, "seed is 'a'; allowed: a whole number"),
+        ({"radius": 0}, "radius is 0; allowed: a number above 0, at most 1e\\+08"),
+        ({"radius": float("inf")}, "radius is inf; allowed"),
         ({"at": 3}, r"at is 3; allowed: \(u0, v0\), two dictionaries"),
         ({"at": ({}, {"log_weights": 1.0})}, r"at is \(.*\); allowed: \(u0, v0\), two dictionaries"),
         ({"at": ({}, {})}, r"at has u0 with leaves {}; allowed: {'weight': 'float64 \[3, 1, 4\]'"),

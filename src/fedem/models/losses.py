@@ -24,6 +24,7 @@ class Loss(Settings, ABC):
 
     task: ClassVar[str] = CLASSES
     metric: ClassVar[str] = "accuracy"  # that predictions are judged by unless another is named
+    has_bounded_slope: ClassVar[bool] = True  # in the outputs, as the convergence theorems ask of mixtures
 
     @abstractmethod
     def num_outputs(self, targets: Tensor) -> int:
@@ -103,6 +104,7 @@ class SquaredError(Loss):
 
     task: ClassVar[str] = NUMBERS
     metric: ClassVar[str] = "mean_squared_error"
+    has_bounded_slope: ClassVar[bool] = False
 
     variance: float = field(default=1.0, metadata={"above": 0})
 
