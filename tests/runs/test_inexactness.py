@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from centralised_em import CentralizedEM, EMState
+from commands import TINY
 from helpers import DIMENSION, LOSSES, SIZES, advance, make_federation, make_model, make_training, scores_of
 from scipy.optimize import minimize
 from torch import nn
@@ -22,6 +23,7 @@ from fedem.methods import METHODS
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.fedem import FedEM
 from fedem.models import Model
+from fedem.report.console import remarks
 from fedem.runs.measures import Inexactness, choose_clients, measure_alpha
 from fedem.runs.rounds import State
 from fedem.solvers import LBFGS, SGD, Newton, Solver, Various
@@ -122,8 +124,30 @@ def test_who_has_nothing_to_gain_has_no_alpha() -> None:
     found = measure_alpha(training, advance(training, 2))
     assert bool(found.alphas.isnan().all())
     assert (found.mean, found.max) == (None, None)
-    mixed = Inexactness(torch.arange(2), torch.tensor([[0.5, torch.nan], [0.25, 0.0]]))
+    mixed = Inexactness(torch.arange(2), torch.tensor([[0.5, torch.nan], [0.25, 0.0]]), torch.ones(2, 2))
     assert (mixed.mean, mixed.max) == (0.25, 0.5)
+
+
+def test_curvatures_of_least_squares_are_those_of_the_samples() -> None:
+    """The Hessian of a mean squared error is the mean of x x', wherever it is taken."""
+    federation = make_federation("squared_error", sizes=(40, 30))
+    found = _measured(SGD(DECAY), "fedavg", federation=federation, loss="squared_error")
+    for client, extremes in enumerate(found.curvatures.numpy()):
+        inputs = federation.train.client(client).inputs.numpy()
+        rows = np.hstack([inputs, np.ones((len(inputs), 1))])
+        values = np.linalg.eigvalsh(rows.T @ rows / len(rows)) + DECAY
+        np.testing.assert_allclose(extremes, values[[0, -1]], rtol=1e-9)
+    least, largest = float(found.curvatures[:, 0].min()), float(found.curvatures[:, 1].max())
+    record = found.record(beta2=2.0)
+    assert record["alpha_bound"] == pytest.approx(0.5 * (least / largest) ** 4)
+    assert found.record(beta2=0.5)["alpha_bound"] == pytest.approx((least / largest) ** 4)  # beta is 1 at least
+
+
+def test_without_strong_convexity_no_alpha_is_small_enough() -> None:
+    """Fewer samples than parameters, and no weight decay: somewhere g is flat."""
+    found = _measured(SGD(), "fedavg", federation=make_federation("squared_error", sizes=(3,)), loss="squared_error")
+    assert found.condition == np.inf
+    assert found.record()["alpha_bound"] == 0
 
 
 def test_alpha_in_single_precision_is_that_in_double() -> None:
@@ -195,9 +219,33 @@ def test_a_run_records_alpha_when_it_is_due(tmp_path: Path) -> None:
     assert all(0 < line["alpha_mean"] <= line["alpha_max"] for line in lines if "alpha_mean" in line)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["alpha_max"] == lines[-1]["alpha_max"] == result.summary["alpha_max"]
+    measured = [line for line in lines if "alpha_mean" in line]
+    met = sum(line["alpha_max"] < line["alpha_bound"] for line in measured)
+    assert all(0 <= line["alpha_bound"] <= 1 for line in measured)
+    assert (summary["alpha_rounds"], summary["alpha_rounds_within_bound"]) == (3, met)
+    assert summary["alpha_bound"] == lines[-1]["alpha_bound"]
     without = fedem.train(federation, solver="lbfgs", iterations=2, **settings | {"measure_alpha_every": 0})
     assert "alpha_mean" not in without.summary
     assert without.summary["train_loss"] == result.summary["train_loss"]
+
+
+def test_balanced_fedem_is_refused_before_work_starts(run, tmp_path: Path) -> None:
+    arguments = ["--method", "bfedem", "--set", "run.measure_alpha_every=1", *TINY]
+    code, _, err = run("train", "--data", "synthetic", *arguments, "--out", tmp_path / "run")
+    assert code == 2
+    assert "Alpha can't be measured for BalancedFedEM; allowed, since" in " ".join(err.split())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_exact_solver_is_within_the_bound_and_a_short_one_is_not(tmp_path: Path) -> None:
+    federation = make_federation(sizes=(40, 30))
+    settings = {"rounds": 2, "measure_alpha_every": 1, "diagnose_every": 1, "dtype": "float64", "weight_decay": 1.0}
+    exact = fedem.train(federation, solver="newton", iterations=20, **settings).summary
+    short = fedem.train(federation, solver="newton", iterations=1, **settings | {"weight_decay": 1e-3}).summary
+    assert (exact["alpha_rounds"], exact["alpha_rounds_within_bound"]) == (2, 2)
+    assert short["alpha_rounds_within_bound"] == 0
+    (said,) = (line for line in remarks(short) if line.startswith("Local solutions"))
+    assert "in 0 of 2 measured rounds" in said
 
 
 @pytest.mark.parametrize(

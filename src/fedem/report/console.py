@@ -197,6 +197,13 @@ def remarks(summary: Summary) -> Iterator[str]:
     if "dissimilarity_slope" in summary:
         constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
         yield f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}."
+    if rounds := summary.get("alpha_rounds"):
+        bound, met = summary["alpha_bound"], summary["alpha_rounds_within_bound"]
+        left = "nothing to gain" if (alpha := summary["alpha_max"]) is None else f"alpha = {alpha:.3g} at most"
+        yield (
+            f"Local solutions, last measured: {left}. The theorem of black-box solvers asks for less than 1 / (beta^2 "
+            f"kappa^4), here {bound:.3g} or below: so it was in {met} of {rounds} measured rounds."
+        )
     if summary.get("num_unseen_clients") and f"unseen_test_{metrics[0].name}" not in summary:
         yield "Clients held out were not scored: this method shares nothing with them."
     # How large errors are before targets were standardised.

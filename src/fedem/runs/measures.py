@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -36,6 +36,7 @@ from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
 from fedem.solvers import Newton
+from fedem.solvers.optimizers import VectorObjective
 
 
 class Diagnosis(NamedTuple):
@@ -211,6 +212,7 @@ def _square_norm(tree: Tree) -> float:
 MOST_PARAMETERS = 2000
 _MOST_CLIENTS = 20
 _MOST_STEPS, _TOLERANCE = 100, 1e-13
+_FLAT = 1e-14  # of the largest curvature: what is less may be rounding, and is no curvature at all
 _MOST_NUMBERS = 1 << 26  # of all Hessians' backward passes at once
 
 
@@ -219,15 +221,18 @@ class Inexactness(NamedTuple):
 
     In a round a client is to minimise, for each component, g(theta) = 1/n sum_i q_i loss_i(theta) + weight_decay/2
     |theta|^2, the q_i being the component's responsibilities (all one for a single model). Its solver is
-    alpha-approximate when g(end) - g* <= alpha (g(start) - g*); the paper proves convergence of black-box solvers for
-    alphas that are small enough. Here the smallest such alpha is measured, for convex models small enough for
-    Newton's method.
+    alpha-approximate when g(end) - g* <= alpha (g(start) - g*). The paper's theorem of black-box solvers asks for one
+    alpha < 1 / (beta^2 kappa^4) in all rounds, kappa being the largest curvature of any g over the least, and beta of
+    bounded dissimilarity with G = 0. Here the smallest alpha is measured, for convex models small enough for Newton's
+    method, and the curvatures where clients start, where they end and at their minima. Elsewhere they may differ more.
     """
 
     clients: Tensor
     """``[C]`` positions in the federation"""
     alphas: Tensor
     """``[C, M]`` float64; NaN where a client had nothing to gain, so that there is no ratio"""
+    curvatures: Tensor
+    """``[C, 2]`` float64: the least and the largest eigenvalue of all Hessians of g"""
 
     @property
     def mean(self) -> float | None:
@@ -240,15 +245,35 @@ class Inexactness(NamedTuple):
         return float(self._known.max()) if len(self._known) else None
 
     @property
+    def condition(self) -> float:
+        """Kappa, as far as it was seen; infinite where a g is not strongly convex."""
+        least, largest = float(self.curvatures[:, 0].min()), float(self.curvatures[:, 1].max())
+        return largest / least if least > _FLAT * largest else math.inf
+
+    def record(self, beta2: float = 1.0) -> dict[str, float | None]:
+        """Name the figures, with the bound for this ``beta2``, which is never below 1: alpha_max must be less."""
+        condition = self.condition
+        bound = 0.0 if math.isinf(condition) else 1 / (max(1.0, beta2) * condition**4)
+        return {"alpha_mean": self.mean, "alpha_max": self.max, "alpha_bound": bound}
+
+    @property
     def _known(self) -> Tensor:
         return self.alphas[~self.alphas.isnan()]
 
 
+def summarise_alpha(history: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return alpha and its bound in the last round that was measured, and in how many rounds it was below the bound."""
+    measured = [line for line in history if "alpha_bound" in line]
+    if not measured:
+        return {}
+    met = sum(line["alpha_max"] is None or line["alpha_max"] < line["alpha_bound"] for line in measured)
+    last = {name: measured[-1][name] for name in ("alpha_mean", "alpha_max", "alpha_bound")}
+    return last | {"alpha_rounds": len(measured), "alpha_rounds_within_bound": met}
+
+
 def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
     """Refuse methods whose local problems are others, and models too large or too unsteady for an exact solution."""
-    model, problem = algorithm.model, ""
-    with torch.random.fork_rng(devices=[]):
-        unsteady = next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
+    model, problem, unsteady = algorithm.model, "", unsteady_layer(algorithm.model)
     if not (algorithm.minimises_likelihood and algorithm.uploads_model):
         names = names_where(lambda row: row.algorithm.minimises_likelihood and row.algorithm.uploads_model)
         problem = f"for {type(algorithm).__name__}; allowed, since their clients minimise (responsibility-weighted) "
@@ -267,6 +292,12 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
         problem = f"for this model ({model.not_stackable})"
     if problem:
         raise UserError(f"Alpha can't be measured {problem}.")
+
+
+def unsteady_layer(model: Model) -> str | None:
+    """Name a layer that does something else in training than in evaluation, if there is one."""
+    with torch.random.fork_rng(devices=[]):
+        return next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
 
 
 def _is_unsteady(layer: nn.Module) -> bool:
@@ -297,19 +328,23 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
     double = Model(model.build, model.loss, torch.float64)
     judge = replace(training.algorithm, model=double, solver=Newton(weight_decay))
     resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
-    alphas: dict[int, Tensor] = {}
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     settings = (state.round, this.learning_rate, plan.num_steps, plan.scales)
     for chunk in training.train(cohort, training.federation.keys[clients], *settings):
         for row, position in enumerate(chunk.positions.tolist()):
             whose = ((cohort.shared, int(cohort.reads[position])), (chunk.uploads, row), (cohort.personal, position))
             trees = [tree_double(tree_index(tree, index)) for tree, index in whose]
-            alphas[position] = _alphas(judge, resolution, samples.client(position), *trees)
-    return Inexactness(clients, torch.stack([alphas[position] for position in range(len(clients))]).cpu())
+            found[position] = _alphas(judge, resolution, samples.client(position), *trees)
+    rows = zip(*(found[position] for position in range(len(clients))), strict=True)
+    return Inexactness(clients, *(torch.stack(row).cpu() for row in rows))
 
 
-def _alphas(algorithm: Algorithm, resolution: float, data: Pool, shared: Tree, upload: Tree, personal: Tree) -> Tensor:
+def _alphas(
+    algorithm: Algorithm, resolution: float, data: Pool, shared: Tree, upload: Tree, personal: Tree
+) -> tuple[Tensor, Tensor]:
     """Return (g(end) - g*) / (g(start) - g*) of each component of one client, ``[M]``; NaN where g(start) is g*.
 
+    And the least and the largest eigenvalue of the Hessians of g, ``[2]``, at both and at the minimum.
     The ``algorithm`` and its Newton solver are in double precision. Gains below the ``resolution``, relative to g, are
     lost in the rounding of those who train.
     """
@@ -333,8 +368,18 @@ def _alphas(algorithm: Algorithm, resolution: float, data: Pool, shared: Tree, u
         moved, _, _ = solver.step(lambda leaves: (loss(component | leaves, weights), {}), trained, {}, rate)
         return component | moved
 
+    def curvature(component: Tree, weights: Tensor) -> Tensor:
+        problem = VectorObjective(
+            lambda leaves: (loss(component | leaves, weights), {}),
+            trained_leaves(model, component),
+            solver.weight_decay,
+        )
+        return torch.linalg.eigvalsh(jacrev(grad(problem.value))(problem.start))
+
     size = model.num_parameters
-    steps = vmap(step, chunk_size=max(1, _MOST_NUMBERS // (size * max(size, len(targets)))))
+    together = max(1, _MOST_NUMBERS // (size * max(size, len(targets))))
+    steps, curvatures = vmap(step, chunk_size=together), vmap(curvature, chunk_size=together)
+    met = [curvatures(components, weights)]
     start = least = vmap(value)(components, weights)
     for _ in range(_MOST_STEPS):
         components = steps(components, weights)
@@ -346,7 +391,9 @@ def _alphas(algorithm: Algorithm, resolution: float, data: Pool, shared: Tree, u
     # From both ends: where one lies so far out that its Hessian vanishes, the other still finds the minimum.
     least = torch.minimum(*least.chunk(2))
     gain = first - least
-    return torch.where(gain > resolution * first.abs().clamp(min=1), (last - least) / gain, torch.nan)
+    met.append(curvatures(components, weights))
+    ratios = torch.where(gain > resolution * first.abs().clamp(min=1), (last - least) / gain, torch.nan)
+    return ratios, torch.stack(torch.stack(met).aminmax())
 
 
 @dataclass(frozen=True, eq=False)

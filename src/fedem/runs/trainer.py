@@ -5,6 +5,7 @@ A run is prepared first, which checks everything that can be checked, and then c
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,15 @@ from fedem.models import MODELS
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.measures import Recovery, diagnose, estimate_dissimilarity, measure_alpha, optimal_distance, recover
+from fedem.runs.measures import (
+    Recovery,
+    diagnose,
+    estimate_dissimilarity,
+    measure_alpha,
+    optimal_distance,
+    recover,
+    summarise_alpha,
+)
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
@@ -286,11 +295,13 @@ class Trainer:
         progress.state, costs = self.training.step(before)
         entry: Record = costs._asdict()
         run, done = self.config.run, progress.state.round
-        if run.is_due(run.measure_alpha_every, done):
-            found = measure_alpha(self.training, before)
-            entry |= {"alpha_mean": found.mean, "alpha_max": found.max}
+        beta2 = 1.0
         if run.is_due(run.diagnose_every, done):
-            entry |= diagnose(self.training, before, progress.state)._asdict()
+            found = diagnose(self.training, before, progress.state)
+            entry |= found._asdict()
+            beta2 = found.dissimilarity / found.gradient_norm2 if found.gradient_norm2 > 0 else math.inf
+        if run.is_due(run.measure_alpha_every, done):
+            entry |= measure_alpha(self.training, before).record(beta2)
         if run.is_scored(done):
             entry |= self._score(progress)
         progress.history.append(entry)
@@ -364,8 +375,7 @@ class Trainer:
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)
-        if measured := [line for line in history if "alpha_mean" in line]:
-            summary |= {name: measured[-1][name] for name in ("alpha_mean", "alpha_max")}
+        summary |= summarise_alpha(history)
         if any("dissimilarity" in line for line in history):
             summary |= estimate_dissimilarity(history).record()
         if self.truth is not None:
