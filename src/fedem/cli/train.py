@@ -26,7 +26,7 @@ from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies import comparison, experiments, sweep, tuning
 from fedem.studies.experiments import Experiment
 from fedem.studies.sweep import Entry, SharedData
-from fedem.studies.theory import ASSUMED, SMALL, study
+from fedem.studies.theory import OUTCOMES, SMALL, assumed, study
 
 _TRIALS = 20
 # Help that is too long for its option.
@@ -404,6 +404,10 @@ def theory(
     gain and the divergence of the mixture weights and the distance to consensus against K, on logarithmic axes. Writes
     theory.json and theory.png. Without --data, on a small synthetic federation.
 
+    A bound is consistent with the runs if the whole 95% interval of a slope is at most the theorem's exponent, refuted
+    if all of it is above, else undecided. The exit code is 0 if all bounds are consistent, 4 if one is
+    refuted, else 3.
+
     Examples:
       fedem theory
 
@@ -420,7 +424,7 @@ def theory(
     small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
     elsewhere = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
-    config = Config.build(ASSUMED, small, options.asked(own, name, device=device), *further)
+    config = Config.build(assumed(name), small, options.asked(own, name, device=device), *further)
     place = _folder("study", f"theory-{name}", out)
     if (place / "theory.json").exists():
         raise UserError(f"{place} holds a study already; choose another folder.")
@@ -434,6 +438,8 @@ def theory(
     if not quiet:
         display(reports.study_table(found), *reports.study_remarks(found))
     say(f"Study: {place}")
+    if code := (0, 3, 4)[OUTCOMES.index(found.outcome)]:
+        sys.exit(code)
 
 
 def _folder(what: str, name: str, out: Path | None, resume: bool = False) -> Path:

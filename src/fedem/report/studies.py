@@ -23,7 +23,7 @@ from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread
-from fedem.studies.theory import QUANTITIES, Study, Trend
+from fedem.studies.theory import QUANTITIES, REFUTED, UNDECIDED, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
@@ -353,7 +353,7 @@ def study_table(study: Study) -> Table:
         for point in study.points
     ]
     trends = (_trend(study.trends[name]) for name in QUANTITIES)
-    slopes = zip(("slope", "theorem", "tolerance", "holds"), [""] * 4, *trends, strict=True)
+    slopes = zip(("slope", "95% interval", "theorem", "outcome"), [""] * 4, *trends, strict=True)
     table = _table(f"{METHODS[study.config.name('method')].title}, {how}", headings, [*rows, *slopes], ())
     table.rows[len(rows) - 1].end_section = True
     return table
@@ -363,7 +363,7 @@ def _trend(trend: Trend | None) -> tuple[str, str, str, str]:
     if trend is None:
         return "zero", "", "", ""
     rate = "" if trend.rate is None else f"{trend.rate:g}"
-    return f"{trend.slope:.3f}", rate, f"{trend.tolerance:.3f}", {None: "", True: "yes", False: "no"}[trend.holds]
+    return f"{trend.slope:.3f}", f"{trend.low:.3f} to {trend.high:.3f}", rate, trend.outcome or ""
 
 
 def study_remarks(study: Study) -> list[str]:
@@ -371,9 +371,16 @@ def study_remarks(study: Study) -> list[str]:
     constant, slope = study.dissimilarity
     bound = "mean |grad f_t|^2 <= G^2 + beta^2 |grad f|^2"
     lines = [f"Bounded dissimilarity at every measured round: {bound} with G = {constant:.3g}, beta = {slope:.3g}."]
-    if any(trend is not None and trend.holds is False for trend in study.trends.values()):
+    if study.config.name("model") != "linear":
+        lines.append(
+            "Assumed and not checked: losses smooth in all parameters, with bounded gradients. Those of networks "
+            "are so only as long as their parameters stay bounded, and without kinks."
+        )
+    if study.outcome == UNDECIDED:
+        lines.append("Undecided: an interval reaches over its rate. More seeds, or more values of K, make it narrower.")
+    if study.outcome == REFUTED:
         mend = "try more rounds, or a larger a0 if f still falls at the end of the shortest run"
-        lines.append(f"A theorem speaks of K that are large enough: where a slope is too flat, {mend}.")
+        lines.append(f"Refuted for these K, and a theorem speaks of K that are large enough: {mend}.")
     return lines
 
 
@@ -384,12 +391,14 @@ def draw_study(study: Study) -> bytes:
     with inked():
         figure, places = panels(max(1, len(fitted)))
         for axes, colour, (name, trend) in zip(places, COLOURS, fitted.items(), strict=False):
-            axes.plot(rounds, [point.means[name] for point in study.points], "o", color=colour)
+            axes.plot(rounds, [point.each[name] for point in study.points], "o", color=colour, markersize=3.2)
             line = np.exp(trend.intercept) * rounds**trend.slope
-            axes.plot(rounds, line, color=colour, label=f"slope {trend.slope:.2f} ± {trend.tolerance:.2f}")
+            axes.plot(rounds, line, color=colour, label=f"slope {trend.low:.2f} to {trend.high:.2f}")
             if trend.rate is not None:
                 bound = line[0] * (rounds / rounds[0]) ** trend.rate
-                axes.plot(rounds, bound, color=INK, linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}")
+                axes.plot(
+                    rounds, bound, color=INK, linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}: {trend.outcome}"
+                )
             axes.set(title=f"mean {DIAGNOSED[name]}", xlabel="K, communication rounds")
             for which in "xy":
                 logarithmic(axes, which)

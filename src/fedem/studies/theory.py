@@ -2,7 +2,8 @@
 
 With a server the theorem bounds the means over the K rounds of |grad f|^2 by O(K^-1/2) and of the mixture weights' gain
 by O(K^-3/4); over a graph those of |grad f|^2 by O(K^-1/2), of the weights' KL divergence by O(K^-1) and of the
-distance to consensus by O(K^-1/2). In a picture with two logarithmic axes such a bound is a slope.
+distance to consensus by O(K^-1/2). In a picture with two logarithmic axes such a bound is a slope, and a measured slope
+has a confidence interval: it is consistent with the bound, refutes it, or leaves it undecided.
 """
 
 import math
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedem.core.errors import UserError, naming
+from fedem.methods.base import METHODS, names_where
 from fedem.runs.config import Config, Layer
 from fedem.runs.evaluate import Record, has_diverged, name_scores
-from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity
+from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity, unsteady_layer
+from fedem.runs.rounds import Training
 from fedem.runs.trainer import Listener, Trainer
 from fedem.studies.sweep import check_seeds
 
@@ -30,17 +33,15 @@ _ROUNDING = 1e-9
 # A study sets these for each of its runs, so that no one value is that of all.
 _OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
 
-# What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f.
+CONSISTENT, UNDECIDED, REFUTED = OUTCOMES = ("consistent", "undecided", "refuted")  # the worse, the later
+
+# What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f; over a graph,
+# one start for all, and steps by which the mean of all models descends f.
 REQUIRED: Layer = {
     "solver": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
     "run": {"clients_per_round": 1.0, "unseen": 0.0, "local_layers": "none", "label_shares": False}
     | {"fine_tune_epochs": 0},
-}
-# Where a run says nothing else. What belongs to a method, as fine-tuning does to FedAvg+, is refused and not undone.
-ASSUMED: Layer = {
-    "solver": REQUIRED["solver"],
-    "batching": {"batch_size": 16, "local_steps": 10},
-    "run": {"clients_per_round": 1.0},
+    "graph": {"scale": "steps", "start": "alike"},
 }
 # A federation whose components are told apart within tens of rounds: before that no rate can show.
 SMALL: Layer = {
@@ -50,18 +51,29 @@ SMALL: Layer = {
 }
 
 
+def assumed(method: str) -> Layer:
+    """Return what holds where a run says nothing else; what a method has of its own is refused, not undone."""
+    graph = {"graph": REQUIRED["graph"]} if METHODS[method].mixer.over_graph else {}
+    batching = {"batch_size": 16, "local_steps": 10}
+    return {"solver": REQUIRED["solver"], "batching": batching, "run": {"clients_per_round": 1.0}} | graph
+
+
 class Trend(NamedTuple):
     """The line of least squares through log mean against log K."""
 
     slope: float
     intercept: float
-    tolerance: float  # of the slope: a one-sided 95% interval, by Student's t and the fit's standard error
+    low: float  # the 95% confidence interval of the slope
+    high: float
     rate: float | None  # the theorem's exponent; None where it has none
 
     @property
-    def holds(self) -> bool | None:
-        """Whether the means fall at least as fast as the theorem says, within the tolerance; None without a rate."""
-        return None if self.rate is None else self.slope <= self.rate + self.tolerance
+    def outcome(self) -> str | None:
+        """Whether the whole interval is at most the rate, or above it, or neither; None without a rate."""
+        if self.rate is None:
+            return None
+        rate = self.rate + _ROUNDING  # an exact power has no other error
+        return CONSISTENT if self.high <= rate else REFUTED if self.low > rate else UNDECIDED
 
 
 class Point(NamedTuple):
@@ -69,7 +81,12 @@ class Point(NamedTuple):
 
     rounds: int  # K
     learning_rate: float  # a0 / sqrt(K)
-    means: dict[str, float]  # of each quantity, over the K rounds and the seeds
+    each: dict[str, list[float]]  # of each quantity the mean over the K rounds, for each seed
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of each quantity, over the seeds too."""
+        return {name: float(np.mean(values)) for name, values in self.each.items()}
 
 
 @dataclass(frozen=True)
@@ -83,13 +100,20 @@ class Study:
     trends: dict[str, Trend | None]  # of each quantity; None where it is zero, so that it has no logarithm
     dissimilarity: Dissimilarity
 
+    @property
+    def outcome(self) -> str:
+        """The worst of all outcomes; what is zero is as small as any bound."""
+        found = (trend.outcome for trend in self.trends.values() if trend is not None)
+        return max((outcome for outcome in found if outcome), key=OUTCOMES.index, default=CONSISTENT)
+
     def record(self) -> Record:
         return {
+            "outcome": self.outcome,
             "method": self.config.name("method"),
             "initial_rate": self.initial_rate,
             "seeds": list(self.seeds),
-            "points": [point._asdict() for point in self.points],
-            "trends": {name: trend and trend._asdict() | {"holds": trend.holds} for name, trend in self.trends.items()},
+            "points": [point._asdict() | {"means": point.means} for point in self.points],
+            "trends": {n: trend and trend._asdict() | {"outcome": trend.outcome} for n, trend in self.trends.items()},
             **self.dissimilarity.record(),
             "data_seed": self.config.run.seed,
             "config": {
@@ -104,7 +128,7 @@ def study(
     rounds: Sequence[int],
     a0: float,
     every: int = 10,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] = (0, 1),
     listener: Listener | None = None,
 ) -> Study:
     """Train K ``rounds`` at learning rate a0 / sqrt(K), for each K and seed on the same data, and fit the slopes.
@@ -122,33 +146,42 @@ def study(
         with naming(f"K = {length}, seed {seed}"):
             trainers[length, seed] = Trainer.prepare(scheduled.replace("run", rounds=length, seed=seed), data)
     first = next(iter(trainers.values()))
-    check_diagnosable(first.training.algorithm, first.training.mixer)
+    _check_covered(first.training)
     done, measured = 0, {}
     for (length, seed), trainer in trainers.items():
         measured[length, seed] = _measured(trainer, every, done, listener)
         done += length
-    means = {length: _means([measured[length, seed] for seed in seeds], length) for length in rounds}
-    points = tuple(Point(length, a0 / math.sqrt(length), means[length]) for length in rounds)
+    each = {k: {q: [_mean(measured[k, seed], k, q) for seed in seeds] for q in QUANTITIES} for k in rounds}
+    points = tuple(Point(length, a0 / math.sqrt(length), each[length]) for length in rounds)
     rates = _GRAPH_RATES if first.training.mixer.over_graph else _SERVER_RATES
-    trends = {name: fit_trend(rounds, [point.means[name] for point in points], rates.get(name)) for name in QUANTITIES}
+    trends = {name: fit_trend(rounds, [point.each[name] for point in points], rates.get(name)) for name in QUANTITIES}
     everything = [line for lines in measured.values() for line in lines]
     return Study(scheduled, a0, tuple(seeds), points, trends, estimate_dissimilarity(everything))
 
 
-def fit_trend(rounds: Sequence[int], means: Sequence[float], rate: float | None) -> Trend | None:
-    """Fit log mean against log K, both ``[runs]``; None where a mean is zero."""
-    if min(means) <= 0:
+def fit_trend(rounds: Sequence[int], means: Sequence[Sequence[float]], rate: float | None) -> Trend | None:
+    """Fit log mean against log K: ``[runs]`` and, for each seed, ``[runs, seeds]``; None where a mean is zero.
+
+    The slope is the mean of the seeds' slopes. Its interval is the wider of two by Student's t: from the spread of the
+    seeds' slopes, where there are several, and from how far their mean is from a line.
+    """
+    logs = np.asarray(means, dtype=float)
+    if logs.min() <= 0:
         return None
     from scipy.stats import t
 
-    lengths, logs = np.log(rounds), np.log(means)
+    lengths, logs = np.log(rounds), np.log(logs)
     centred = lengths - lengths.mean()
-    slope = float(centred @ logs / (centred @ centred))
+    slopes = centred @ logs / (centred @ centred)
+    slope, count = float(slopes.mean()), len(slopes)
     intercept = float(logs.mean() - slope * lengths.mean())
-    residuals = logs - intercept - slope * lengths
-    freedom = len(logs) - 2
+    residuals = logs.mean(1) - intercept - slope * lengths
+    freedom = len(rounds) - 2
     error = math.sqrt(float(residuals @ residuals) / freedom / float(centred @ centred))
-    return Trend(slope, intercept, float(t.ppf(_CONFIDENCE, freedom)) * error + _ROUNDING, rate)
+    half = t.ppf((1 + _CONFIDENCE) / 2, freedom) * error
+    if count > 1:
+        half = max(half, t.ppf((1 + _CONFIDENCE) / 2, count - 1) * slopes.std(ddof=1) / math.sqrt(count))
+    return Trend(slope, intercept, slope - float(half), slope + float(half), rate)
 
 
 def is_due(number: int, num_rounds: int, every: int) -> bool:
@@ -181,14 +214,10 @@ def _measured(trainer: Trainer, every: int, done: int, listener: Listener | None
     return lines
 
 
-def _means(runs: Sequence[Sequence[Mapping[str, Any]]], num_rounds: int) -> dict[str, float]:
-    """Average each quantity over all rounds, those between two that were measured by interpolation, and over runs."""
-    numbers = np.arange(1, num_rounds + 1)
-
-    def mean(lines: Sequence[Mapping[str, Any]], name: str) -> float:
-        return float(np.interp(numbers, [line["round"] for line in lines], [line[name] for line in lines]).mean())
-
-    return {name: float(np.mean([mean(lines, name) for lines in runs])) for name in QUANTITIES}
+def _mean(lines: Sequence[Mapping[str, Any]], num_rounds: int, name: str) -> float:
+    """Average a quantity over all rounds of a run, those between two that were measured by interpolation."""
+    known = [line["round"] for line in lines], [line[name] for line in lines]
+    return float(np.interp(np.arange(1, num_rounds + 1), *known).mean())
 
 
 def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: Sequence[int]) -> None:
@@ -202,6 +231,29 @@ def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: 
     check_seeds(seeds)
     for section, values in REQUIRED.items():
         for key, allowed in values.items():  # the name first, as the section of another solver has other keys
-            if (value := config.sections[section][key]) != allowed:
+            if (value := config.sections[section].get(key, allowed)) != allowed:
                 where = "in a study of the theorems, which speak of plain SGD with all clients in every round"
+                if section == "graph":
+                    where = "in a study of the theorems, which speak of steps scaled by n_t / n from a common start"
                 raise UserError(f"{section}.{key} is {value!r}; allowed {where}: {allowed!r}.")
+    if config.batching.batch_size and not config.batching.local_steps:
+        allowed = "at least 1, or batching.batch_size = 0, as the theorems have everybody take the same number of steps"
+        raise UserError(f"batching.local_steps is 0; allowed in a study of the theorems: {allowed}.")
+
+
+def _check_covered(training: Training) -> None:
+    """Refuse methods, losses and models that the theorems do not speak of."""
+    algorithm = training.algorithm
+    check_diagnosable(algorithm, training.mixer, compressed=training.codec is not None)
+    problem = ""
+    if not algorithm.uploads_model:
+        names = names_where(lambda row: row.is_diagnosable and row.algorithm.uploads_model)
+        problem = f"{type(algorithm).__name__}, whose steps are not along the gradient of a surrogate; allowed: {names}"
+    elif getattr(algorithm, "num_components", 1) > 1 and not algorithm.model.loss.has_bounded_slope:
+        problem = f"mixtures with {type(algorithm.model.loss).__name__}, whose gradients are not bounded; allowed: "
+        problem += "losses of classes, or method.num_components = 1"
+    elif (layer := unsteady_layer(algorithm.model)) is not None:
+        problem = f"a model with {layer}, whose gradients in training are not those of f; allowed: layers that do the "
+        problem += "same in training and in evaluation"
+    if problem:
+        raise UserError(f"The theorems do not cover {problem}.")
