@@ -389,10 +389,10 @@ def theory(
     ] = "fedem",
     rounds: Annotated[
         str, Option(help="The numbers K of rounds, with commas between them: three or more, increasing.")
-    ] = "50,100,200,400",
+    ] = "50,75,110,165,250,375",
     a0: Annotated[float, Option("--a0", help="The learning rate of a run of K rounds is a0 / sqrt(K).")] = 20.0,
     every: Annotated[int, Option(help="Most rounds between two measurements; the first rounds are all measured.")] = 10,
-    seeds: Annotated[int, Option(help="Runs of each length, whose means are taken.")] = 3,
+    seeds: Annotated[int, Option(help="Runs of each length, each with a slope of its own.")] = 5,
     settings: options.Assignments = None,
     device: options.TrainingDevice = None,
     out: Annotated[Path | None, Option(help="Where all is written; runs/theory-METHOD when not given.")] = None,

@@ -145,7 +145,7 @@ class _Trial:
         far = [(self._about(radius, ray), radius, ray) for ray in range(_RAYS) for radius in self._radii]
         for there, drawn, name in [
             *self.places,
-            *((there, self.places[-1][1], f"a distance of {radius:g} along ray {ray}") for there, radius, ray in far),
+            *((there, self.places[-1][1], f"{radius:g} from u0 along ray {ray}") for there, radius, ray in far),
         ]:
             # On both sides: what is too steep is below on one of them.
             opposite = there | {leaf: 2 * self.shared[leaf] - there[leaf] for leaf in trained}
