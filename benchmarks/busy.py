@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.engine import SEED, make_training
 from benchmarks.measure import Disturbance, Effort, environment
 from benchmarks.methods import time_rounds
-from fedem import WAITING
+from fedem.core import WAITING
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
 
@@ -105,7 +105,7 @@ def _competition(number: int) -> Iterator[None]:
             idler.wait()
 
 
-def _time(way: Mapping[str, str], quick: bool) -> list[float]:
+def _time(way: dict[str, str], quick: bool) -> list[float]:
     """Return the seconds of each round in a process of its own: how threads wait is settled when torch is loaded."""
     unset = {"OMP_NUM_THREADS", *WAITING}
     kept = {name: value for name, value in os.environ.items() if name not in unset}

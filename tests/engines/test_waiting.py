@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from fedem import WAITING
+from fedem.core import WAITING
 
 pytestmark = pytest.mark.processes
 LOOK = "import os, fedem; print({name: os.environ.get(name) for name in fedem.WAITING})"
