@@ -54,7 +54,6 @@ class Feature:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs that the column becomes."""
         return tuple(f"{self.name}={category}" for category in self.categories) if self.kind == TEXT else (self.name,)
 
     def encode(self, table: Table, out: NDArray[np.float32]) -> None:

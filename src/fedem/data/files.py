@@ -141,7 +141,6 @@ class FromFile(Pooled):
 
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:
-    """Return the federation with the table's rows as ``encoding`` makes them inputs and targets."""
     pool = Pool(_finite(table, encoding.inputs(table)), torch.from_numpy(encoding.target.encode(table)))
     train, validation, test = (replace(federation.part(part), pool=pool) for part in PARTS)
     return replace(federation, train=train, validation=validation, test=test, origin=encoding.fingerprint)

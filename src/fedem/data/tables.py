@@ -131,7 +131,6 @@ class Table:
         return replace(self, columns={**self.columns, **texts})
 
     def owned_by(self, clients: str | Sequence[str]) -> Table:
-        """Give all rows to one client, or each row to its own."""
         owners = Column.of_text([clients] * len(self) if isinstance(clients, str) else clients)
         return replace(self, columns={**self.columns, self.client: owners})
 
