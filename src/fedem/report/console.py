@@ -206,7 +206,6 @@ def remarks(summary: Summary) -> Iterator[str]:
         )
     if summary.get("num_unseen_clients") and f"unseen_test_{metrics[0].name}" not in summary:
         yield "Clients held out were not scored: this method shares nothing with them."
-    # How large errors are before targets were standardised.
     if deviation := summary.get("target_deviation"):
         part = "test" if "test_loss" in summary else "train"
         own = f"In the targets' own units: {part}"

@@ -187,12 +187,10 @@ class Gathered:
         return f"test {self.metric.unit}"
 
     def in_words(self, value: float | None, metric: Metric | None = None) -> str:
-        """Return a score, or one by another metric, as a sentence has it."""
         metric = metric or self.metric
         return metric.text(value) + (" %" if metric.in_percent and value is not None else "")
 
     def apart(self, better: float, worse: float) -> str:
-        """Say how far the first score lies from the second."""
         amount = self.metric.text(abs(better - worse), plain=".3g") + (" points" if self.metric.in_percent else "")
         return f"{amount} {'above' if better >= worse else 'below'}"
 

@@ -133,7 +133,6 @@ class Section(NamedTuple):
         return (row.algorithm, row.mixer) if isinstance(row, Method) else (row,) if row else ()
 
     def complete(self, values: Mapping[str, Any]) -> Values:
-        """Check the section's ``values`` and fill in the defaults."""
         kinds = self.kinds(values)
         named = {"name": values["name"]} if self.is_named else {}
         own = {key: value for key, value in values.items() if key not in named}
@@ -150,7 +149,6 @@ class Section(NamedTuple):
         return next((kind(**own) for kind in self.kinds(values)), None)
 
     def plain(self, settings: Settings | MethodSettings | None) -> Values:
-        """Return ``settings`` as the values of a file."""
         if settings is None:
             return {"name": next(iter(self.bare))}
         if isinstance(settings, MethodSettings):

@@ -66,7 +66,6 @@ class Scores:
 
     @property
     def unweighted(self) -> float:
-        """The metric averaged over clients, each counting the same."""
         return float(self.values[self._scored].mean())
 
     @property

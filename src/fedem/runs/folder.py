@@ -98,7 +98,6 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from training into the folder."""
         with locked(self.path / ".lock") as mine:
             if not mine:
                 raise UserError(f"Another process is training into {self.path}.")

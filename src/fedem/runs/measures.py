@@ -179,7 +179,6 @@ class _Measured(Wrapped):
         return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
 
     def finish(self, local: Local) -> Trained:
-        """Upload f_t, the gain and the gradient; nothing is kept."""
         gains = {name: local.context[name] for name in ("objective", "improvement")}
         return Trained(gains | add_prefix("gradient", local.solver_state), {}, {})
 

@@ -75,7 +75,6 @@ class SampleFormat:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SampleFormat:
-        """Read what :meth:`to_json` wrote, among other things."""
         names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
         shape, dtype = tuple(content["input_shape"]), getattr(torch, content["input_dtype"])
         known = encoding and Encoding.from_json(encoding)
@@ -222,7 +221,6 @@ class Recipe:
     def from_metadata(
         cls, config: Config, content: Mapping[str, Any], source: ModelSource | None = None, device_name: str = ""
     ) -> Self:
-        """Read what :meth:`metadata` wrote, among other things, into a checkpoint."""
         recipe = cls(config, SampleFormat.from_json(content), source, bool(content.get("settled")), device_name)
         recipe.check_leaves(content.get("leaves"))
         recipe.model.not_stackable = content["not_stackable"]

@@ -229,7 +229,6 @@ class Trainer:
     def prepare(
         cls, config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True, team: Team = ALONE
     ) -> Trainer:
-        """Check everything that can be checked before work starts (:func:`fedem.runs.recipe.resolve`)."""
         if config.run.unseen:
             dataset = dataset._replace(federation=dataset.federation.hold_out(config.run.unseen, config.run.seed))
         trainer = cls(config.resolve(dataset, source, fresh), dataset.federation, dataset.truth, team)
@@ -277,7 +276,6 @@ class Trainer:
         return {"data": data, "best_validation": best, "seconds": progress.seconds}
 
     def checkpoint(self, progress: Progress) -> Record:
-        """Return what a checkpoint says beside its states."""
         return self.recipe.metadata(self.federation.names) | self.origin(progress)
 
     def predictors(self, state: State) -> Predictors:

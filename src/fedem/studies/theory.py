@@ -242,7 +242,6 @@ def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: 
 
 
 def _check_covered(training: Training) -> None:
-    """Refuse methods, losses and models that the theorems do not speak of."""
     algorithm = training.algorithm
     check_diagnosable(algorithm, training.mixer, compressed=training.codec is not None)
     problem = ""
