@@ -92,7 +92,6 @@ class _Flat(Settings):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
-        """Check the values that Flower hands over."""
         plain = {key.replace("-", "_"): value for key, value in values.items()}
         title = f"{cls.__name__.removesuffix('Config').lower()} config"
         return cls(**complete(title, {_KEYWORDS.get(key, key): value for key, value in plain.items()}, cls))

@@ -99,7 +99,6 @@ class Stacked(Engine):
         layer_keys, steps = derive(plan.keys, STOCHASTIC_LAYERS), plan.steps
 
         def advance(local: Local, index: int, first: int, last: int) -> Local:
-            """Step number ``index`` of the clients from ``first`` up to ``last``."""
             where, some = plan.batch(index, first, last), slice(first, last)
             inputs, targets = chunk.some(some).read(where)
             weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)

@@ -168,12 +168,10 @@ class Pretrainable(ModelSpec):
 
     @property
     def title(self) -> str:
-        """The network's name in messages."""
         return type(self).__name__
 
     @property
     def file(self) -> Path:
-        """Where the weights are."""
         return Path(self.weights)
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:

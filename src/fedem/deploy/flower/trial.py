@@ -193,7 +193,6 @@ class Program:
             raise self.failure(f"has not ended within {seconds:.0f} s") from None
 
     def failure(self, why: str) -> UserError:
-        """Return the error that says what went wrong, with the tail of the log."""
         tail = "\n".join(self.output().splitlines()[-15:])
         return UserError(f"{self.name} {why}. Its log ends:\n{tail}")
 

@@ -48,10 +48,7 @@ def round_to_go_on_with(present: Iterable[PresentClient]) -> int:
 
 
 def refusals(present: Sequence[PresentClient], state: Path) -> dict[int, str]:
-    """Say why processes can't take part, by rank; those that worked together before stay, newcomers must fit in.
-
-    ``state`` is where this process keeps what its clients learn.
-    """
+    """Say why processes can't take part, by rank; those that worked together before stay, newcomers must fit in."""
     ordered = sorted(present, key=lambda client: (not client.met, client.rank))
     first, names, found = ordered[0], set[str](), dict[int, str]()
     run = run_to_go_on_with([one for one in present if (one.version, one.plan) == (first.version, first.plan)])
