@@ -25,15 +25,13 @@ from rich.table import Table
 from benchmarks.engine import SEED, make_training
 from benchmarks.measure import Disturbance, Effort, environment
 from benchmarks.methods import time_rounds
-from fedem.core import WAITING
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
 
 WAYS: dict[str, dict[str, str]] = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "torch's": {"GOMP_SPINCOUNT": "300000"},  # what the GNU library takes where nothing is said: three milliseconds
-    "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "fedem's": {},
+    "fedem's": {},  # OMP_WAIT_POLICY=PASSIVE
 }
 """variables of the environment, by name; the first is what the others are compared with"""
 
@@ -107,7 +105,7 @@ def _competition(number: int) -> Iterator[None]:
 
 def _time(way: dict[str, str], quick: bool) -> list[float]:
     """Return the seconds of each round in a process of its own: how threads wait is settled when torch is loaded."""
-    unset = {"OMP_NUM_THREADS", *WAITING}
+    unset = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
     kept = {name: value for name, value in os.environ.items() if name not in unset}
     command = [sys.executable, "-m", "benchmarks.busy", "--work", *(["--quick"] if quick else [])]
     done = subprocess.run(command, env=kept | way, stdout=subprocess.PIPE, text=True, check=True)

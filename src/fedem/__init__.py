@@ -9,10 +9,11 @@ torch.Size([4, 2])
 
 import os
 
-from fedem.core import VERSION, WAITING
+from fedem.core import VERSION
 
-# Before torch is loaded.
-os.environ.update({} if os.environ.keys() & WAITING.keys() else WAITING)
+# Before torch is loaded: the threads of a step would wait for each other by spinning, for 3 to 200 ms, on cores that
+# the slowest of them or another process could use.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedem import graphs, surrogates
 from fedem.core.errors import UserError

@@ -77,7 +77,7 @@ def test_convolutions_on_the_gpu_give_the_same_bits_each_time() -> None:
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0"])
 @pytest.mark.parametrize("engine", ["stacked", "one_by_one"])
 def test_networks_with_batch_norm_train_in_bfloat16(name: str, engine: str) -> None:
-    # One batch for each client, of several sizes: at 1 x 1 pixels the statistics of two or three rows ruin any precision.
+    # One batch for each client, of several sizes: at 1 x 1 pixels, statistics of two or three rows ruin any precision.
     images = torch.rand(90, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     federation = fedem.Federation.from_arrays(images, torch.arange(90) % 3, torch.arange(90) % 4)  # 23, 23, 22, 22
     settings = {"model": name, "num_components": 2, "batch_size": 32, "learning_rate": 0.001, "engine": engine}
