@@ -7,7 +7,8 @@ zeroed. The model u is shared and the offset v_t is private. Client t minimises
     f_t(u, v_t) = 1/2 mean of (y - u(x) - v_t)^2
 
 The surrogate is f_t itself. The offset that minimises it is the mean residual v, and f_t(u, v0) - f_t(u, v) is
-(v0 - v)^2 / 2 for every u. So it is a partial first-order surrogate. `check` tests this before `optimise` trains.
+(v0 - v)^2 / 2 for every u. So it is a partial first-order surrogate. `check` looks for violations
+before `optimise` trains.
 
 The script prints the verdict, the objective before and after, and how well the slope and the offsets are found. Clients
 with large offsets have small inputs, so one line through all samples, without offsets, has another slope.
