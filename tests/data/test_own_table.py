@@ -151,7 +151,7 @@ def test_new_categories_are_told_and_wrong_files_refused(run: Run, tmp_path: Pat
     path = write_shops(tmp_path / "t.csv", sundays, COLUMNS[:-1])
     code, _, err = run("predict", tmp_path / "r", "--data", path, "--out", tmp_path / "p.csv")
     assert code == 0
-    assert "note: column 'weekday' has 1 categories that training had not (Sunday)" in err
+    assert "note: column 'weekday' has 1 category that training had not (Sunday)" in err
     for columns, rows, message in (
         (
             ("weekday", "price", "temperature", "promotion"),
@@ -166,7 +166,7 @@ def test_new_categories_are_told_and_wrong_files_refused(run: Run, tmp_path: Pat
         (COLUMNS[:-1], [row | {"price": "high"} for row in NEW], "line 2, column 'price': 'high' is not a number"),
         (COLUMNS[:-1], [*NEW[:3], NEW[3] | {"price": ""}], "1 in column 'price' (first: "),
     ):
-        code, _, err = run("predict", tmp_path / "r", "--data", write_shops(path, rows, columns), "--out", "p.csv")
+        code, _, err = run("predict", tmp_path / "r", "--data", write_shops(path, rows, columns), "--out", "q.csv")
         assert code == 2
         assert message in err
 

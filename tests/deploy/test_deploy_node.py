@@ -194,7 +194,7 @@ def test_categories_that_the_plan_has_not_are_told_of(tmp_path: Path, caplog: py
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "Column 'weekday'" in record.getMessage()
-    assert "1 categories that the plan has not (Doomsday)" in record.getMessage()
+    assert "1 category that the plan has not (Doomsday)" in record.getMessage()
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_a_trial_that_hangs_is_given_up(tmp_path: Path) -> None:
         follow(tmp_path, [2, 2], complete=False, node=FakeProgram(), hangs=True)
 
 
-@pytest.mark.parametrize(("evaluate_every", "messages"), [(0, 8), (4, 9), (1, 13)])
+@pytest.mark.parametrize(("evaluate_every", "messages"), [(0, 9), (4, 10), (1, 14)])
 def test_a_trial_has_time_for_all_its_messages(evaluate_every: int, messages: int) -> None:
     run = RunSettings(rounds=6, evaluate_every=evaluate_every)
     assert trial._longest_time(run, 50.0) - trial._longest_time(run, 40.0) == 10 * messages

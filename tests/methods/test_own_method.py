@@ -56,7 +56,7 @@ def test_a_row_of_ones_own_is_trained_saved_and_loaded(tmp_path: Path) -> None:
     federation = make_federation(dtype=float)
     options = {"rounds": 3, "learning_rate": 0.1, "dtype": "float64", "weight_decay": 0.0}
     result = fedem.train(federation, "shrinking", strength=0.5, out=tmp_path / "run", **options)
-    assert result.config.values("method") == {"strength": 0.5}
+    assert result.config.values("method") == {"strength": 0.5, "weighting": "samples"}
     # A pull towards zero is what weight decay is.
     decayed = fedem.train(federation, "fedavg", **options | {"weight_decay": 0.5})
     for name, leaf in result.state().shared.items():
@@ -73,7 +73,7 @@ def test_the_guides_method_is_what_it_says() -> None:
     (script,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     names: dict[str, Any] = {"__name__": "a_file_of_the_users"}
     exec(compile(script, "methods.md", "exec", dont_inherit=True), names)
-    assert names["result"].config.values("method") == {"strength": 0.5}
+    assert names["result"].config.values("method") == {"strength": 0.5, "weighting": "samples"}
     data = fedem.Synthetic(num_clients=20).make(seed=0)
     decayed = fedem.train(data, "fedavg", weight_decay=0.5, rounds=5)
     for name, leaf in names["result"].state().shared.items():
@@ -89,7 +89,7 @@ def test_annotations_may_be_types_instead_of_text(monkeypatch: pytest.MonkeyPatc
     assert plain.__annotations__["strength"] is float
     monkeypatch.setitem(fedem.METHODS, "plain", fedem.Method("plain", plain, Star, "Plain", "FedAvg"))
     result = fedem.train(make_federation(), "plain", strength=0.5, rounds=1)
-    assert result.config.values("method") == {"strength": 0.5}
+    assert result.config.values("method") == {"strength": 0.5, "weighting": "samples"}
     with pytest.raises(UserError, match="strength is -1"):
         fedem.train(make_federation(), "plain", strength=-1.0)
 

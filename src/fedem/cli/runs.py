@@ -218,7 +218,7 @@ def _read(result: Result, path: Path, target: str | None, client: str | None, qu
     inputs = encoding.inputs(table)
     for name, categories in ({} if quiet else encoding.unseen(table)).items():
         new = f"{counted(len(categories), 'category', 'categories')} that training had not ({some(categories)})"
-        aside(f"note: column {name!r} has {new}; they count as none of those known.")
+        aside(f"note: column {name!r} has {new}, taken for none of those known.")
     return table, inputs
 
 

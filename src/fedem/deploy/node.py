@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.tree import Tree, tree_index, tree_repeat, tree_to
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import PARTS, Federation
@@ -28,7 +28,7 @@ from fedem.runs.evaluate import Scores, evaluate
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import LocalTraining, State, first_personal
 
-_UNSEEN = "Column %r of %s has %d categories that the plan has not (%s); they count as none of those known."
+_UNSEEN = "Column %r of %s has %s that the plan has not (%s), taken for none of those known."
 log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
 
 
@@ -175,7 +175,7 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
         table = read_table(path, encoding.target.name, encoding.client, split.get("split_by", ""))
         federation = FromFile(path=str(path), table=table, **split).make_by(encoding, seed, owner=name)
         for column, categories in encoding.unseen(table).items():
-            log.warning(_UNSEEN, column, path, len(categories), some(categories))
+            log.warning(_UNSEEN, column, path, counted(len(categories), "category", "categories"), some(categories))
         return federation
     table = read_table(path)
     owners = table.owners()
