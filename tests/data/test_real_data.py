@@ -42,7 +42,7 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "schedule": {"learning_rate": 0.02},
     },
     "shakespeare": {
-        "partition": {"share": 1.0, "max_clients": 3},
+        "partition": {"share": 1.0, "max_clients": 3, "min_samples": 1000},
         "model": {"hidden": 32},
         "batching": {"batch_size": 64, "local_steps": 12},
         "schedule": {"learning_rate": 0.5},
