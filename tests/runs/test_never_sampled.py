@@ -61,7 +61,7 @@ def test_a_client_never_sampled_fits_its_weights(method: str, updates: int) -> N
     for position in range(5):
         expected = state.personal["log_weights"][position]
         if not seen[position]:
-            drawn, prior = expected, training.algorithm.unseen_prior  # type: ignore[attr-defined]
+            drawn, prior = expected, training.algorithm.unseen_prior
             expected = fit_log_weights(_losses(training, state, position), updates or None, prior)
             assert not torch.allclose(expected, drawn, atol=1e-2)
         torch.testing.assert_close(weights[position], expected, rtol=0, atol=1e-12)
