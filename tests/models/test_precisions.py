@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model_shapes import SHAPES
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.functional import cosine_similarity
@@ -17,17 +18,6 @@ from fedem.models import MODELS, Model
 from fedem.models.layers import make_stackable, training_pass
 from fedem.models.losses import CrossEntropy
 
-SHAPES: dict[str, tuple[int, ...]] = {
-    "linear": (5,),
-    "mlp": (3, 4),
-    "cnn": (7, 6),
-    "leaf_cnn": (4, 5),
-    "lstm": (6,),
-    "mobilenet_v2": (3, 8, 9),
-    "resnet18": (8, 8),
-    "resnet34": (1, 8, 8),
-    "efficientnet_lite0": (3, 9, 8),
-}
 # Fifty layers one after the other add up their roundings: 0.94 to 0.98 were seen.
 BOUNDS = {"mobilenet_v2": 0.9, "efficientnet_lite0": 0.9}
 DEEP = ("mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from model_shapes import SHAPES
 from torch import Tensor, nn
 from torch.func import grad
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,18 +20,6 @@ from fedem.models import CNN, LSTM, MLP, MODELS, LeafCNN, MobileNetV2, Model, Re
 from fedem.models.images import _same
 from fedem.models.losses import CrossEntropy
 
-# Small inputs that each model takes.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "linear": (5,),
-    "mlp": (3, 4),
-    "cnn": (7, 6),
-    "leaf_cnn": (4, 5),
-    "lstm": (6,),
-    "mobilenet_v2": (3, 8, 9),
-    "resnet18": (8, 8),
-    "resnet34": (1, 8, 8),
-    "efficientnet_lite0": (3, 9, 8),
-}
 DEEP = ("mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0")
 
 

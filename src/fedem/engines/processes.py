@@ -156,8 +156,8 @@ def joined() -> Iterator[Team]:
             dist.destroy_process_group(group)
     elif (size := number_started()) > 1:
         rank = int(os.environ["RANK"])
-        # Documented, but not in the list of what torch exports.
-        store = dist.PrefixStore(f"fedem/{next(_meetings)}", _meeting_place())  # type: ignore[attr-defined]
+        name = f"fedem/{next(_meetings)}"
+        store = dist.PrefixStore(name, _meeting_place())  # type: ignore[attr-defined]  # documented, but not in its list
         if torch.cuda.is_available():
             # Then "cuda" means another GPU in each process; more of them than GPUs are refused once a GPU is asked for.
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
