@@ -21,7 +21,7 @@ from fedem.solvers import SGD, Solver
 from fedem.solvers.schedules import Constant, Schedule
 
 LOSSES: dict[str, Loss] = {"logistic": Logistic(), "cross_entropy": CrossEntropy(), "squared_error": SquaredError()}
-SIZES = (7, 1, 12, 30, 5)
+SIZES = (7, 1, 10, 14, 5)
 NAMES = ("ann", "bob", "cem", "dan", "eve")
 DIMENSION = 4
 NEVER = 10**9

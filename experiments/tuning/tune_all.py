@@ -1,24 +1,44 @@
 """Search every method's settings on one data set with the same budget: ``python experiments/tuning/tune_all.py DATA``.
 
-Each method gets the combinations of grids.toml, by ``fedem tune``: chosen by validation, the test part unread. Methods
-that are done are left alone, so that the script goes on where it was stopped.
+Each method gets as many combinations as every other (grids.toml), by ``fedem tune``: chosen by validation, the test part
+unread. Methods whose search is over are left alone, so that the script goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from fedem.cli import app
 from fedem.core.errors import UserError
 
-GRIDS = tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+GRIDS: dict[str, Any] = tomllib.loads((HERE / "grids.toml").read_text(encoding="utf-8"))
 
 
 def _listed(values: list[float]) -> str:
     return ",".join(f"{value:g}" for value in values)
+
+
+def _words(data: str, method: str, seed: int) -> list[str]:
+    """Return the command that searches a method's settings, but for where its runs go."""
+    own = GRIDS["methods"][method]
+    grids = {"schedule.learning_rate": GRIDS["rates"][data]["two" if own else "alone"], **own}
+    words = ["tune", "--data", data, "--method", method, "--seeds", f"{seed},"]
+    words += [word for key, values in grids.items() for word in ("--grid", f"{key}={_listed(values)}")]
+    return words + [word for key, value in GRIDS["settings"][data].items() for word in ("--set", f"{key}={value}")]
+
+
+def _told(found: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Return what is kept of a search: its command, its choice and every trial, the best first."""
+    trials = [
+        trial["values"] | ({"diverged": True} if trial["error"] else {"accuracy": round(trial["mean"], 4)})
+        for trial in found["trials"]
+    ]
+    return {"command": " ".join(["fedem", *words]), "chosen": found["chosen"], "edges": found["edges"], "trials": trials}
 
 
 def main() -> None:
@@ -28,26 +48,25 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(GRIDS["methods"]), choices=GRIDS["methods"])
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--runs", type=Path, default=Path("runs/tuning"), help="where the runs go")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where each search's tune.json goes")
+    parser.add_argument("--out", type=Path, default=HERE, help="the folder of DATA.json")
     given = parser.parse_args()
+    kept = given.out / f"{given.data}.json"
+    searches = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     for method in given.methods:
-        result, folder = given.out / given.data / f"{method}.json", given.runs / given.data / method
-        if result.exists():
+        words, folder = _words(given.data, method, given.seed), given.runs / given.data / method
+        if method in searches:
             continue
-        own = GRIDS["methods"][method]
-        rates = GRIDS["rates"]["two" if own else "alone"]
-        grids = {"schedule.learning_rate": rates, **own}
-        words = ["tune", "--data", given.data, "--method", method, "--seeds", f"{given.seed},", "--out", str(folder)]
-        words += [word for key, values in grids.items() for word in ("--grid", f"{key}={_listed(values)}")]
-        words += [word for key, value in GRIDS["settings"][given.data].items() for word in ("--set", f"{key}={value}")]
         print("fedem", *words, flush=True)
+        going_on = ["--resume"] if folder.exists() else []
         try:
-            app([*words, "--quiet", *(["--resume"] if folder.exists() else [])], standalone_mode=False)
+            app([*words, "--out", str(folder), "--quiet", *going_on], standalone_mode=False)
         except UserError as error:
             print(f"{method}: {error}", flush=True)
             continue
-        result.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / "tune.json", result)
+        found = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
+        searches[method] = _told(found, words)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(searches, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

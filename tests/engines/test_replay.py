@@ -12,7 +12,7 @@ from fedem.engines.stacked import Replay
 from fedem.methods import METHODS
 from fedem.solvers import LBFGS, SOLVERS, Various
 
-SIZES = (7, 1, 10)
+SIZES = (5, 1, 7)
 # A loss is the same operations in whichever method.
 CASES = [*((method, "logistic") for method in METHODS), ("fedem", "cross_entropy"), ("fedem", "squared_error")]
 
@@ -28,7 +28,7 @@ def test_replayed_rounds_give_the_same_bits(method: str, loss: str) -> None:
 
 
 # What a solver tries is unrolled in a recording, so few trials and iterations are as good as many.
-QUICK = {"lbfgs": LBFGS(0.1, history=2, num_trials=4), "various": Various(0.1, iterations=2)}
+QUICK = {"lbfgs": LBFGS(0.1, history=1, num_trials=2), "various": Various(0.1, iterations=1)}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

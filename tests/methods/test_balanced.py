@@ -28,7 +28,7 @@ def test_one_gradient_step_is_fedems_with_rates_divided_by_the_components_masses
     first, second = (advance(training, 1, start) for training in (plain, balanced))
     weights = first.personal["log_weights"].exp()
     torch.testing.assert_close(second.personal["log_weights"].exp(), weights)
-    sizes = torch.tensor([7, 1, 12, 30, 5], dtype=torch.float64)
+    sizes = plain.federation.train.sizes.double()
     masses = (sizes / sizes.sum()) @ weights
     for name, leaf in start.shared.items():
         rows = masses.reshape(-1, *(1,) * (leaf.ndim - 2))

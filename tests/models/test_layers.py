@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import DIMENSION, advance, distance, make_federation, make_training, stacked
+from helpers import DIMENSION, SIZES, advance, distance, make_federation, make_training, stacked
 from scipy import stats
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -146,8 +146,13 @@ def test_batch_norm_without_running_statistics_is_refused_by_name() -> None:
         Model(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False)), Logistic())
 
 
-@pytest.mark.parametrize("method", ["fedem", "fedavg", "local", "ditto", "pfedme", "apfl", "perfedavg", "ifca"])
-@pytest.mark.parametrize("sizes", [(7, 1, 12, 30, 5), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        *((method, SIZES) for method in ("fedem", "fedavg", "local", "ditto", "pfedme", "apfl", "perfedavg", "ifca")),
+        *((method, (1, 2, 4)) for method in ("fedem", "local", "ditto", "perfedavg")),
+    ],
+)
 def test_loop_equals_stacked_with_batch_norm_and_dropout(method: str, sizes: tuple[int, ...]) -> None:
     model = Model(_normalised, Logistic(), torch.float64)
     federation = make_federation(sizes=sizes)

@@ -87,7 +87,7 @@ def test_alpha_is_zero_for_an_exact_solver_and_between_for_others(method: str, l
 
 
 def test_alpha_falls_with_more_iterations() -> None:
-    for kind, counts in ((LBFGS, (1, 2, 4, 8, 16)), (Newton, (1, 2, 4))):
+    for kind, counts in ((LBFGS, (1, 4, 16)), (Newton, (1, 2, 4))):
         state = advance(make_training(), 1)
         means = [measure_alpha(make_training(solver=kind(DECAY, iterations=count)), state).mean for count in counts]
         assert means == sorted(means, reverse=True)

@@ -76,7 +76,7 @@ def test_predictions_are_probabilities_and_personal() -> None:
 
 def test_regression_predicts_means() -> None:
     federation = make_federation("squared_error")
-    result = fedem.train(federation, method="local", rounds=300, learning_rate=0.05, batch_size=0)
+    result = fedem.train(federation, method="local", rounds=100, learning_rate=0.1, batch_size=0)
     assert result.summary["train_mean_squared_error"] < 0.2
     inputs, targets = federation.train.client(3)
     errors = (result.predict("dan", inputs)[:, 0] - targets).square().mean()

@@ -41,11 +41,11 @@ MANY = tuple(f"client {k}" for k in range(9))
 
 @pytest.mark.parametrize("method", ["fedem", "local"])
 def test_various_solvers_are_the_same_one_by_one_stacked_and_in_another_order(method: str) -> None:
-    federation = make_federation(sizes=(7, 3, 12, 30, 5, 9, 4, 8, 6), names=MANY)
+    federation = make_federation(sizes=(7, 3, 12, 14, 5, 9, 4, 8, 6), names=MANY)
     solver, order = Various(0.1), torch.tensor([4, 0, 8, 2, 6, 1, 7, 3, 5])
     assert len(list(solver.among(federation.keys))) == 3
     one_by_one, together, chunks, turned = (
-        advance(make_training(method, data, engine=engine, solver=solver))
+        advance(make_training(method, data, engine=engine, solver=solver), 2)
         for data, engine in (
             (federation, OneByOne()),
             (federation, stacked()),
@@ -61,7 +61,7 @@ def test_various_solvers_are_the_same_one_by_one_stacked_and_in_another_order(me
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "fedem"])
 def test_various_solvers_fine_tune_and_fit_unseen_clients(method: str) -> None:
-    sizes = (7, 3, 12, 30, 5, 9, 4, 8, 6)
+    sizes = (7, 3, 12, 14, 5, 9, 4, 8, 6)
     federation = make_federation(sizes=sizes, names=MANY)
     training = make_training(method, federation, solver=Various(0.1))
     state = advance(training, 1)

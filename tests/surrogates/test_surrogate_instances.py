@@ -45,9 +45,10 @@ def one_step(algorithm: Surrogate, seed: int = 0, rate: float = 0.3) -> tuple[Lo
     personal = algorithm.init_personal(shared, torch.tensor(7))
     mask = torch.ones(len(targets), dtype=torch.bool)
     local, columns = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), mask)
-    weights = torch.full((15,), 1 / 15, dtype=torch.float64)
-    half = tree_map(lambda leaf: leaf[..., :15], columns)
-    batch, length = Batch(inputs[:15], targets[:15], weights, half, ZERO), torch.tensor(rate, dtype=torch.float64)
+    count = len(targets) // 2
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
+    half = tree_map(lambda leaf: leaf[..., :count], columns)
+    batch, length = Batch(inputs[:count], targets[:count], weights, half, ZERO), torch.tensor(rate, dtype=torch.float64)
     own, derived = algorithm.step(local, batch, length), Surrogate.step(algorithm, local, batch, length)
     return algorithm.step(own, batch, length), Surrogate.step(algorithm, derived, batch, length)
 
