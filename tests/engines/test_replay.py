@@ -28,7 +28,7 @@ def test_replayed_rounds_give_the_same_bits(method: str, loss: str) -> None:
 
 
 # What a solver tries is unrolled in a recording, so few trials and iterations are as good as many.
-QUICK = {"lbfgs": LBFGS(0.1, history=1, num_trials=2), "various": Various(0.1, iterations=1)}
+QUICK = {"lbfgs": LBFGS(0.1, history=1, num_trials=4), "various": Various(0.1, iterations=1)}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

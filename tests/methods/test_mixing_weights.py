@@ -117,7 +117,7 @@ def test_l2sgds_pull_is_a_run_of_steps_towards_the_mean(key: int) -> None:
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.8])
 def test_l2sgds_runs_have_geometric_lengths(probability: float) -> None:
-    mixer, count = Loopless(1.0, probability), 2000
+    mixer, count = Loopless(1.0, probability), 1000
     keys = [int(derive(3, index)) for index in range(count)]
     local = np.array([mixer.plan({}, {}, make_round([1], key=key)).num_steps for key in keys])
     uploads, shared = {"w": torch.tensor([[1.0], [-1.0]]).double()}, {"w": torch.zeros(2, 1).double()}

@@ -94,7 +94,7 @@ def test_exact_rounds_of_one_client_never_raise_its_own_objective(sharpness: flo
         make_federation("squared_error", sizes=(40,)),
         loss="squared_error",
         solver=Newton(0.0),
-        batching=Batching(0, local_epochs=20),
+        batching=Batching(0, local_epochs=8),
         sharpness=sharpness,
     )
     states = [training.init()]

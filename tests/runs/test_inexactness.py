@@ -177,7 +177,7 @@ MEASURABLE = [name for name, row in METHODS.items() if row.algorithm in (FedEM, 
 def test_every_method_that_trains_so_can_be_measured(method: str) -> None:
     # Dropout that drops nothing is no hindrance.
     model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), LOSSES["logistic"], torch.float64)
-    found = _measured(LBFGS(DECAY, iterations=3), method, model=model)
+    found = _measured(SGD(DECAY), method, model=model)
     assert found.alphas.shape == (len(SIZES), 3 if method in ("fedem", "dfedem") else 1)
     assert found.max is not None
     assert 0 <= found.max < 1
@@ -212,17 +212,17 @@ def test_solved_to_the_end_one_client_is_centralised_em(solver: Solver) -> None:
 
 def test_a_run_records_alpha_when_it_is_due(tmp_path: Path) -> None:
     federation = make_federation(sizes=(7, 5))
-    settings = {"rounds": 5, "measure_alpha_every": 2, "dtype": "float64", "batch_size": 4}
+    settings = {"rounds": 3, "measure_alpha_every": 2, "dtype": "float64", "batch_size": 4}
     result = fedem.train(federation, solver="lbfgs", iterations=2, out=tmp_path / "run", **settings)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines if "alpha_mean" in line] == [2, 4, 5]
+    assert [line["round"] for line in lines if "alpha_mean" in line] == [2, 3]
     assert all(0 < line["alpha_mean"] <= line["alpha_max"] for line in lines if "alpha_mean" in line)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["alpha_max"] == lines[-1]["alpha_max"] == result.summary["alpha_max"]
     measured = [line for line in lines if "alpha_mean" in line]
     met = sum(line["alpha_max"] < line["alpha_bound"] for line in measured)
     assert all(0 <= line["alpha_bound"] <= 1 for line in measured)
-    assert (summary["alpha_rounds"], summary["alpha_rounds_within_bound"]) == (3, met)
+    assert (summary["alpha_rounds"], summary["alpha_rounds_within_bound"]) == (2, met)
     assert summary["alpha_bound"] == lines[-1]["alpha_bound"]
     without = fedem.train(federation, solver="lbfgs", iterations=2, **settings | {"measure_alpha_every": 0})
     assert "alpha_mean" not in without.summary
