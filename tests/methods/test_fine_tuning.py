@@ -63,7 +63,7 @@ def _gently(training: Training, learning_rate: float = 0.01) -> Personalizer:
 def test_fine_tuning_lowers_everybodys_training_loss(method: str) -> None:
     """A client that trains for itself alone descends its own loss, whatever its method does for the others."""
     training = _tunable(method)
-    state = advance(training, 5)
+    state = advance(training, 3)
     before = make_personalizer(training).predictors(state, training.federation)
     after = _gently(training).predictors(state, training.federation)
     samples = training.federation.train
@@ -74,7 +74,7 @@ def test_fine_tuning_lowers_everybodys_training_loss(method: str) -> None:
 @pytest.mark.parametrize("method", [method for method in LOWERING if method != "local"])
 def test_fine_tuning_lowers_every_new_clients_training_loss(method: str) -> None:
     training = _tunable(method)
-    state = advance(training, 5)
+    state = advance(training, 3)
     personalizers = [_gently(training, rate) for rate in (1e-9, 0.01)]
     if method == "perfedavg":
         personalizers[0] = replace(personalizers[0], run=replace(personalizers[0].run, fine_tune_epochs=0))
