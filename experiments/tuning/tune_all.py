@@ -26,7 +26,7 @@ def _listed(values: list[float]) -> str:
 
 def _words(data: str, method: str, seed: int) -> list[str]:
     """Return the command that searches a method's settings, but for where its runs go."""
-    own = GRIDS["methods"][method]
+    own = GRIDS["methods"][method] | GRIDS.get("instead", {}).get(data, {}).get(method, {})
     grids = {"schedule.learning_rate": GRIDS["rates"][data]["two" if own else "alone"], **own}
     words = ["tune", "--data", data, "--method", method, "--seeds", f"{seed},"]
     words += [word for key, values in grids.items() for word in ("--grid", f"{key}={_listed(values)}")]
