@@ -12,7 +12,7 @@ README.txt                how to use these
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,6 +21,7 @@ from secrets import token_hex
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader
 from torch import Tensor
 
 from fedem.core import VERSION
@@ -29,7 +30,6 @@ from fedem.core.files import write_atomically, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, capture, check_formats, sample_inputs, try_file
 from fedem.methods.base import Mixture
-from fedem.models import Model
 from fedem.models.losses import CLASSES
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
@@ -111,7 +111,7 @@ def export_personal(
                 refused[name] = next(lines, type(error).__name__).rstrip(".")
         if not differences:
             raise UserError("; ".join(f"Format {name!r} is refused: {why}" for name, why in refused.items()) + ".")
-        write_atomically(folder / _README, _readme(own.format, own.model, differences).encode())
+        write_atomically(folder / _README, _readme(own, differences).encode())
     return Exported(place, differences, refused)
 
 
@@ -174,22 +174,10 @@ def _write_description(folder: Path, personal: PersonalModel, config: Config, ab
     write_json(folder / _DESCRIPTION, description)
 
 
-def _readme(shapes: SampleFormat, model: Model, differences: Mapping[str, float]) -> str:
-    kind, size = str(shapes.input_dtype).removeprefix("torch."), ", ".join(map(str, ("n", *shapes.inputs)))
-    means = "predicted means, in the targets' own units"
-    comes = "probabilities of the classes" if model.loss.task == CLASSES else means
-    lines = [
-        "A personal model, trained with fedem: a mixture of models with weights of one client's own.",
-        "",
-        f"Inputs: {kind} [{size}], any n. Predictions: {comes}, [n, outputs].",
-        "model.json says what the model is; the names of classes are under labels, in the order of the outputs.",
-    ]
-    if shapes.features is not None:
-        lines.append("Inputs are made of a table's columns: encoding, in model.json, says how.")
-    if TENSORS in differences:
-        lines.append(f"\n{_TENSORS}: the parameters. With fedem: fedem.load_exported(folder).predict(inputs).")
-    lines += [f"\n{entry.file}: {entry.use}" for name, entry in FORMATS.items() if name in differences]
-    return "\n".join(lines) + "\n"
+def _readme(own: PersonalModel, written: Container[str]) -> str:
+    templates = Environment(loader=PackageLoader("fedem.export"), trim_blocks=True, keep_trailing_newline=True)
+    content = {"format": own.format, "is_classifier": own.model.loss.task == CLASSES, "written": written}
+    return templates.get_template("README.txt.jinja").render(content)
 
 
 @contextmanager

@@ -32,16 +32,13 @@ from fedem.runs.result import PersonalModel
 TENSORS = "safetensors"
 # How far a file's predictions may be from the model's, relative to the largest of them; by the parameters' type.
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-10}
-_INPUT, _OUTPUT = "inputs", "predictions"
-_TORCHSCRIPT = "TorchScript, needs torch alone: torch.jit.load(path)(inputs)."
-_ONNX = f"ONNX, from {_INPUT!r} to {_OUTPUT!r}, for onnxruntime and others."
+_INPUT, _OUTPUT = "inputs", "predictions"  # of ONNX; the folder's README names them too
 
 
 class Format(NamedTuple):
-    """A kind of file that computes."""
+    """A kind of file that computes; the folder's README says how each is used."""
 
     file: str  # its name
-    use: str  # what it is for, and how it is used
     packages: tuple[str, ...]  # what must be installed to write and try it
     write: Callable[[PersonalModule, ExportedProgram, Tensor, Path], None]  # the last: inputs to try, and where to
     load: Callable[[Path], Callable[[Tensor], Tensor]]  # [n, ...] -> [n, K]
@@ -137,8 +134,8 @@ def _load_onnx(path: Path) -> Callable[[Tensor], Tensor]:
 
 
 FORMATS = {
-    "torchscript": Format("model.pt", _TORCHSCRIPT, (), _write_torchscript, torch.jit.load),
-    "onnx": Format("model.onnx", _ONNX, ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
+    "torchscript": Format("model.pt", (), _write_torchscript, torch.jit.load),
+    "onnx": Format("model.onnx", ("onnx", "onnxscript", "onnxruntime"), _write_onnx, _load_onnx),
 }
 
 
