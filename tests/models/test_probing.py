@@ -104,7 +104,7 @@ def test_large_models_are_stacked_where_that_is_faster() -> None:
     model = Model(lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 1, 2), nn.Flatten()), Logistic())
     model.probe(make_federation(dtype=np.float32).train.inputs[:5])
     engines = [choose_engine("auto", 0, model, torch.device(name)) for name in ("cpu", "cuda")]
-    assert isinstance(engines[0][0], OneByOne)
-    assert "faster" in engines[0][1]
-    assert isinstance(engines[1][0], Stacked)
-    assert isinstance(choose_engine("stacked", 0, model, torch.device("cpu"))[0], Stacked)
+    assert isinstance(engines[0], OneByOne)
+    assert "faster" in engines[0].note
+    assert isinstance(engines[1], Stacked)
+    assert isinstance(choose_engine("stacked", 0, model, torch.device("cpu")), Stacked)

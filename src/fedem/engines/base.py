@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ class Work(NamedTuple):
 class Engine(Settings, ABC):
     """Runs a method for many clients. All engines agree up to rounding."""
 
+    note: str = field(default="", kw_only=True)  # why it is not the one hoped for, where it is not
+    # By method and solver that clients have had: an engine may record what comes back.
+    _variants: dict[Any, Algorithm] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     @property
     def most_together(self) -> int:
         """How many clients were trained at once at most, so far."""
@@ -113,25 +117,19 @@ class Engine(Settings, ABC):
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
 
-
-class SolverDeal:
-    """Trains clients with an engine, those with the same solver together (:class:`~fedem.solvers.Various`)."""
-
-    def __init__(self, algorithm: Algorithm):
-        # The method is kept with each solver that clients have had, since an engine records what comes back.
-        self._algorithm, self._variants = algorithm, {algorithm.solver: algorithm}
-
-    def train(
-        self, engine: Engine, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
+    def train_dealt(
+        self, algorithm: Algorithm, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
     ) -> Iterator[Finished]:
-        """Train every client of the cohort for one round; the keys of their ``names`` ``[C]`` choose their solvers."""
-        for solver, members in self._algorithm.solver.among(names):
-            algorithm = self._variants.setdefault(solver, self._algorithm.with_solver(solver))
+        """Train the cohort, those with the same solver together; the keys of their ``names`` ``[C]`` choose it."""
+        for solver, members in algorithm.solver.among(names):
+            own = algorithm
+            if solver is not algorithm.solver:  # one of those that it deals out (:class:`~fedem.solvers.Various`)
+                own = self._variants.setdefault((algorithm, solver), algorithm.with_solver(solver))
             # A solver may walk through the samples otherwise than ``work`` says.
             walk = Batching(0, local_steps=solver.whole_steps) if solver.whole_steps else work.batching
             if num_steps is not None:
                 walk = replace(walk, local_steps=num_steps)
-            for chunk in engine.train(algorithm, cohort.take(members), work.take(members)._replace(batching=walk)):
+            for chunk in self.train(own, cohort.take(members), work.take(members)._replace(batching=walk)):
                 yield chunk._replace(positions=members[chunk.positions])
 
 

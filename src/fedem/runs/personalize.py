@@ -18,7 +18,7 @@ from fedem.core.random import FINE_TUNE, PERSONAL, derive
 from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
-from fedem.engines import Batching, Cohort, Engine, SolverDeal, Work
+from fedem.engines import Batching, Cohort, Engine, Work
 from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Learn, Mixer, Welcome
 from fedem.methods.wrappers import FineTuned
@@ -74,12 +74,8 @@ class Personalizer:
     run: RunSettings
 
     @cached_property
-    def _own_rounds(self) -> SolverDeal:
-        return SolverDeal(self.algorithm)
-
-    @cached_property
-    def _tuning(self) -> SolverDeal:
-        return SolverDeal(FineTuned.of(self.algorithm))
+    def _tuning(self) -> FineTuned:
+        return FineTuned.of(self.algorithm)
 
     def predictors(self, state: State, federation: Federation, took_part: Tensor | None = None) -> Predictors:
         """Return the predictors of a run's clients; ``took_part`` ``[T]`` says who has trained, None that all have.
@@ -99,7 +95,7 @@ class Personalizer:
         return self._fine_tuned(found, federation.train, federation.keys, epochs) if epochs else found
 
     def _train(
-        self, deal: SolverDeal, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
+        self, algorithm: Algorithm, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
     ) -> tuple[Tensor, Tree, Tree]:
         """Train those who have samples; returns their positions ``[c]``, uploads and what they keep, ``[c, ...]``."""
         device, able = _device(start.shared), (samples.sizes > 0).nonzero().flatten()
@@ -108,7 +104,7 @@ class Personalizer:
             return where, {}, {}
         cohort = Cohort(start.shared, start.reads[able], tree_index(start.personal, where), samples.take(able))
         work = Work(Batching(self.batching.batch_size, epochs), derive(names[able], FINE_TUNE, self.run.seed), rate)
-        finished = list(deal.train(self.engine, cohort, work, names[able]))
+        finished = list(self.engine.train_dealt(algorithm, cohort, work, names[able]))
         order = torch.cat([chunk.positions for chunk in finished]).argsort().to(device)
         _, uploads, personal = zip(*finished, strict=True)
         return where, tree_index(tree_cat(uploads), order), tree_index(tree_cat(personal), order)
@@ -156,7 +152,7 @@ class Personalizer:
             here, mine, personal = tree_index(own, where), kept[where], tree_index(start.personal, where)
             for _ in range(self.run.unseen_epochs):
                 found = Predictors.apart(here, personal)
-                _, uploads, personal = self._train(self._own_rounds, found, some, keys[able], 1, self.learning_rate)
+                _, uploads, personal = self._train(self.algorithm, found, some, keys[able], 1, self.learning_rate)
                 mine, here = learn(mine, uploads)
             own = _put(own, where, here)
         return Predictors.apart(own, start.personal)
@@ -178,7 +174,7 @@ class Personalizer:
             return start._replace(personal=tree_stack(trees))
         personal = init_personal(algorithm, start.own, derive(keys, PERSONAL, self.run.seed).to(device), apart=True)
         first, epochs = start._replace(personal=personal), self.run.unseen_epochs
-        where, _, trained = self._train(self._own_rounds, first, samples, keys, epochs, self.learning_rate)
+        where, _, trained = self._train(self.algorithm, first, samples, keys, epochs, self.learning_rate)
         return start._replace(personal=_put(personal, where, trained))
 
     def _losses(self, found: Predictors, samples: Samples) -> Tensor:

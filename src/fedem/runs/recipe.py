@@ -142,8 +142,7 @@ class Recipe:
         vars(recipe).update(model=self.model, method=self.method)
         return recipe
 
-    def engine(self) -> tuple[Engine, str | None]:
-        """Return a new engine, and a note when it is not the one hoped for."""
+    def engine(self) -> Engine:
         return choose_engine(self.config.run.engine, self.config.run.chunk_size, self.model, self.device)
 
     def products(self) -> AbstractContextManager[None]:

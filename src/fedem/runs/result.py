@@ -190,7 +190,7 @@ class Result:
             raise UserError(f"max_iterations is {max_iterations}; allowed: from 1, or 0 for convergence.")
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         given = {name: value for name, value in epochs.items() if value is not None}
-        personalizer = self.recipe.personalizer(self.recipe.engine()[0])
+        personalizer = self.recipe.personalizer(self.recipe.engine())
         personalizer = replace(personalizer, run=self.config.replace("run", **given).run)
         with torch.no_grad(), self.recipe.products():
             return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
@@ -215,7 +215,7 @@ class Result:
         fitting = (max_iterations, unseen_epochs, fine_tune_epochs)
         found = self._fit(samples, federation.keys, which, beside, *fitting)
         state = found.settled(self.state(which).round)
-        scores = evaluate(recipe.algorithm, recipe.engine()[0], found, federation, recipe.metrics)
+        scores = evaluate(recipe.algorithm, recipe.engine(), found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)
         rows = client_rows("unseen", federation.names, scores, found.log_weights(recipe.algorithm))
         return Result(recipe, {"last": state}, federation.names, summary, (), rows, {})

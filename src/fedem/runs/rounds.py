@@ -22,7 +22,7 @@ from fedem.core.errors import UserError
 from fedem.core.random import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
 from fedem.core.tree import Tree, tree_bytes, tree_index, tree_map, tree_repeat, tree_sorted, tree_stack, tree_to
 from fedem.data.federation import Federation
-from fedem.engines import Batching, Cohort, Engine, SolverDeal, Work
+from fedem.engines import Batching, Cohort, Engine, Work
 from fedem.engines.base import Finished
 from fedem.engines.processes import ALONE, Team, placed
 from fedem.methods.assembly import Assembled
@@ -107,10 +107,6 @@ class LocalTraining:
     seed: int
     codec: Codec | None = field(default=None, kw_only=True)  # writes the messages, where they are compressed
 
-    @cached_property
-    def _by_solver(self) -> SolverDeal:
-        return SolverDeal(self.algorithm)
-
     def train(
         self,
         cohort: Cohort,
@@ -125,7 +121,7 @@ class LocalTraining:
         personal, residual = split_residual(cohort.personal)
         cohort = cohort._replace(personal=personal)
         work = Work(self.batching, keys, learning_rate, scales)
-        found = self._by_solver.train(self.engine, cohort, work, names, num_steps)
+        found = self.engine.train_dealt(self.algorithm, cohort, work, names, num_steps)
         if self.codec is None:
             yield from found
             return

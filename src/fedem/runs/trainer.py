@@ -240,24 +240,20 @@ class Trainer:
         return self.recipe.config
 
     @cached_property
-    def _chosen(self) -> tuple[Engine, str | None]:
-        return self.recipe.engine()
-
-    @cached_property
     def engine(self) -> Engine:
         """Runs clients by all processes of the team together; in a round each process runs its share by itself."""
-        return self._chosen[0] if self.team.size == 1 else Shared(self._chosen[0], self.team)
+        return self.training.engine if self.team.size == 1 else Shared(self.training.engine, self.team)
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> str:
         """Says why the engine is not the one hoped for, where it is not."""
-        return self._chosen[1]
+        return self.training.engine.note
 
     @cached_property
     def training(self) -> Training:
         recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
         cohort = cohort_size(run.clients_per_round, federation.num_clients)
-        how = (recipe.algorithm, self._chosen[0], config.batching, run.seed, recipe.mixer, config.schedule, federation)
+        how = (recipe.algorithm, recipe.engine(), config.batching, run.seed, recipe.mixer, config.schedule, federation)
         return Training(*how, run.rounds, cohort, recipe.device, self.team, codec=recipe.codec)
 
     @cached_property

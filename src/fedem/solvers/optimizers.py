@@ -53,9 +53,9 @@ class Solver(Settings, ABC):
         """Return the length of step number ``step`` (from 1) along a constant gradient of one, over the rate."""
         return torch.ones_like(step)
 
-    @abstractmethod
     def init(self, parameters: Tree) -> Tree:
-        """Return the solver's state at the start of a round: momentum starts afresh."""
+        """Return the solver's state at the start of a round, if it has one: momentum starts afresh."""
+        return {}
 
     @abstractmethod
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
@@ -273,9 +273,6 @@ class Newton(Solver):
     @property
     def whole_steps(self) -> int:
         return self.iterations
-
-    def init(self, parameters: Tree) -> Tree:
-        return {}
 
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         problem = VectorObjective(objective, parameters, self.weight_decay)

@@ -75,7 +75,7 @@ def optimise(
     surrogate.model.probe(inputs)
     surrogate.check(inputs)
     mixer.check(federation.keys, mixer_seed(seed))
-    engine, _ = choose_engine("auto", 0, surrogate.model, device)
+    engine = choose_engine("auto", 0, surrogate.model, device)
     cohort = cohort_size(clients_per_round, federation.num_clients)
     training = Training(surrogate, engine, batching, seed, mixer, schedule, federation, rounds, cohort, device)
     # A surrogate must not fail on the client with the fewest samples, nor on the one with the most.
