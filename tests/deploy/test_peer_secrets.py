@@ -27,7 +27,7 @@ from fedem.cli import app
 from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.deploy.peers.group import PeersChangedError, ProcessGroup
-from fedem.deploy.peers.meeting import KEY, Meeting, SealedBackend, host_meeting, make_key, reach_store, read_key
+from fedem.deploy.peers.meeting import KEY, Meeting, SealedBackend, TCPStore, host_meeting, make_key, read_key
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
 
@@ -68,7 +68,7 @@ def task(deployment: Deployment) -> Task:
 def test_what_a_stranger_wrote_is_not_unpickled(tmp_path: Path, seal: bytes) -> None:
     deployment, store, exploded = Deployment(tmp_path, 1), host_meeting(0), tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(exploded))
-    stranger = reach_store("127.0.0.1", store.port, 300.0)
+    stranger = TCPStore("127.0.0.1", store.port, is_master=False)
     stranger.set("torch.rendezvous.fedem", b64encode(seal + bomb).decode())
     with pytest.raises(UserError, match=f"127.0.0.1:{store.port} is not sealed with the {KEY}"):
         join(Meeting(port=store.port, min_peers=1, join_timeout=5), task(deployment))

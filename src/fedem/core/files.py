@@ -6,10 +6,12 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from fedem.core.errors import UserError
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
@@ -60,18 +62,20 @@ def plain(content: Any) -> Any:
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock ``path`` of one process at a time; yields False if another has it and there is no ``wait``."""
+def locked(path: Path, *, wait: bool = False, refusal: str = "") -> Iterator[bool]:
+    """Hold the lock ``path`` of one process at a time; yields whether it is held, if there is no ``refusal`` to raise.
+
+    Another process may have it, unless there is a ``wait`` for that to end.
+    """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=-1 if wait else 0)  # released too where the process is killed
-    try:
+    with suppress(Timeout):
         lock.acquire()
-    except Timeout:
-        yield False
-        return
+    if refusal and not lock.is_locked:
+        raise UserError(refusal)
     try:
-        yield True
+        yield lock.is_locked
     finally:
         lock.release()
 

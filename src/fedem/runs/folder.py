@@ -17,8 +17,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -96,12 +96,8 @@ class RunFolder:
             write_atomically(self.path / "config.toml", config.to_toml().encode())
         return (self.checkpoints / MANIFEST).exists()
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        with locked(self.path / ".lock") as mine:
-            if not mine:
-                raise UserError(f"Another process is training into {self.path}.")
-            yield
+    def locked(self) -> AbstractContextManager[bool]:
+        return locked(self.path / ".lock", refusal=f"Another process is training into {self.path}.")
 
     def open_metrics(self, done: int) -> IO[str]:
         """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""

@@ -165,35 +165,27 @@ class Result:
                 targets = sample_format.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
-        fitting = (max_iterations, unseen_epochs, fine_tune_epochs)
-        found = self._fit(samples, client_keys(["(new client)"]), which, beside, *fitting)
+        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, **epochs)
         return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format)
 
     def _fit(
-        self,
-        samples: Samples,
-        keys: Tensor,
-        which: str,
-        beside: str | None,
-        max_iterations: int | None,
-        unseen_epochs: int | None,
-        fine_tune_epochs: int | None,
+        self, samples: Samples, keys: Tensor, which: str, beside: str | None, updates: int | None, **epochs: int | None
     ) -> Predictors:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
         method, position = self.config.method.name, None if beside is None else self._position(beside)
-        if max_iterations is not None and not find_method(method).algorithm.is_mixture:
+        if updates is not None and not find_method(method).algorithm.is_mixture:
             mend = "unseen_epochs or fine_tune_epochs, for clients that train"
             raise UserError(
-                f"max_iterations is {max_iterations}, but method {method} has no mixture weights; allowed: {mend}."
+                f"max_iterations is {updates}, but method {method} has no mixture weights; allowed: {mend}."
             )
-        if max_iterations is not None and max_iterations < 0:
-            raise UserError(f"max_iterations is {max_iterations}; allowed: from 1, or 0 for convergence.")
-        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        if updates is not None and updates < 0:
+            raise UserError(f"max_iterations is {updates}; allowed: from 1, or 0 for convergence.")
         given = {name: value for name, value in epochs.items() if value is not None}
         personalizer = self.recipe.personalizer(self.recipe.engine())
         personalizer = replace(personalizer, run=self.config.replace("run", **given).run)
         with torch.no_grad(), self.recipe.products():
-            return personalizer.personalize(self.state(which), samples, keys, max_iterations, position)
+            return personalizer.personalize(self.state(which), samples, keys, updates, position)
 
     def with_unseen(
         self,
@@ -212,8 +204,8 @@ class Result:
         samples, recipe = federation.train, self.recipe.fitted()
         recipe.format.conform(federation.names[0], samples.inputs[:1])
         recipe.check_samples(samples.inputs, samples.targets)
-        fitting = (max_iterations, unseen_epochs, fine_tune_epochs)
-        found = self._fit(samples, federation.keys, which, beside, *fitting)
+        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        found = self._fit(samples, federation.keys, which, beside, max_iterations, **epochs)
         state = found.settled(self.state(which).round)
         scores = evaluate(recipe.algorithm, recipe.engine(), found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)

@@ -1,15 +1,14 @@
 """What a Flower server and its clients say to each other, written as Flower's records, and which of it is refused."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedem.core import VERSION
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.core.random import client_keys
 from fedem.core.tree import Tree, tree_bytes
 from fedem.data.federation import PARTS
@@ -62,7 +61,7 @@ def to_tree(record: ArrayRecord, layout: Layout) -> Tree:
         try:
             leaf = torch.from_numpy(array.numpy())
         except Exception as error:  # whatever reading bytes from outside may raise: that of numpy has no end
-            raise UserError(f"leaf {name!r} can't be read ({type(error).__name__})") from None
+            raise UserError(f"leaf {name!r} can't be read ({type(error).__name__}).") from None
         shape, dtype = layout.get(name, (None, None))
         if dtype == torch.bfloat16 and leaf.dtype == torch.int16:
             leaf = leaf.view(torch.bfloat16)
@@ -96,15 +95,15 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
     """Refuse leaves that are missing, foreign, of another shape or type, or not finite."""
     for name in [*layout, *tree]:
         if name not in tree:
-            raise UserError(f"leaf {name!r} is missing")
+            raise UserError(f"leaf {name!r} is missing.")
         if name not in layout:
-            raise UserError(f"leaf {name!r} is none of {', '.join(layout)}")
+            raise UserError(f"leaf {name!r} is none of {', '.join(layout)}.")
         leaf, (shape, dtype) = tree[name], layout[name]
         if (tuple(leaf.shape), leaf.dtype) != (shape, dtype):
             found = f"{leaf.dtype} of shape {list(leaf.shape)}"
-            raise UserError(f"leaf {name!r} is {found}; allowed: {dtype} of shape {list(shape)}")
+            raise UserError(f"leaf {name!r} is {found}; allowed: {dtype} of shape {list(shape)}.")
         if leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-            raise UserError(f"leaf {name!r} is not finite")
+            raise UserError(f"leaf {name!r} is not finite.")
 
 
 def write_request(
@@ -118,14 +117,14 @@ def write_request(
 
 def read_request(message: Message, plan: Plan) -> Request:
     """Read a message of the server; refuse it if it follows another plan."""
-    with _refusing("The server's message"):
+    with naming("The server's message is refused"):
         try:
             config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
             experiment, run = str(config["experiment"]), str(config["run"])
             done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
             num_rounds = int(str(config["num_rounds"]))
         except KeyError as error:
-            raise UserError(f"it has no {error}") from None
+            raise UserError(f"it has no {error}.") from None
         _check_agreement(config, plan)
         # On all machines u looks alike, so an own one shows what to expect.
         layout = layout_of(plan.algorithm.init_shared(0))
@@ -154,20 +153,20 @@ def read_reply(reply: Message, plan: Plan, layout: Layout | None = None) -> Repl
     client, count = config.get("client"), metrics.get("num_samples")
     if not isinstance(client, str) or not client:
         raise UserError(f"Node {node} is refused: its client's name is {client!r}.")
-    with _refusing(f"Client {client!r}"):
+    with naming(f"Client {client!r} is refused"):
         _check_agreement(config, plan)
         if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:
-            raise UserError(f"its number of samples is {count!r}; allowed: from 1 to {_MOST_SAMPLES:,}")
+            raise UserError(f"its number of samples is {count!r}; allowed: from 1 to {_MOST_SAMPLES:,}.")
         scores = {part: _read_sums(metrics, part) for part in PARTS if f"{part}_samples" in metrics}
         if layout is None:
             return Reply(client, count, scores, {}, 0)
         if "arrays" not in reply.content.array_records:
-            raise UserError("the upload is missing")
+            raise UserError("the upload is missing.")
         packed = to_tree(reply.content.array_records["arrays"], layout)
         try:
             upload = plan.codec.unpack(packed) if plan.codec else packed
         except Exception as error:  # likewise: nothing is known of the leaves yet
-            raise UserError(f"the upload can't be unpacked ({error})") from None
+            raise UserError(f"the upload can't be unpacked ({error}).") from None
         check_leaves(upload, layout)
         return Reply(client, count, scores, upload, tree_bytes(packed))
 
@@ -175,23 +174,15 @@ def read_reply(reply: Message, plan: Plan, layout: Layout | None = None) -> Repl
 def _read_sums(metrics: MetricRecord, part: str) -> ScoreSums:
     samples, loss, value = (metrics.get(f"{part}_{key}") for key in ScoreSums._fields)
     if not isinstance(samples, int) or samples < 1:
-        raise UserError(f"{part}_samples is {samples!r}; allowed: from 1")
+        raise UserError(f"{part}_samples is {samples!r}; allowed: from 1.")
     sums = [number for number in (loss, value) if isinstance(number, int | float) and math.isfinite(number)]
     if len(sums) < 2:
-        raise UserError(f"its sums of {part} are {loss!r} and {value!r}")
+        raise UserError(f"its sums of {part} are {loss!r} and {value!r}.")
     return ScoreSums(samples, *map(float, sums))
-
-
-@contextmanager
-def _refusing(who: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{who} is refused: {error}.") from None
 
 
 def _check_agreement(config: ConfigRecord, plan: Plan) -> None:
     if (version := config.get("version")) != VERSION:
-        raise UserError(f"it has fedem {version!r}; allowed: {VERSION!r}")
+        raise UserError(f"it has fedem {version!r}; allowed: {VERSION!r}.")
     if (theirs := config.get("plan")) != plan.fingerprint:
-        raise UserError(f"it follows plan {theirs!r}; allowed: {plan.fingerprint!r}")
+        raise UserError(f"it follows plan {theirs!r}; allowed: {plan.fingerprint!r}.")

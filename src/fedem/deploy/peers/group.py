@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fedem.core.tree import Tree
-from fedem.deploy.peers.meeting import open_store, reach_store
+from fedem.deploy.peers.meeting import TCPStore, open_store
 
 
 class PeersChangedError(Exception):
@@ -27,8 +27,10 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _loss_noticed():
-            store = (reach_store if self.rank else open_store)(host, port, timeout)
             limit = timedelta(seconds=timeout)
+            # The first opens the store, perhaps while the others wait for it.
+            first = self.rank == 0
+            store = open_store(host, port, timeout) if first else TCPStore(host, port, is_master=False, timeout=limit)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

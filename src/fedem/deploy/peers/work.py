@@ -13,8 +13,8 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -303,15 +303,11 @@ class PeerClient:
         """Return v_t as the client predicts with it: one that never took part fits it as an unseen client does."""
         return tree_to(self.node.fit(self.shared), _CPU) if self.is_first else self.personal
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[bool]:
         path = self.path.with_suffix(".lock")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(path) as is_mine:
-            if not is_mine:
-                other = f"in use by another process, which holds {path}; allowed: one at a time"
-                raise UserError(f"What client {self.node.name!r} has learnt is {other}.")
-            yield
+        other = f"in use by another process, which holds {path}; allowed: one at a time"
+        return locked(path, refusal=f"What client {self.node.name!r} has learnt is {other}.")
 
     def open_log(self) -> IO[str]:
         folder = RunFolder(self.path.with_suffix(""))
