@@ -227,7 +227,7 @@ def work_together(deployment: Deployment, processes: list[list[str]], folder: Pa
         agent = AgentFolder(folder / f"agent{rank}", 0, 1)
         agent.path.mkdir(exist_ok=True)
         Peer(as_group(Member(threads, rank)), members[rank], agent, told.append).run_rounds()
-        assert agent.run
+        assert agent.read("run")
         return told
 
     with ThreadPoolExecutor(len(processes)) as pool:

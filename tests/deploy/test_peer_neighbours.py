@@ -128,11 +128,11 @@ def test_what_one_sends_the_other_expects(ranks: list[int], seed: int) -> None:
     linked = torch.rand(len(ranks), len(ranks), generator=torch.Generator().manual_seed(seed)) < 0.4
     matrix = (linked | linked.T | torch.eye(len(ranks), dtype=torch.bool)).double()
     plans = {rank: routes(matrix, ranks, rank) for rank in set(ranks)}
-    for rank, plan in plans.items():
-        for other, rows in plan.sends.items():
-            assert plans[other].receives[rank] == rows
+    for rank, (sends, receives) in plans.items():
+        for other, rows in sends.items():
+            assert plans[other][1][rank] == rows
         there = {row for row, owner in enumerate(ranks) if owner == rank} | {
-            row for rows in plan.receives.values() for row in rows
+            row for rows in receives.values() for row in rows
         }
         for row, owner in enumerate(ranks):
             if owner == rank:

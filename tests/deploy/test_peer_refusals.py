@@ -57,7 +57,7 @@ def test_an_old_state_among_fresh_ones_is_refused(tmp_path: Path) -> None:
 def test_a_run_has_its_name_before_anything_is_kept(tmp_path: Path) -> None:
     deployment, agent = Deployment(tmp_path, 1), AgentFolder(tmp_path, 0, 1)
     members = Task(deployment.plan, deployment.data, ("ann",), deployment.state, print).open()
-    agent.save_run("the run of a worker before")
+    agent.write("run", "the run of a worker before")
     Peer(as_group(Member(Threads(1), 0)), members, agent, print).run_rounds()
     assert deployment.kept("ann").run == "the run of a worker before"
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import patient
 from peering import Deployment
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
@@ -27,7 +28,7 @@ from fedem.cli import app
 from fedem.core.errors import UserError
 from fedem.core.files import locked
 from fedem.deploy.peers.group import PeersChangedError, ProcessGroup
-from fedem.deploy.peers.meeting import KEY, Meeting, SealedBackend, TCPStore, host_meeting, make_key, read_key
+from fedem.deploy.peers.meeting import KEY, Meeting, SealedBackend, host_meeting, make_key, read_key
 from fedem.deploy.peers.work import Task, join
 from fedem.deploy.plan import Plan
 

@@ -49,9 +49,11 @@ Assignments = Annotated[
 ]
 
 
-def data_section(data: str | None, target: str | None, client: str | None, split_by: str | None) -> Values:
-    """Return the [data] section that --data, --target-column, --client-column and --split-by ask for."""
-    columns = given(target_column=target, client_column=client, split_by=split_by)
+def data_section(
+    data: Data = None, target_column: OwnTarget = None, client_column: OwnClient = None, split_by: SplitBy = None
+) -> Values:
+    """Return the [data] section that these options ask for."""
+    columns = given(target_column=target_column, client_column=client_column, split_by=split_by)
     if data is None:
         return columns
     if data in DATA:

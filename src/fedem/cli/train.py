@@ -20,7 +20,7 @@ from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
 from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
-from fedem.runs.config import Config, Layer, parse_assignment, read_toml, to_toml, unbound
+from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies import comparison, experiments, sweep, tuning
@@ -44,14 +44,26 @@ class _Run(NamedTuple):
     begun: bool  # whether it is taken up again
 
 
+def _taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
+
+    @wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
+
+    parameters = [*read, *own[1:]]
+    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
+    return wrapped
+
+
+@partial(_taking, data_section)
 def train(
+    data: Values,
     config: Annotated[
         Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
-    data: options.Data = None,
-    target_column: options.OwnTarget = None,
-    client_column: options.OwnClient = None,
-    split_by: options.SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -88,9 +100,8 @@ def train(
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
-            own = data_section(data, target_column, client_column, split_by)
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
-            asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
+            asked = options.asked(data, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
             runs = _plan(config, layers, listed(baselines), out, resume)
         _carry_out(team.tell(runs), team, quiet or not team.leads)
@@ -147,25 +158,9 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         say(f"Run folder: {folder.path}")
 
 
-def _taking(reader: Callable[..., Any], command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
-    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
-
-    @wraps(command)
-    def wrapped(**values: Any) -> None:
-        command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
-
-    parameters = [*read, *own[1:]]
-    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
-    return wrapped
-
-
+@partial(_taking, data_section)
 def _asked(
-    data: options.Data = None,
-    target_column: options.OwnTarget = None,
-    client_column: options.OwnClient = None,
-    split_by: options.SplitBy = None,
+    data: Values,
     rounds: options.Rounds = None,
     clients_per_round: options.ClientsPerRound = None,
     unseen: options.Unseen = None,
@@ -174,8 +169,8 @@ def _asked(
 ) -> tuple[Layer, str]:
     """Return what the options of all methods ask for, and a word for the data in the name of a folder."""
     run = given(rounds=rounds, clients_per_round=clients_per_round, unseen=unseen, metrics=metrics, device=device)
-    layer = {"run": run, "data": data_section(data, target_column, client_column, split_by)}
-    return layer, Path(data).stem if data else "synthetic"
+    word = Path(data["path"]).stem if "path" in data else data.get("name", "synthetic")
+    return {"run": run, "data": data}, word
 
 
 @partial(_taking, _asked)
@@ -379,11 +374,9 @@ def tune(
     say(f"Chosen settings: {place / 'chosen.toml'}")
 
 
+@partial(_taking, data_section)
 def theory(
-    data: options.Data = None,
-    target_column: options.OwnTarget = None,
-    client_column: options.OwnClient = None,
-    split_by: options.SplitBy = None,
+    data: Values,
     method: Annotated[
         str, Option(help="fedem or dfedem; fedavg and dsgd are mixtures of one, without weights to follow.")
     ] = "fedem",
@@ -420,11 +413,10 @@ def theory(
         lengths = [int(word) for word in listed(rounds)]
     except ValueError:
         raise UserError(f"--rounds is {rounds!r}; allowed: whole numbers, such as 50,100,200,400.") from None
-    own = data_section(data, target_column, client_column, split_by)
-    small = SMALL if own.get("name", "synthetic") == "synthetic" else {}
+    small = SMALL if data.get("name", "synthetic") == "synthetic" else {}
     elsewhere = {"run.rounds": "--rounds", "run.seed": "--seeds", "schedule": "--a0"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
-    config = Config.build(assumed(name), small, options.asked(own, name, device=device), *further)
+    config = Config.build(assumed(name), small, options.asked(data, name, device=device), *further)
     place = _folder("study", f"theory-{name}", out)
     if (place / "theory.json").exists():
         raise UserError(f"{place} holds a study already; choose another folder.")

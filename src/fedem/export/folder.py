@@ -32,7 +32,7 @@ from fedem.export.formats import FORMATS, TENSORS, capture, check_formats, sampl
 from fedem.methods.base import Mixture
 from fedem.models.losses import CLASSES
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
+from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
@@ -153,9 +153,7 @@ def _recipe(description: Mapping[str, Any], model: ModelSource | None, device: s
     run = {"dtype": description["dtype"], "precision": description["precision"]}
     run["label_shares"] = description.get("label_shares", False)
     config = Config.build({"model": description["model"], "loss": description["loss"], "run": run}, preset=False)
-    recipe = Recipe(config, SampleFormat.from_json(description), model, device_name=device)
-    recipe.model.not_stackable = description["not_stackable"]
-    return recipe
+    return Recipe.from_metadata(config, description, model, device)
 
 
 def _write_description(folder: Path, personal: PersonalModel, config: Config, about: Mapping[str, Any]) -> None:

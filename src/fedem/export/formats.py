@@ -97,8 +97,7 @@ def _quietly() -> Iterator[None]:
     """Keep torch from warning users of what does not concern them: TorchScript is no longer developed, ..."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         logger.setLevel(logging.ERROR)
         try:
             yield

@@ -71,22 +71,19 @@ class Dissimilarity(NamedTuple):
 
 def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = False) -> None:
     """Refuse methods that minimise something else than f, and mixers that seek no consensus on its components."""
-    if not (algorithm.minimises_likelihood and mixer.seeks_consensus):
-        problem = f"A run whose clients' models are mixed by {type(mixer).__name__} can't be diagnosed, as they don't "
-        problem += "tend to one model, or one set of components, for all"
-        if not algorithm.minimises_likelihood:
-            problem = (
-                f"{type(algorithm).__name__} can't be diagnosed: it minimises another function than the theorems' f"
-            )
-        names = names_where(lambda row: row.is_diagnosable)
-        raise UserError(f"{problem}; allowed: {names}, without label shares and local layers.")
-    if isinstance(mixer, Star) and mixer.weighting != "samples":
-        problem = (
-            f"A run whose method.weighting is {mixer.weighting!r} can't be diagnosed, as f counts clients by samples"
-        )
-        raise UserError(f"{problem}; allowed: samples.")
-    if compressed:
-        raise UserError("A run with compressed messages can't be diagnosed; allowed: [compression] off.")
+    problem, allowed = "", f"{names_where(lambda row: row.is_diagnosable)}, without label shares and local layers"
+    if not algorithm.minimises_likelihood:
+        problem = f"{type(algorithm).__name__} can't be diagnosed: it minimises another function than the theorems' f"
+    elif not mixer.seeks_consensus:
+        run = f"A run whose clients' models are mixed by {type(mixer).__name__}"
+        problem = f"{run} can't be diagnosed, as they don't tend to one model, or one set of components, for all"
+    elif isinstance(mixer, Star) and mixer.weighting != "samples":
+        run, allowed = f"A run whose method.weighting is {mixer.weighting!r}", "samples"
+        problem = f"{run} can't be diagnosed, as f counts clients by samples"
+    elif compressed:
+        problem, allowed = "A run with compressed messages can't be diagnosed", "[compression] off"
+    if problem:
+        raise UserError(f"{problem}; allowed: {allowed}.")
 
 
 def diagnose(training: Training, before: State, after: State) -> Diagnosis:
@@ -283,10 +280,8 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
         most = f"at most {MOST_PARAMETERS}, as the exact solution needs a Hessian"
         problem = f"for a model of {model.num_parameters} trained numbers; allowed: {most}"
     elif unsteady is not None:
-        problem = (
-            f"for a model with {unsteady}, whose clients train another function than they are judged by; allowed: "
-        )
-        problem += "layers that do the same in training and in evaluation"
+        why = f"with {unsteady}, whose clients train another function than they are judged by"
+        problem = f"for a model {why}; allowed: layers that do the same in training and in evaluation"
     elif model.not_stackable is not None:
         problem = f"for this model ({model.not_stackable})"
     if problem:
@@ -294,16 +289,13 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
 
 
 def unsteady_layer(model: Model) -> str | None:
-    """Name a layer that does something else in training than in evaluation, if there is one."""
+    """Name a layer whose outputs in training depend on chance or on the other samples of a batch, if there is one."""
     with torch.random.fork_rng(devices=[]):
-        return next((type(layer).__name__ for layer in model.build().modules() if _is_unsteady(layer)), None)
-
-
-def _is_unsteady(layer: nn.Module) -> bool:
-    """Whether a layer's outputs in training depend on chance or on the other samples of a batch."""
-    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-        return layer.dropout > 0
-    return isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0)
+        for layer in model.build().modules():
+            drops = isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
+            if drops or isinstance(layer, _BatchNorm) or (isinstance(layer, _DropoutNd) and layer.p > 0):
+                return type(layer).__name__
+    return None
 
 
 def choose_clients(training: Training, round_index: int) -> Tensor:
@@ -368,11 +360,8 @@ def _alphas(
         return component | moved
 
     def curvature(component: Tree, weights: Tensor) -> Tensor:
-        problem = VectorObjective(
-            lambda leaves: (loss(component | leaves, weights), {}),
-            trained_leaves(model, component),
-            solver.weight_decay,
-        )
+        trained = trained_leaves(model, component)
+        problem = VectorObjective(lambda own: (loss(component | own, weights), {}), trained, solver.weight_decay)
         return torch.linalg.eigvalsh(jacrev(grad(problem.value))(problem.start))
 
     size = model.num_parameters

@@ -223,7 +223,7 @@ class Recipe:
         recipe = cls(config, SampleFormat.from_json(content), source, bool(content.get("settled")), device_name)
         recipe.check_leaves(content.get("leaves"))
         recipe.model.not_stackable = content["not_stackable"]
-        recipe.model.bytes_per_sample = content["bytes_per_sample"]
+        recipe.model.bytes_per_sample = content.get("bytes_per_sample", recipe.model.bytes_per_sample)
         return recipe
 
 

@@ -25,18 +25,10 @@ from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Shared, Team, joined
 from fedem.models import MODELS
+from fedem.runs import measures
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.measures import (
-    Recovery,
-    diagnose,
-    estimate_dissimilarity,
-    measure_alpha,
-    optimal_distance,
-    recover,
-    summarise_alpha,
-)
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
@@ -291,11 +283,11 @@ class Trainer:
         run, done = self.config.run, progress.state.round
         beta2 = 1.0
         if run.is_due(run.diagnose_every, done):
-            found = diagnose(self.training, before, progress.state)
+            found = measures.diagnose(self.training, before, progress.state)
             entry |= found._asdict()
             beta2 = found.dissimilarity / found.gradient_norm2 if found.gradient_norm2 > 0 else math.inf
         if run.is_due(run.measure_alpha_every, done):
-            entry |= measure_alpha(self.training, before).record(beta2)
+            entry |= measures.measure_alpha(self.training, before).record(beta2)
         if run.is_scored(done):
             entry |= self._score(progress)
         progress.history.append(entry)
@@ -369,16 +361,16 @@ class Trainer:
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)
-        summary |= summarise_alpha(history)
+        summary |= measures.summarise_alpha(history)
         if any("dissimilarity" in line for line in history):
-            summary |= estimate_dissimilarity(history).record()
+            summary |= measures.estimate_dissimilarity(history).record()
         if self.truth is not None:
             if (oracle := evaluate_oracle(self.truth, self.federation, self.recipe.metrics)) is not None:
                 summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             if (recovery := self._recovery(found)) is not None:
                 summary["recovery"] = {key: value for key, value in vars(recovery).items() if key != "matching"}
-                if (optimal := optimal_distance(self.truth, self.federation)) is not None:
+                if (optimal := measures.optimal_distance(self.truth, self.federation)) is not None:
                     summary["recovery"]["optimal_weight_distance"] = optimal
         encoding = self.recipe.format.encoding
         if encoding is not None and encoding.target.classes is None:
@@ -388,7 +380,7 @@ class Trainer:
             summary["note"] = self.note
         return summary
 
-    def _recovery(self, found: Predictors) -> Recovery | None:
+    def _recovery(self, found: Predictors) -> measures.Recovery | None:
         """Compare with the truth, where all clients mix the same components, of the truth's kind."""
         truth, mixture = self.truth, found.of(self.recipe.algorithm, 0)
         if truth is None or len(mixture.log_weights) == 1 or bool((found.reads != found.reads[0]).any()):
@@ -397,4 +389,5 @@ class Trainer:
         if components is None or components.flatten(1).shape[1] != truth.components.shape[1]:
             return None
         weights = found.log_weights(self.recipe.algorithm).exp().cpu()
-        return recover(components.flatten(1), weights, truth.components, truth.weights_of(self.federation.names))
+        true_weights = truth.weights_of(self.federation.names)
+        return measures.recover(components.flatten(1), weights, truth.components, true_weights)

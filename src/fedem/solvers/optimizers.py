@@ -43,7 +43,7 @@ class Solver(Settings, ABC):
     @property
     def whole_steps(self) -> int:
         """Steps over all of a client's samples that it takes in a round; 0 when it follows the batches."""
-        return 0
+        return getattr(self, "iterations", 0)
 
     def among(self, keys: Tensor) -> Iterator[tuple[Solver, Tensor]]:
         """Say which clients, of those with these ``keys`` ``[C]``, use which solver: positions in ascending order."""
@@ -194,10 +194,6 @@ class LBFGS(Solver):
     num_trials: int = field(default=10, metadata={"min": 4})
     iterations: int = field(default=0, metadata={"min": 0})
 
-    @property
-    def whole_steps(self) -> int:
-        return self.iterations
-
     def init(self, parameters: Tree) -> Tree:
         """No pairs yet: ``steps`` and ``changes`` ``[H, d]``, 1 / <step, change> ``[H]`` or 0 where there is no pair.
 
@@ -269,10 +265,6 @@ class Newton(Solver):
     ridge: float = field(default=1e-10, metadata={"min": 0})
     num_trials: int = field(default=12, metadata={"min": 1})
     iterations: int = field(default=0, metadata={"min": 0})
-
-    @property
-    def whole_steps(self) -> int:
-        return self.iterations
 
     def step(self, objective: Objective, parameters: Tree, state: Tree, learning_rate: Tensor) -> Stepped:
         problem = VectorObjective(objective, parameters, self.weight_decay)

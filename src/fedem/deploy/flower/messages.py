@@ -106,12 +106,9 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
             raise UserError(f"leaf {name!r} is not finite.")
 
 
-def write_request(
-    plan: Plan, arrays: ArrayRecord, done: int, num_rounds: int, rate: float, experiment: str, run: str
-) -> RecordDict:
-    """Write a message of the server after some rounds of ``num_rounds`` are ``done``."""
-    config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, "experiment": experiment, "run": run})
-    config["round"], config["num_rounds"], config["learning_rate"] = done, num_rounds, rate
+def write_request(plan: Plan, arrays: ArrayRecord, about: dict[str, str | int | float]) -> RecordDict:
+    """Write a message of the server: a :class:`Request` whose fields beside the tree are ``about`` the run."""
+    config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, **about})
     return RecordDict({"arrays": arrays, "config": config})
 
 

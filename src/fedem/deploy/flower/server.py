@@ -116,9 +116,10 @@ class MethodStrategy(Strategy):
 
     def requests(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
         """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
-        done, run, rounds = self.state.round, self.run, self.config.run.rounds
-        content = messages.write_request(self.plan, arrays, done, rounds, self.rate, run.experiment, self.token)
-        return [Message(content, node, kind, ttl=run.timeout, group_id=str(done)) for node in nodes]
+        done, experiment, rounds = self.state.round, self.run.experiment, self.config.run.rounds
+        about = {"round": done, "num_rounds": rounds, "learning_rate": self.rate}
+        content = messages.write_request(self.plan, arrays, about | {"experiment": experiment, "run": self.token})
+        return [Message(content, node, kind, ttl=self.run.timeout, group_id=str(done)) for node in nodes]
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
 
 from fedem.core.tree import Tree
-from fedem.deploy.peers.meeting import TCPStore, open_store
+from fedem.deploy.peers.meeting import open_store
 
 
 class PeersChangedError(Exception):

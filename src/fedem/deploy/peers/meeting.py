@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -188,23 +189,18 @@ class AgentFolder:
 
         threading.Thread(target=wait, daemon=True).start()
 
-    @property
-    def run(self) -> str:
-        """The run that a worker of this agent took part in; empty before the others accepted one."""
-        return self.read("run")
-
-    def save_run(self, run: str) -> None:
-        """Remember that the others accepted a worker, and the run that they have in common."""
-        (self.path / "run").write_text(run, encoding="utf-8")
-
     def stop_agent(self, reason: str) -> None:
         """Make the agent leave the meeting for good; this does not return."""
-        (self.path / "reason").write_text(reason, encoding="utf-8")
+        self.write("reason", reason)
         os.kill(self.agent, signal.SIGTERM)
         signal.pause()
 
+    def write(self, name: str, text: str) -> None:
+        """Leave word: the "run" that others accepted a worker of this agent in, or the "reason" to stop."""
+        (self.path / name).write_text(text, encoding="utf-8")
+
     def read(self, name: str) -> str:
-        """Return what a file says, such as the "reason" to stop; nothing where it is not there."""
+        """Return what :meth:`write` left; nothing where there is none."""
         path = self.path / name
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
@@ -272,15 +268,10 @@ def _torch_settings() -> Iterator[None]:
         "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
     }
     with ExitStack() as stack:
-        for name in settings:
-            if (value := os.environ.get(name)) is None:
-                stack.callback(os.environ.pop, name, None)
-            else:
-                stack.callback(os.environ.__setitem__, name, value)
+        stack.enter_context(patch.dict(os.environ, settings))
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.getsignal(number))
         stack.callback(logging.disable, logging.NOTSET)
-        os.environ |= settings
         logging.disable(logging.ERROR)
         yield
 

@@ -20,6 +20,8 @@ from fedem.core.random import client_keys
 from fedem.graphs import Ring, Topology
 from fedem.graphs.weights import Edges, canonical, component_labels
 
+_Messages = dict[int, list[int]]  # whose models pass, as positions in the cohort, by the other process's rank
+
 
 class PresentClient(NamedTuple):
     """A client that is there, as its process describes it to the others."""
@@ -125,26 +127,19 @@ class PeerGraph:
         return whole
 
 
-class Routes(NamedTuple):
-    """Whose models a process sends where and gets from where in a round: positions in the cohort, by rank."""
-
-    sends: dict[int, list[int]]
-    receives: dict[int, list[int]]
-
-
-def routes(matrix: Tensor, ranks: Sequence[int], rank: int) -> Routes:
-    """Read the messages of process ``rank`` off a round's matrix ``[C, C]``, whose clients live in ``ranks`` ``[C]``.
+def routes(matrix: Tensor, ranks: Sequence[int], rank: int) -> tuple[_Messages, _Messages]:
+    """Read what process ``rank`` sends and gets off a round's matrix ``[C, C]``; ``ranks`` ``[C]`` are the clients'.
 
     A client's model goes to each process once, however many of its neighbours live there.
     """
     owners, linked = torch.tensor(ranks), matrix > 0
-    mine, found = owners == rank, Routes({}, {})
+    mine, sends, receives = owners == rank, _Messages(), _Messages()
     for other in sorted(set(ranks) - {rank}):
         theirs = owners == other
-        for messages, senders, readers in ((found.sends, mine, theirs), (found.receives, theirs, mine)):
+        for messages, senders, readers in ((sends, mine, theirs), (receives, theirs, mine)):
             if positions := (senders & linked[readers].any(0)).nonzero().flatten().tolist():
                 messages[other] = positions
-    return found
+    return sends, receives
 
 
 @final

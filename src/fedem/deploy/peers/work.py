@@ -111,8 +111,9 @@ class Peer:
 
     def __init__(self, group: ProcessGroup, clients: Sequence[PeerClient], folder: AgentFolder, notify: Notify):
         self.group, self.clients, self.notify, self.plan = group, clients, notify, clients[0].node.plan
-        here = [(one.node.name, one.node.num_samples, one.round, folder.run or one.run) for one in clients]
-        process = {"version": VERSION, "plan": self.plan.fingerprint, "met": bool(folder.run), "clients": here}
+        met = folder.read("run")  # in which others accepted a worker of this agent before
+        here = [(one.node.name, one.node.num_samples, one.round, met or one.run) for one in clients]
+        process = {"version": VERSION, "plan": self.plan.fingerprint, "met": bool(met), "clients": here}
         described = group.gather(process | {"new_run": secrets.token_hex(8)})
         present = [
             PresentClient(name, samples, done, other["version"], other["plan"], run, other["met"], rank)
@@ -128,7 +129,7 @@ class Peer:
         common_run = neighbours.run_to_go_on_with(present) or str(described[0]["new_run"])
         for client in clients:
             client.run = common_run
-        folder.save_run(common_run)
+        folder.write("run", common_run)
         run, self.topology = self.plan.config.run, graph_of(self.plan)
         self.names, self.ranks = [client.name for client in present], [client.rank for client in present]
         self.sizes = torch.tensor([client.samples for client in present])
