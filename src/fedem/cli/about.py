@@ -13,9 +13,7 @@ from fedem.report.console import display, waiting
 from fedem.runs.config import Config, parse_assignment
 
 
-def methods(
-    name: Annotated[str | None, Argument(help="One method, to show all of it.")] = None,
-) -> None:
+def methods(name: Annotated[str | None, Argument(help="One method, to show all of it.")] = None) -> None:
     """List the methods; with a NAME, show all of one: its origin, its settings, and what is shipped with it."""
     if name is None:
         display(reference.methods_table(), "fedem methods NAME shows a method's settings.")

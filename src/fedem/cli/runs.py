@@ -1,6 +1,5 @@
 """Commands on runs: ``fedem show``, ``evaluate``, ``personalize``, ``predict``, ``export``, ``report``, ``plot``."""
 
-import csv
 import io
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,8 +66,9 @@ def evaluate(
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
+    other = options.given(fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, metrics=metrics)
     with waiting("Scoring", quiet):
-        result = reassess(run_folder, device, fine_tune_epochs, fine_tune_rate, metrics)
+        result = reassess(run_folder, device, **other)
     if not quiet:
         display(*summary_pages([result.summary]))
     if out:
@@ -202,11 +202,10 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     if owners is not None:
         # All names of predictions start with other words than this one.
         columns = {"client" if client in columns else client: owners, **columns}
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
-    return text.getvalue().encode()
+    import pandas
+
+    frame = pandas.DataFrame({name: column.tolist() for name, column in columns.items()})
+    return frame.to_csv(index=False, na_rep="nan", lineterminator="\n").encode()
 
 
 def _read(result: Result, path: Path, target: str | None, client: str | None, quiet: bool) -> tuple[Table, Array]:

@@ -54,9 +54,8 @@ class Kept:
             for name, tree in there.items()
             for key, leaf in add_prefix(name, tree).items()
         }
-        plan, run, client = self.plan.to_json(), self.run, self.client
-        content = {"round": self.round, "trees": list(there), "run": run, "client": client, "plan": plan}
-        content["is_first"] = self.is_first
+        content = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
+        content |= {"plan": self.plan.to_json(), "is_first": self.is_first}
         for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, save(tensors, metadata={"kept": json.dumps(content)}), private=True)

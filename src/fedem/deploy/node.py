@@ -22,7 +22,7 @@ from fedem.data.files import FromFile
 from fedem.data.tables import read_table
 from fedem.deploy.plan import Plan
 from fedem.engines import Cohort, OneByOne
-from fedem.methods.mixer import Star
+from fedem.methods.mixer import RoundPlan, Served, Star
 from fedem.methods.wrappers.compression import join_residual, split_residual
 from fedem.runs.evaluate import Scores, evaluate
 from fedem.runs.personalize import Personalizer, Predictors
@@ -111,8 +111,9 @@ class Node:
         """
         cohort = Cohort(self._one(shared), torch.zeros(1, dtype=torch.int64), self._one(personal), self._own.train)
         scales = None if scale == 1.0 else torch.tensor([scale], dtype=torch.float64)
+        plan = RoundPlan(Served(cohort.shared, cohort.reads), scales=scales)
         with self.plan.products():
-            (done,) = self._local.train(cohort, self._own.keys, round_index, learning_rate, scales=scales)
+            (done,) = self._local.train(cohort, self._own.keys, round_index, learning_rate, plan)
         return tree_index(done.uploads, 0), tree_index(done.personal, 0)
 
     def fit(self, shared: Tree) -> Tree:

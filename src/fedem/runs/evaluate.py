@@ -140,9 +140,7 @@ def _judged(metric: Metric, predictions: Tensor, targets: Tensor) -> float | Non
     return metric.over_client(predictions, targets) if bool(predictions.isfinite().all()) else math.nan
 
 
-def _by_metric(
-    metrics: Sequence[Metric], weights: Tensor, counts: Tensor, means: Mapping[str, Tensor], pairs: Sequence[_Pair]
-) -> Scores:
+def _by_metric(metrics: Sequence[Metric], weights: Tensor, counts: Tensor, means: Tree, pairs: list[_Pair]) -> Scores:
     """Return the scores by the first metric, the others within; all but the T ``pairs`` are, or have, ``[T]`` each."""
     found: list[Scores] = []
     for metric in metrics:

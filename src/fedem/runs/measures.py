@@ -320,8 +320,7 @@ def measure_alpha(training: Training, state: State, clients: Tensor | None = Non
     judge = replace(training.algorithm, model=double, solver=Newton(weight_decay))
     resolution = max(1e-10, 10 * torch.finfo(model.dtype).eps)
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    settings = (state.round, this.learning_rate, plan.num_steps, plan.scales)
-    for chunk in training.train(cohort, training.federation.keys[clients], *settings):
+    for chunk in training.train(cohort, training.federation.keys[clients], state.round, this.learning_rate, plan):
         for row, position in enumerate(chunk.positions.tolist()):
             whose = ((cohort.shared, int(cohort.reads[position])), (chunk.uploads, row), (cohort.personal, position))
             trees = [tree_double(tree_index(tree, index)) for tree, index in whose]

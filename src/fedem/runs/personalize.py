@@ -146,16 +146,13 @@ class Personalizer:
 
     def _learnt(self, start: Predictors, kept: Tensor, learn: Learn, samples: Samples, keys: Tensor) -> Predictors:
         """Let newcomers take part in rounds of their own, one pass each; those without samples stay."""
-        own, able = start.own, (samples.sizes > 0).nonzero().flatten()
-        if len(able):
-            where, some = able.to(_device(own)), samples.take(able)
-            here, mine, personal = tree_index(own, where), kept[where], tree_index(start.personal, where)
-            for _ in range(self.run.unseen_epochs):
-                found = Predictors.apart(here, personal)
-                _, uploads, personal = self._train(self.algorithm, found, some, keys[able], 1, self.learning_rate)
-                mine, here = learn(mine, uploads)
-            own = _put(own, where, here)
-        return Predictors.apart(own, start.personal)
+        found = Predictors.apart(start.own, start.personal)
+        for _ in range(self.run.unseen_epochs if len(samples) else 0):
+            where, uploads, personal = self._train(self.algorithm, found, samples, keys, 1, self.learning_rate)
+            mine, here = learn(kept[where], uploads)
+            kept = kept.index_copy(0, where, mine)
+            found = Predictors.apart(_put(found.shared, where, here), _put(found.personal, where, personal))
+        return found._replace(personal=start.personal)
 
     def _fit(self, start: Predictors, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
         """Fit all clients' personal trees beside what each reads; what ``start`` has of them plays no part."""

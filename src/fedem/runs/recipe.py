@@ -169,12 +169,10 @@ class Recipe:
             "device": str(self.device),
         }
 
-    def check_samples(
-        self, inputs: Tensor, targets: Tensor, input_range: Callable[[], tuple[int, int]] | None = None
-    ) -> None:
-        """Refuse samples that the model has no place for; the ``input_range`` is that of ``inputs`` if not given."""
+    def check_samples(self, inputs: Tensor, targets: Tensor, whole: Federation | None = None) -> None:
+        """Refuse samples that the model has no place for; the ``inputs`` may be some of those of the ``whole``."""
         if self.source is None and not inputs.is_floating_point() and inputs.dtype != torch.uint8:
-            self.config.model.check(*(input_range() if input_range else (int(inputs.min()), int(inputs.max()))))
+            self.config.model.check(*(whole.input_range if whole else (int(inputs.min()), int(inputs.max()))))
         self.model.check(inputs, targets)
 
     def check_batches(self, federation: Federation) -> None:
@@ -251,7 +249,7 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     recipe = Recipe(config, SampleFormat(shape, inputs.dtype, outputs, features, encoding, labels), source)
     algorithm, model, mixer = recipe.algorithm, recipe.model, recipe.mixer
     _ = recipe.metrics  # refused here if they do not fit
-    recipe.check_samples(inputs, targets, lambda: federation.input_range)
+    recipe.check_samples(inputs, targets, federation)
     recipe.check_batches(federation)
     if config.solver.differentiates_twice and not model.is_twice_differentiable:
         problem = "needs second derivatives, and this model normalises batches or is recurrent"

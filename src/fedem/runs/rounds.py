@@ -27,7 +27,7 @@ from fedem.engines.base import Finished
 from fedem.engines.processes import ALONE, Team, placed
 from fedem.methods.assembly import Assembled
 from fedem.methods.base import Algorithm
-from fedem.methods.mixer import Mixed, Mixer, Round, Start, Uploads
+from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Start, Uploads
 from fedem.methods.wrappers.compression import Codec, join_residual, split_residual
 from fedem.solvers.schedules import Schedule
 
@@ -108,20 +108,14 @@ class LocalTraining:
     codec: Codec | None = field(default=None, kw_only=True)  # writes the messages, where they are compressed
 
     def train(
-        self,
-        cohort: Cohort,
-        names: Tensor,
-        round_index: int,
-        learning_rate: float,
-        num_steps: int | None = None,
-        scales: Tensor | None = None,
+        self, cohort: Cohort, names: Tensor, round_index: int, learning_rate: float, plan: RoundPlan
     ) -> Iterator[Finished]:
         """Train C clients, whose names have these keys ``[C]``, for a round as the mixer plans it, some by some."""
         keys = derive(names, SHUFFLE, self.seed, round_index)
         personal, residual = split_residual(cohort.personal)
         cohort = cohort._replace(personal=personal)
-        work = Work(self.batching, keys, learning_rate, scales)
-        found = self.engine.train_dealt(self.algorithm, cohort, work, names, num_steps)
+        work = Work(self.batching, keys, learning_rate, plan.scales)
+        found = self.engine.train_dealt(self.algorithm, cohort, work, names, plan.num_steps)
         if self.codec is None:
             yield from found
             return
@@ -251,8 +245,8 @@ class Training(LocalTraining):
 
         def uploads() -> Iterator[tuple[Tensor, Tree]]:
             names, scales = self.federation.keys[clients[own]], None if plan.scales is None else plan.scales[own]
-            settings = (names, state.round, this.learning_rate, plan.num_steps, scales)
-            for chunk in self.train(cohort.take(own), *settings):
+            mine = plan._replace(scales=scales)
+            for chunk in self.train(cohort.take(own), names, state.round, this.learning_rate, mine):
                 message = chunk.uploads
                 sent.add_(self.codec.num_bytes(message) if self.codec else tree_bytes(self._public(message)))
                 kept.append((own[chunk.positions], chunk.personal))

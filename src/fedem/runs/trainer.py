@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -165,20 +165,15 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
         yield record
 
 
-def reassess(
-    path: str | Path,
-    device: str = "auto",
-    fine_tune_epochs: int | None = None,
-    fine_tune_rate: float | None = None,
-    metrics: str | Sequence[str] | None = None,
-) -> Result:
-    """Make a run's data again and score its saved states afresh, perhaps fine-tuned otherwise; nothing is written."""
+def reassess(path: str | Path, device: str = "auto", **settings: Any) -> Result:
+    """Make a run's data again and score its saved states afresh, perhaps by other [run] ``settings`` for that.
+
+    They are fine_tune_epochs, fine_tune_rate and metrics. Nothing is written.
+    """
     folder = RunFolder(Path(path))
-    asked = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate, "metrics": metrics}
-    given = {key: value for key, value in asked.items() if value is not None}
-    config = folder.config().replace("run", device=device, **given)
-    if fine_tune_rate is not None and not config.run.fine_tune_epochs:
-        problem = f"fine_tune_rate is {fine_tune_rate:g}, but clients of {path} don't fine-tune"
+    config = folder.config().replace("run", device=device, **settings)
+    if "fine_tune_rate" in settings and not config.run.fine_tune_epochs:
+        problem = f"fine_tune_rate is {config.run.fine_tune_rate:g}, but clients of {path} don't fine-tune"
         raise UserError(f"{problem}; allowed with it: fine_tune_epochs of at least 1.")
     check_here(folder.load()[1]["clients"])
     trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()

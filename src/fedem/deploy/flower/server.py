@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
@@ -76,9 +76,7 @@ class StoppedError(UserError, AppExitException):
 class MethodStrategy(Strategy):
     """Flower's loop over rounds, with the method and the mixer of a plan inside. Rounds that are done stay done."""
 
-    def __init__(
-        self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, metadata: Mapping[str, Any], lines: IO[str]
-    ):
+    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, metadata: Record, lines: IO[str]):
         self.plan, self.run, self.folder, self.state, self.config = plan, run, folder, state, folder.config()
         self.token = str(metadata["run"])  # what distinguishes it from other runs by the same name
         self._layout = messages.upload_layout(plan, tree_index(state.shared, 0))
