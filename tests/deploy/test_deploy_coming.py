@@ -80,13 +80,13 @@ def test_a_node_has_one_name(caplog: pytest.LogCaptureFixture) -> None:
     registry.connected = frozenset({11, 14})
     assert registry.admits("a", 11)
     assert not registry.admits("a", 14)
-    again = ClientRegistry("token", registry.to_json())
+    again = ClientRegistry("token", registry.nodes)
     again.connected = registry.connected
     assert not again.admits("a", 14)
     assert again.admits("b", 11), "it was misnamed"
     assert again.admits("a", 14)
     assert not again.admits("a", 11)
-    assert "'a'" not in str(again.to_json())
+    assert "'a'" not in str(again.nodes)
 
 
 def _let_leave(there: Deployed, leaving: int, after: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 _LEAST = 1e-300  # a weight that still has a logarithm
 _EDGE = 1e-3  # weights below may count as lying on the simplex's edge
 _MOST_NEWTON_STEPS, _MOST_HALVINGS = 1000, 30
+_TOLERANCE = 1e-6  # how far the mean log-likelihood may provably be from its maximum at convergence
 
 
 def log_responsibilities(losses: Tensor, log_weights: Tensor, sharpness: float = 1.0) -> Tensor:
@@ -75,9 +76,7 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
     return like.new_full((num_components,), -math.log(num_components))
 
 
-def fit_log_weights(
-    losses: Tensor, max_iterations: int | None = None, prior: float = 0.0, tolerance: float = 1e-6
-) -> Tensor:
+def fit_log_weights(losses: Tensor, max_iterations: int | None = None, prior: float = 0.0) -> Tensor:
     """Fit one client's mixture weights with the components fixed, from uniform: ``losses [M, n] -> log weights [M]``.
 
     Args:
@@ -85,7 +84,6 @@ def fit_log_weights(
         max_iterations: updates of EM, one being the paper's rule for unseen clients; None for convergence.
         prior: pseudo-count, shared equally by the components, where it converges: the mode under a Dirichlet
             distribution of 1 + prior / M. 0 is the greatest likelihood, for a single sample one component alone.
-        tolerance: how far the mean log-likelihood may provably be from its maximum at convergence.
 
     >>> one_sample = torch.tensor([[0.0], [5.0]])
     >>> [round(float(fit_log_weights(one_sample, prior=prior)[0].exp()), 2) for prior in (0, 1, 1000)]
@@ -95,14 +93,14 @@ def fit_log_weights(
     if losses.shape[1] == 0:
         return log_weights.to(losses.dtype)
     if max_iterations is None:
-        return _converge(losses.double(), log_weights, prior, tolerance).to(losses.dtype)
+        return _converge(losses.double(), log_weights, prior).to(losses.dtype)
     doubles, mask = losses.double(), losses.new_ones(losses.shape[1], dtype=torch.bool)
     for _ in range(max_iterations):
         log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
     return log_weights.to(losses.dtype)
 
 
-def _converge(losses: Tensor, log_weights: Tensor, prior: float, tolerance: float) -> Tensor:
+def _converge(losses: Tensor, log_weights: Tensor, prior: float) -> Tensor:
     """Maximise the likelihood in the weights by projected Newton steps; where one fails, EM goes on.
 
     The problem is concave, its optimum often at the simplex's edge; there, or where components are alike, EM takes
@@ -127,7 +125,7 @@ def _converge(losses: Tensor, log_weights: Tensor, prior: float, tolerance: floa
         ratios = scaled @ shares
         # By concavity no weights are better by more than this (Lindsay 1983).
         gap = float(ratios.max()) - 1
-        if gap <= tolerance:
+        if gap <= _TOLERANCE:
             break
         free = (weights > min(_EDGE, gap)) | (ratios >= 1)
         curvature = (scaled[free] * shares) @ scaled[free].T

@@ -111,9 +111,11 @@ class Node:
         """
         cohort = Cohort(self._one(shared), torch.zeros(1, dtype=torch.int64), self._one(personal), self._own.train)
         scales = None if scale == 1.0 else torch.tensor([scale], dtype=torch.float64)
-        plan = RoundPlan(Served(cohort.shared, cohort.reads), scales=scales)
-        with self.plan.products():
-            (done,) = self._local.train(cohort, self._own.keys, round_index, learning_rate, plan)
+        begin, plan = RoundPlan(Served(cohort.shared, cohort.reads), scales=scales), self.plan
+        seed, codec = plan.config.run.seed, plan.codec
+        local = LocalTraining(plan.algorithm, OneByOne(), plan.config.batching, seed, codec=codec)
+        with plan.products():
+            (done,) = local.train(cohort, self._own.keys, round_index, learning_rate, begin)
         return tree_index(done.uploads, 0), tree_index(done.personal, 0)
 
     def fit(self, shared: Tree) -> Tree:
@@ -150,11 +152,6 @@ class Node:
     @cached_property
     def _own(self) -> Federation:
         return self.federation.take(torch.tensor([self.federation.position(self.name)]))  # the client alone
-
-    @cached_property
-    def _local(self) -> LocalTraining:
-        plan = self.plan
-        return LocalTraining(plan.algorithm, OneByOne(), plan.config.batching, plan.config.run.seed, codec=plan.codec)
 
     @cached_property
     def _personalizer(self) -> Personalizer:

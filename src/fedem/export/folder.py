@@ -1,12 +1,10 @@
 """The folder of an exported model: written whole or not at all, and read again.
 
-========================  ==========================================================
-model.json                what the model is, and how inputs are made for it
-model.safetensors         components ``[M, ...]`` and log weights ``[M]``
-model.pt                  TorchScript: inputs -> predictions
-model.onnx                ONNX: the same
-README.txt                how to use these
-========================  ==========================================================
+model.json           what the model is, and how inputs are made for it
+model.safetensors    components ``[M, ...]`` and log weights ``[M]``
+model.pt             TorchScript: inputs -> predictions
+model.onnx           ONNX: the same
+README.txt           how to use these
 """
 
 import json

@@ -42,16 +42,16 @@ class ClientRegistry:
     shows who took part.
     """
 
-    def __init__(self, token: str, nodes: Mapping[str, str]):
+    def __init__(self, token: str, nodes: Mapping[str, str] | Mapping[int, str]):
         self.connected: frozenset[int] = frozenset()  # when those who answer were asked
         self.sizes: dict[int, int] = {}  # samples to train on of each node that has answered
-        self._token, self._nodes = token, {int(node): name for node, name in nodes.items()}
+        self._token, self.nodes = token, {int(node): name for node, name in nodes.items()}
         self._warned: set[tuple[str, int]] = set()
 
     def admits(self, client: str, node: int) -> bool:
         """Whether ``client`` may answer from ``node``, which has its name from then on; warns once if not."""
         name = blake2b(client.encode(errors="surrogatepass"), digest_size=16, key=self._token.encode()).hexdigest()
-        owner = next((other for other, known in self._nodes.items() if known == name and other != node), None)
+        owner = next((other for other, known in self.nodes.items() if known == name and other != node), None)
         if owner in self.connected:
             if (client, node) not in self._warned:
                 log.warning("Client %r is at node %d; node %d, which uses its name, is left out.", client, owner, node)
@@ -59,12 +59,9 @@ class ClientRegistry:
             return False
         if owner is not None:
             log.warning("Client %r is at node %d now; node %d is not connected any more.", client, node, owner)
-            del self._nodes[owner]
-        self._nodes[node] = name
+            del self.nodes[owner]
+        self.nodes[node] = name
         return True
-
-    def to_json(self) -> dict[str, str]:
-        return {str(node): name for node, name in self._nodes.items()}
 
 
 class StoppedError(UserError, AppExitException):
@@ -201,7 +198,7 @@ class MethodStrategy(Strategy):
     def save(self) -> None:
         """Write a checkpoint: the server's tree and, of clients, at which nodes they are by hashes of their names."""
         metadata = self.plan.metadata(()) | {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
-        metadata["nodes"] = self._registry.to_json()
+        metadata["nodes"] = self._registry.nodes
         self.folder.save({"last": self.state}, metadata)
 
     def hand_over(self, grid: Grid) -> None:

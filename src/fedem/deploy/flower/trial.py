@@ -21,11 +21,10 @@ import numpy as np
 import torch
 
 from fedem.core.errors import UserError, counted
-from fedem.core.files import toml_literal
 from fedem.data.synthetic import Synthetic
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan
-from fedem.runs.config import Config, Layer, RunSettings, Values
+from fedem.runs.config import Config, Layer, RunSettings, Values, to_toml
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 
@@ -236,8 +235,7 @@ class Loopback(AbstractContextManager["Loopback"]):
         # Everybody shares this machine's cores: with one thread for each core, they would wait for one another.
         self.environment.setdefault("OMP_NUM_THREADS", "1")
         known = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
-        table = "\n".join(f"{key} = {toml_literal(value)}" for key, value in known.items())
-        content = f"[superlink]\ndefault = {toml_literal(CONNECTION)}\n\n[superlink.{CONNECTION}]\n{table}\n"
+        content = to_toml({"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": known})
         (home / "config.toml").write_text(content, encoding="utf-8")
         self.programs: list[Program] = []
         self.start_superlink()
