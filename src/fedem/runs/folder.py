@@ -100,10 +100,10 @@ class RunFolder:
         return locked(self.path / ".lock", refusal=f"Another process is training into {self.path}.")
 
     def open_metrics(self, done: int) -> IO[str]:
-        """Open metrics.jsonl to append, keeping the lines of the first ``done`` rounds alone."""
+        """Open metrics.jsonl to append, with the lines of the first ``done`` rounds alone; each is written at once."""
         path = self.path / "metrics.jsonl"
         write_atomically(path, "".join(self.line(line) for line in self.metrics() if line["round"] <= done).encode())
-        return path.open("a", encoding="utf-8")
+        return path.open("a", buffering=1, encoding="utf-8")
 
     @staticmethod
     def line(record: Mapping[str, Any]) -> str:

@@ -175,10 +175,8 @@ class Result:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
         method, position = self.config.method.name, None if beside is None else self._position(beside)
         if updates is not None and not find_method(method).algorithm.is_mixture:
-            mend = "unseen_epochs or fine_tune_epochs, for clients that train"
-            raise UserError(
-                f"max_iterations is {updates}, but method {method} has no mixture weights; allowed: {mend}."
-            )
+            problem = f"max_iterations is {updates}, but method {method} has no mixture weights"
+            raise UserError(f"{problem}; allowed: unseen_epochs or fine_tune_epochs, for clients that train.")
         if updates is not None and updates < 0:
             raise UserError(f"max_iterations is {updates}; allowed: from 1, or 0 for convergence.")
         given = {name: value for name, value in epochs.items() if value is not None}

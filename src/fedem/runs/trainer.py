@@ -155,7 +155,6 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
 
         def record(entry: Record) -> None:
             file.write(RunFolder.line(entry))
-            file.flush()
             for key, value in entry.items():
                 if key != "round" and value is not None:
                     events.add_scalar(key, value, entry["round"])

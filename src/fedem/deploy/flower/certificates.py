@@ -7,6 +7,7 @@ imports cryptography, which the extra ``fedem[flower]`` installs: import it late
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -118,10 +119,8 @@ def _write_certificate(
 
 
 def _alternative(host: str) -> x509.GeneralName:
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
     try:
         return x509.DNSName(host)
     except ValueError:

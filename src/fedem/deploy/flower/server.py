@@ -191,7 +191,6 @@ class MethodStrategy(Strategy):
                 found |= {f"{part}_{metric}": entry.average, f"{part}_loss": entry.loss}
         self._record |= found
         self._lines.write(self.folder.line(self._record))
-        self._lines.flush()
         self.save()
         return MetricRecord(found) if found else None
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any, NamedTuple
@@ -25,8 +25,8 @@ from fedem.data.synthetic import Synthetic
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config, Layer, RunSettings, Values, to_toml
-from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
+from fedem.runs.trainer import Listener
 
 EXPERIMENT = "trial"
 FEWEST, MOST = 2, 50  # nodes of a trial: a process or two each, and a federation is of several
@@ -44,8 +44,6 @@ QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
 _PROGRAMS = ("flower-superlink", "flower-supernode", "flower-superexec", "flwr", "flwr-serverapp", "flwr-clientapp")
 _STARTING, _COMMAND, _ENDING = 60.0, 60.0, 10.0  # seconds to start, for a command to answer, to end before being killed
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-
-Listener = Callable[[Record], object]  # called with each round's record
 
 
 class Client(NamedTuple):
@@ -241,7 +239,12 @@ class Loopback(AbstractContextManager["Loopback"]):
         self.start_superlink()
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        # Nodes first, so that they can take their leave; all are asked before any is waited for.
+        for program in reversed(self.programs):
+            program.send(signal.SIGTERM)
+        for program in reversed(self.programs):
+            program.end()
+        self.programs.clear()
 
     def start_superlink(self) -> None:
         """Start the SuperLink, also after it was killed: its database is where it was."""
@@ -255,7 +258,8 @@ class Loopback(AbstractContextManager["Loopback"]):
             "--database", str(self.folder / "superlink.db"),
             "--isolation", "process",
         )  # fmt: skip
-        try:
+        with ExitStack() as failing:
+            failing.push(self)
             self.superlink.wait_for("Uvicorn running on")
             # The SuperLink would start it in a session of its own, out of our reach; and what it starts, the server's
             # app, is not sure to end with it.
@@ -264,9 +268,7 @@ class Loopback(AbstractContextManager["Loopback"]):
                 "--root-certificates", str(self.certificates.authority),
                 "--runtime-api-address", f"{HOST}:{self.port}",
             )  # fmt: skip
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
 
     def register(self, name: str) -> Path:
         """Make a key for a node and register its public half with the SuperLink; returns the key."""
@@ -298,14 +300,6 @@ class Loopback(AbstractContextManager["Loopback"]):
         run.wait_for("Successfully started run")
         return run
 
-    def close(self) -> None:
-        # Nodes first, so that they can take their leave; all are asked before any is waited for.
-        for program in reversed(self.programs):
-            program.send(signal.SIGTERM)
-        for program in reversed(self.programs):
-            program.end()
-        self.programs.clear()
-
     def _start(self, command: str, *arguments: str, log: str = "") -> Program:
         # Programs run in the folder of logs: flwr takes a folder where it runs for an app, if it is called like it.
         path, name = str(shutil.which(command, path=self._path)), log or command
@@ -326,8 +320,7 @@ def _flat(values: Values) -> str:
 def free_port() -> int:
     """Return a port of 127.0.0.1 that nobody listens on."""
     try:
-        with socket.socket() as listener:
-            listener.bind((HOST, 0))
+        with socket.create_server((HOST, 0)) as listener:
             return int(listener.getsockname()[1])
     except OSError as error:
         raise UserError(f"No port of {HOST} can be had: {error.strerror}.") from None

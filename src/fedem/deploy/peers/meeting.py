@@ -226,11 +226,10 @@ def take_part(meeting: Meeting, key: bytes, worker: Worker, task: Any, notify: N
                 few = f"Fewer than {meeting.min_peers} peers came to {place} within {meeting.join_timeout} seconds."
                 raise UserError(few) from None
             except api.RendezvousStateError:
-                raise UserError(
-                    f"What lies at the meeting place {place} is not sealed with the {KEY} of this plan, so it is not "
-                    "read: somebody with another plan, or a stranger, has written there. All peers need the same plan "
-                    "folder, and a new meeting place that nobody else can reach."
-                ) from None
+                unread = f"What lies at the meeting place {place} is not sealed with the {KEY} of this plan"
+                why = "so it is not read: somebody with another plan, or a stranger, has written there"
+                mend = "All peers need the same plan folder, and a new meeting place that nobody else can reach"
+                raise UserError(f"{unread}, {why}. {mend}.") from None
             except api.RendezvousConnectionError:
                 # Whoever opens the store again finds all of them waiting.
                 notify(f"warning: The meeting place {place} is gone; waiting for it.")

@@ -63,11 +63,9 @@ def refusals(present: Sequence[PresentClient], state: Path) -> dict[int, str]:
         elif client.name in names:
             reason = f"There is a client {name} already; allowed: a name for each, in one process."
         elif client.run not in ("", run):
-            reason = (
-                f"Client {name} has done {counted(client.round, 'round')} of another run than the others, kept "
-                f"in {state}; allowed: an empty folder for --state, or, to go on, that most of those who meet first "
-                "are of that run."
-            )
+            done = f"{counted(client.round, 'round')} of another run than the others, kept in {state}"
+            mend = "an empty folder for --state, or, to go on, that most of those who meet first are of that run"
+            reason = f"Client {name} has done {done}; allowed: {mend}."
         if reason:
             found.setdefault(client.rank, reason)
         names.add(client.name)

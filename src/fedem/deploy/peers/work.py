@@ -164,7 +164,6 @@ class Peer:
                     self.notify(f"Round {self.done} of {run.rounds}: {', '.join(tests)}.")
                 for client, log in logs:
                     log.write(RunFolder.line(line | own.get(client.node.name, {})))
-                    log.flush()
         self.group.total(torch.zeros(1))
 
     def _step(self, round_index: int) -> Record:
