@@ -44,26 +44,14 @@ class _Run(NamedTuple):
     begun: bool  # whether it is taken up again
 
 
-def _taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
-    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
-
-    @wraps(command)
-    def wrapped(**values: Any) -> Any:
-        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
-
-    parameters = [*read, *own[1:]]
-    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
-    return wrapped
-
-
-@partial(_taking, data_section)
 def train(
-    data: Values,
     config: Annotated[
         Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
+    data: options.Data = None,
+    target_column: options.OwnTarget = None,
+    client_column: options.OwnClient = None,
+    split_by: options.SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -100,8 +88,9 @@ def train(
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
+            own = data_section(data, target_column, client_column, split_by)
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
-            asked = options.asked(data, method, graph, components, **run, seed=seed, device=device)
+            asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
             runs = _plan(config, layers, listed(baselines), out, resume)
         _carry_out(team.tell(runs), team, quiet or not team.leads)
@@ -156,6 +145,20 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         show_run(folder)
     if team.leads:
         say(f"Run folder: {folder.path}")
+
+
+def _taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
+
+    @wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
+
+    parameters = [*read, *own[1:]]
+    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
+    return wrapped
 
 
 @partial(_taking, data_section)
