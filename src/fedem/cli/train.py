@@ -134,8 +134,8 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
     with waiting("Preparing", quiet):
         trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
     for run, trainer in zip(runs, trainers, strict=True):
-        if trainer.note and team.leads:
-            aside(f"note: {trainer.note}")
+        if trainer.engine.note and team.leads:
+            aside(f"note: {trainer.engine.note}")
         with progress(METHODS[run.config.method.name].title, run.config.run.rounds, quiet) as listener:
             carry_out(trainer, out=run.folder, resume=run.begun, listener=listener)
         if run.config.run.diagnose_every and team.leads:

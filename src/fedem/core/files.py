@@ -63,10 +63,7 @@ def plain(content: Any) -> Any:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False, refusal: str = "") -> Iterator[bool]:
-    """Hold the lock ``path`` of one process at a time; yields whether it is held, if there is no ``refusal`` to raise.
-
-    Another process may have it, unless there is a ``wait`` for that to end.
-    """
+    """Hold the lock ``path`` of one process; where another has it: ``wait``, raise the ``refusal``, or yield False."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path, timeout=-1 if wait else 0)  # released too where the process is killed

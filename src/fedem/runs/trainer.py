@@ -165,12 +165,9 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
 
 
 def reassess(path: str | Path, device: str = "auto", **settings: Any) -> Result:
-    """Make a run's data again and score its saved states afresh, perhaps by other [run] ``settings`` for that.
-
-    They are fine_tune_epochs, fine_tune_rate and metrics. Nothing is written.
-    """
+    """Make a run's data again and score its saved states afresh, perhaps by other ``settings``; nothing is written."""
     folder = RunFolder(Path(path))
-    config = folder.config().replace("run", device=device, **settings)
+    config = folder.config().replace("run", device=device, **settings)  # fine_tune_epochs, fine_tune_rate, metrics
     if "fine_tune_rate" in settings and not config.run.fine_tune_epochs:
         problem = f"fine_tune_rate is {config.run.fine_tune_rate:g}, but clients of {path} don't fine-tune"
         raise UserError(f"{problem}; allowed with it: fine_tune_epochs of at least 1.")
@@ -228,12 +225,8 @@ class Trainer:
     @cached_property
     def engine(self) -> Engine:
         """Runs clients by all processes of the team together; in a round each process runs its share by itself."""
-        return self.training.engine if self.team.size == 1 else Shared(self.training.engine, self.team)
-
-    @property
-    def note(self) -> str:
-        """Says why the engine is not the one hoped for, where it is not."""
-        return self.training.engine.note
+        alone = self.training.engine
+        return alone if self.team.size == 1 else Shared(alone, self.team, note=alone.note)
 
     @cached_property
     def training(self) -> Training:
@@ -370,8 +363,8 @@ class Trainer:
         if encoding is not None and encoding.target.classes is None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
             summary["target_deviation"] = encoding.target.deviation
-        if self.note:
-            summary["note"] = self.note
+        if self.engine.note:
+            summary["note"] = self.engine.note
         return summary
 
     def _recovery(self, found: Predictors) -> measures.Recovery | None:

@@ -172,8 +172,8 @@ def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> l
             trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
             if begun:
                 _check_begun(entry, trainer, shared)
-        if trainer.note and not entry.is_complete:
-            notes.append(trainer.note)
+        if trainer.engine.note and not entry.is_complete:
+            notes.append(trainer.engine.note)
     return list(dict.fromkeys(notes))
 
 

@@ -75,13 +75,10 @@ def pack(tree: Tree) -> Tensor:
 
 def unpack(buffer: Tensor, like: Tree) -> Tree:
     """Return the tree that :func:`pack` laid into ``buffer``; its leaves are ``like`` these."""
-    found: Tree = {}
-    for name, leaf in sorted(like.items()):
-        size = leaf.numel() * leaf.element_size()
-        # A copy begins where a number of its type may begin.
-        found[name] = buffer[:size].clone().view(leaf.dtype).reshape(leaf.shape)
-        buffer = buffer[size:]
-    return found
+    leaves = sorted(like.items())
+    pairs = zip(leaves, buffer.split([leaf.nbytes for _, leaf in leaves]), strict=True)
+    # A copy begins where a number of its type may begin.
+    return {name: piece.clone().view(leaf.dtype).reshape(leaf.shape) for (name, leaf), piece in pairs}
 
 
 @contextmanager
