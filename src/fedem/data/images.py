@@ -38,23 +38,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
-from fedem.data.store import ROWS, Block, Files, Public, Remote, opened, pick, read_bytes
+from fedem.data.store import ROWS, Block, Files, Public, opened, pick, read_bytes
 
 SHAPE, COLOUR = (1, 28, 28), (3, 32, 32)  # of characters, and of CIFAR
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
 _BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
 _LEAF = (("all_data",), ("",), ("train", "test"))  # folders of json files, the first that are there count
-_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
-_HUNDRED = """
-apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
-caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
-forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
-mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
-possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
-sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
-wolf woman worm
-"""
 _ALLOWED: dict[tuple[str, str], Any] = {("numpy", "ndarray"): np.ndarray, ("numpy", "dtype"): np.dtype}
 # numpy's modules were renamed; a pickle may name the old ones, and importing those would warn.
 for _core in ("core", "_core"):
@@ -84,10 +74,6 @@ class Emnist(Public):
     """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""
 
     name = "emnist"
-    title = "EMNIST by class, 28 x 28 images of characters, 62 classes"
-    usual = "dirichlet"
-    links = (Remote("https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "md5:58c8d27c78d21e728a6bc7b3cc06412e"),)
-    patterns = ("emnist",)
     labels = tuple(CHARACTERS)
     images = SHAPE
 
@@ -163,15 +149,8 @@ class Femnist(Public):
     """FEMNIST, all writers; a part of them is chosen when it is partitioned."""
 
     name = "femnist"
-    title = "FEMNIST, 28 x 28 images of characters, 62 classes, by writer"
-    links = (
-        Remote("https://s3.amazonaws.com/nist-srd/SD19/by_class.zip"),
-        Remote("https://s3.amazonaws.com/nist-srd/SD19/by_write.zip"),
-    )
-    patterns = ("femnist",)
     labels = tuple(CHARACTERS)
     images = SHAPE
-    hint = "Or make LEAF's json files with LEAF's scripts (they have no address) and name their folder."
 
     def read(self, source: Path) -> Iterator[Block]:
         folder = source if source.is_dir() else source.parent
@@ -218,11 +197,6 @@ class Cifar10(Public):
     """CIFAR-10: ten classes."""
 
     name = "cifar10"
-    title = "CIFAR-10, 32 x 32 colour images, 10 classes"
-    usual = "dirichlet"
-    links = (Remote("https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a"),)
-    patterns = ("cifar-10-batches-py",)
-    labels = tuple(_TEN.split())
     images = COLOUR
     files: ClassVar[tuple[str, ...]] = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
     keys: ClassVar[tuple[bytes, ...]] = (b"labels",)  # of labels and, where there are, of their groups
@@ -241,13 +215,6 @@ class Cifar100(Cifar10):
     """CIFAR-100: a hundred classes in twenty groups of five."""
 
     name = "cifar100"
-    title = "CIFAR-100, 32 x 32 colour images, 100 classes in 20 groups"
-    usual = "pachinko"
-    links = (
-        Remote("https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85"),
-    )
-    patterns = ("cifar-100-python",)
-    labels = tuple(_HUNDRED.split())
     has_coarse = True
     files = ("train", "test")
     keys = (b"fine_labels", b"coarse_labels")

@@ -34,7 +34,7 @@ from fedem.core.errors import UserError
 from fedem.data.dataset import Dataset
 from fedem.data.partitions import Collection, Natural, Partition, fingerprint_of
 from fedem.data.samples import Pool
-from fedem.data.store import Block, Public, Remote, opened, read_bytes
+from fedem.data.store import Block, Public, opened, read_bytes
 
 LETTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 UNKNOWN = len(LETTERS) - 1
@@ -107,10 +107,6 @@ class Shakespeare(Public):
     min_lines: int = field(default=FEWEST_LINES, metadata={"min": FEWEST_LINES})
     split: str = field(default="ordered", metadata={"choices": ("ordered", "random"), "before": "random"})
     name = "shakespeare"
-    title = "Shakespeare's plays, the next of 80 characters, by role"
-    # An early edition's layout is needed: later ones write the names of the roles above their speeches.
-    links = (Remote("https://www.gutenberg.org/files/100/old/1994-01-100.zip"),)
-    patterns = ("*pg100.txt", "*pg100.txt.gz", "100.txt", "100-0.txt")
     labels = tuple(LETTERS)
 
     @property

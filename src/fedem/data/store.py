@@ -20,12 +20,14 @@ import shutil
 import struct
 import tarfile
 import time
+import tomllib
 import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -45,6 +47,7 @@ FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
 ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
+_PUBLISHED = tomllib.loads(resources.files("fedem.data").joinpath("public.toml").read_text(encoding="utf-8"))
 # What readers raise for a file that is damaged, or another than was hoped for.
 _DAMAGED = (*DAMAGED, KeyError, IndexError, pickle.UnpicklingError, struct.error, tarfile.TarError)
 
@@ -396,7 +399,7 @@ def _writable_folder() -> Path:
 
 @dataclass(frozen=True)
 class Public(Pooled):
-    """A public data set.
+    """A public data set; what is published of it stands in public.toml, under its name.
 
     Attributes:
         folder: where its canonical form is, when that is not the usual place.
@@ -411,6 +414,12 @@ class Public(Pooled):
     hint: ClassVar[str] = ""  # what else may be read, for those who can't download
     images: ClassVar[tuple[int, int, int] | None] = None  # C, H, W: an npz of such images is read as well
     has_coarse: ClassVar[bool] = False  # whether its labels have groups
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for key, value in _PUBLISHED.get(vars(cls).get("name", ""), {}).items():
+            found = [Remote(**link) for link in value] if key == "links" else value
+            setattr(cls, key, tuple(found) if isinstance(found, list) else found)
 
     @abstractmethod
     def read(self, source: Path) -> Iterator[Block]:
