@@ -169,53 +169,20 @@ def _score(summary: Summary, metric: Metric, part: str) -> str:
 
 def remarks(summary: Summary) -> Iterator[str]:
     """Yield what else there is to say of a run, a line each."""
-    metrics, method = metrics_of(summary), summary["method"]
-    if has_diverged(summary):
-        loss, mend = _number(summary["train_loss"], "{:.3g}"), "A smaller schedule.learning_rate is needed."
-        yield f"warning: The loss on the training samples is {loss}: training has diverged. {mend}"
-    for metric in metrics:
-        if count := summary.get(f"test_{metric.name}_undefined"):
-            whole = metric.text(summary[f"test_{metric.name}_pooled"]) + (" %" if metric.in_percent else "")
-            where = f"on the test samples of {count} of {counted(summary['num_clients'], 'client')}"
-            rest = f"which its average leaves out; of all test samples together it is {whole}"
-            yield f"{metric.title} is undefined {where}, {rest}."
     means = summary.get("weights_mean") or []
     idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
-    if idle and method in ("fedem", "dfedem", "bfedem"):
-        mend = "The data may need fewer (method.num_components)."
-        if method != "bfedem":
-            mend += " Or it starved while others learnt, which method bfedem is made against."
-        yield f"Hardly used, by the mean mixture weight: component {', '.join(idle)}. {mend}"
-    if recovery := summary.get("recovery"):
-        distances = ", ".join(f"{distance:.1e}" for distance in recovery["component_distances"])
-        rightly = f"{100 * recovery['cluster_accuracy']:.1f}% of clients on their truly largest component"
-        yield f"Recovered components: cosine distance to the truth {distances}; {rightly}."
-    if (p := summary.get("consensus_p")) is not None and summary["num_clients"] > 1:
-        left = f"{'about' if summary.get('consensus_is_estimate') else 'at most'} {100 * (1 - p):.3g}%"
-        often = "each round" if (tau := summary["consensus_tau"]) == 1 else f"every {tau} rounds"
-        yield f"Averaging over the graph leaves {left} of the squared disagreement {often}, on average."
-    if "dissimilarity_slope" in summary:
-        constant, slope = summary["dissimilarity_constant"], summary["dissimilarity_slope"]
-        yield f"Dissimilarity of the clients' gradients: G = {constant:.3g}, beta = {slope:.3g}."
-    if rounds := summary.get("alpha_rounds"):
-        bound, met = summary["alpha_bound"], summary["alpha_rounds_within_bound"]
-        left = "nothing to gain" if (alpha := summary["alpha_max"]) is None else f"alpha = {alpha:.3g} at most"
-        yield (
-            f"Local solutions, last measured: {left}. The theorem of black-box solvers asks for less than 1 / (beta^2 "
-            f"kappa^4), here {bound:.3g} or below: so it was in {met} of {rounds} measured rounds."
-        )
-    if summary.get("num_unseen_clients") and f"unseen_test_{metrics[0].name}" not in summary:
-        yield "Clients held out were not scored: this method shares nothing with them."
-    if deviation := summary.get("target_deviation"):
-        part = "test" if "test_loss" in summary else "train"
-        own = f"In the targets' own units: {part}"
-        if (squared := summary.get(f"{part}_mean_squared_error")) is not None:
-            yield f"{own} root mean squared error {deviation * squared**0.5:.4g}."
-        for metric in metrics:
-            if metric.name in ("rmse", "mae"):
-                yield f"{own} {metric.title} {deviation * summary[f'{part}_{metric.name}']:.4g}, average over clients."
+    known: dict[str, Any] = {"metrics": metrics_of(summary), "diverged": has_diverged(summary), "counted": counted}
+    yield from rendered("run.txt", summary=summary, idle=idle, **known).splitlines()
     if note := summary.get("note"):
         yield str(note)
+
+
+def rendered(template: str, **values: Any) -> str:
+    """Fill in one of the templates; what is put into HTML is escaped."""
+    from jinja2 import Environment, PackageLoader
+
+    how: dict[str, Any] = {"autoescape": template.endswith(".html"), "trim_blocks": True, "keep_trailing_newline": True}
+    return Environment(loader=PackageLoader("fedem.report"), **how).get_template(template).render(values)
 
 
 def score_text(record: Summary) -> str:

@@ -1,13 +1,11 @@
 """Runs -> one page that needs nothing else: no network, no script, no font. Its markup lies in ``templates/``."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from fedem.methods import title_of
-from fedem.report.console import remarks
+from fedem.report.console import remarks, rendered
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import COLOURS, inline, paint
 from fedem.report.runs import Gathered
@@ -25,9 +23,7 @@ def build_page(sets: Sequence[Gathered]) -> str:
     title = f"{', '.join(data.comparison.data for data in sets)}: {listed}"
     makers = {"scores": _scores, "remarks": _remarks, "figures": _figures, "runs": _runs}
     parts = [{"data": data, **{name: list(make(data)) for name, make in makers.items()}} for data in sets]
-    how: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "keep_trailing_newline": True}
-    page = Environment(loader=PackageLoader("fedem.report"), **how).get_template("page.html")
-    return page.render(title=title, parts=parts, light=COLOURS, dark=_LIT)
+    return rendered("page.html", title=title, parts=parts, light=COLOURS, dark=_LIT)
 
 
 def _figures(data: Gathered) -> Iterator[dict[str, str]]:

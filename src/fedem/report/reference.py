@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +18,7 @@ from fedem.core.settings import Settings, allowed, entries_of, names_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, resolve_method
-from fedem.report.console import labelled_table, simple_table
+from fedem.report.console import labelled_table, rendered, simple_table
 from fedem.runs.config import GIVEN, SECTIONS, Config
 from fedem.runs.rounds import mixer_seed
 
@@ -234,11 +233,9 @@ def section_pages(asked: str) -> Iterator[RenderableType]:
 
 def settings_page() -> str:
     """Return all sections as Markdown."""
-    environment = Environment(loader=PackageLoader("fedem.report"), trim_blocks=True)
-    environment.filters["marked"] = _marked
     about = {section: f"{_marked(SECTIONS[section].about)} {_choice(section, '`')}".strip() for section in SECTIONS}
     sections = {section: (about[section], *_parted(section)) for section in SECTIONS}
-    return environment.get_template("settings.md").render(presets=_PRESETS, sections=sections).strip() + "\n"
+    return rendered("settings.md", presets=_PRESETS, sections=sections, marked=_marked).strip() + "\n"
 
 
 def _choice(section: str, quote: str = "") -> str:

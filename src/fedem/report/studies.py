@@ -15,7 +15,7 @@ from fedem.core.errors import counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
-from fedem.report.console import Rows, errors, score_text, simple_table
+from fedem.report.console import Rows, errors, rendered, score_text, simple_table
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.evaluate import Record
@@ -23,7 +23,7 @@ from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread
-from fedem.studies.theory import QUANTITIES, REFUTED, UNDECIDED, Study, Trend
+from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
@@ -151,18 +151,10 @@ def comparison_table(comparison: Comparison) -> Table:
 def comparison_markdown(comparison: Comparison, command: str) -> str:
     """Return the table in Markdown, under the command that made it."""
     (unit, size), rows = _bytes_unit(comparison), comparison_rows(comparison)
-    held_out = f" and {comparison.num_unseen_clients} held out" if comparison.num_unseen_clients else ""
-    lines = [
-        f"# {_comparison_title(comparison)}\n",
-        f"    {command}\n",
-        f"{counted(comparison.num_clients, 'client')}{held_out}; {counted(comparison.rounds, 'round')}; seeds "
-        f"{', '.join(map(str, comparison.seeds))}. Averages over clients are weighted by training samples; ± is the "
-        f"sample standard deviation over the seeds; seconds and {unit} ({size:,} bytes; all clients together) are "
-        "those of a round.\n",
-        *_markdown([heading.replace("\n", " ") for heading in rows[0]], map(dict.values, rows), ["method"]),
-        *(f"\n{remark}" for remark in comparison_remarks(comparison)),
-    ]
-    return "\n".join(lines) + "\n"
+    table = _markdown([heading.replace("\n", " ") for heading in rows[0]], map(dict.values, rows), ["method"])
+    known = {"title": _comparison_title(comparison), "remarks": comparison_remarks(comparison), "counted": counted}
+    about: dict[str, Any] = {"command": command, "unit": unit, "size": size, "table": table, **known}
+    return rendered("comparison.md", comparison=comparison, **about)
 
 
 def comparison_remarks(comparison: Comparison) -> list[str]:
@@ -322,21 +314,11 @@ def trials_table(tuned: Tuned) -> Table:
 
 def tuning_remarks(tuned: Tuned) -> list[str]:
     """Return what was chosen, how it stands to the grid's edges and to the paper, and what failed; a line each."""
-    lines = []
+    lines, paper = list[str](), tuned.paper_rate
     if tuned.best is not None:
-        chosen = tuned.best.values
-        lines.append(f"Chosen: {', '.join(f'{key} = {_value(value)}' for key, value in chosen.items())}.")
-        for key, edge in tuned.edges.items():
-            values = tuned.search.grids[key]
-            searched = f"what was searched, {_value(min(values))} to {_value(max(values))}"
-            mend = f"the best may lie beyond, so widen it (--grid {key}=...)"
-            lines.append(f"{key} is at the {edge} edge of {searched}: {mend}.")
-        if (paper := tuned.paper_rate) is not None:
-            ratio = chosen[RATE] / paper
-            differs = f"{_value(ratio)} times as large" if ratio > 1 else f"{_value(1 / ratio)} times smaller"
-            same = math.isclose(ratio, 1, rel_tol=1e-3)
-            beside = f"the same, {_value(paper)}" if same else f"{_value(paper)}; the one chosen is {differs}"
-            lines.append(f"The paper's learning rate is {beside}.")
+        ratio = None if paper is None else tuned.best.values[RATE] / paper
+        same = ratio is not None and math.isclose(ratio, 1, rel_tol=1e-3)
+        lines = rendered("tuning.txt", tuned=tuned, ratio=ratio, same=same, value=_value).splitlines()
     return lines + [f"Trial {trial.number:03d} failed: {trial.error}" for trial in tuned.trials if trial.error]
 
 
@@ -368,20 +350,7 @@ def _trend(trend: Trend | None) -> tuple[str, str, str, str]:
 
 def study_remarks(study: Study) -> list[str]:
     """Return what else there is to say of a study, a line each."""
-    constant, slope = study.dissimilarity
-    bound = "mean |grad f_t|^2 <= G^2 + beta^2 |grad f|^2"
-    lines = [f"Bounded dissimilarity at every measured round: {bound} with G = {constant:.3g}, beta = {slope:.3g}."]
-    if study.config.name("model") != "linear":
-        lines.append(
-            "Assumed and not checked: losses smooth in all parameters, with bounded gradients. Those of networks "
-            "are so only as long as their parameters stay bounded, and without kinks."
-        )
-    if study.outcome == UNDECIDED:
-        lines.append("Undecided: an interval reaches over its rate. More seeds, or more values of K, make it narrower.")
-    if study.outcome == REFUTED:
-        mend = "try more rounds, or a larger a0 if f still falls at the end of the shortest run"
-        lines.append(f"Refuted for these K, and a theorem speaks of K that are large enough: {mend}.")
-    return lines
+    return rendered("study.txt", study=study).splitlines()
 
 
 def draw_study(study: Study) -> bytes:
