@@ -17,7 +17,7 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.report.studies import comparison_markdown, comparison_table, draw
 from fedem.runs.folder import RunFolder
-from fedem.studies.comparison import Comparison, Point, Row, summarize
+from fedem.studies.comparison import Comparison, Row, summarize
 from fedem.studies.sweep import Entry, Gap, Spread
 
 
@@ -66,7 +66,7 @@ def test_rows_are_aggregated_over_seeds_and_sorted(tmp_path: Path) -> None:
     assert found.rows[1].figures["bytes_down_per_round"] == (3000.0, 0.0)
     assert "unseen_test_accuracy" not in found.rows[0].figures
     assert found.oracle["test_accuracy"] == (0.875, 0.0)
-    assert found.rows[1].curve == [Point(1, Spread(0.5, 0.0)), Point(2, average["fedavg"])]
+    assert found.rows[1].curve == {1: Spread(0.5, 0.0), 2: average["fedavg"]}
     assert [(line["method"], line["seed"]) for line in found.runs[:4]] == [
         ("fedem", 0),
         ("fedem", 1),
@@ -158,7 +158,7 @@ def test_the_same_figures_make_the_same_picture(tmp_path: Path) -> None:
 
 def test_methods_look_different() -> None:
     rows = [
-        Row(name, row.title, {"test_accuracy": Spread(0.5, None)}, [Point(1, Spread(0.5, None))])
+        Row(name, row.title, {"test_accuracy": Spread(0.5, None)}, {1: Spread(0.5, None)})
         for name, row in fedem.METHODS.items()
     ]
     from fedem.report import studies as figures

@@ -4,25 +4,6 @@ from fedem.graphs.base import Consensus, Topology, among
 from fedem.graphs.topologies import Complete, ErdosRenyi, File, Grid, Regular, Ring, SmallWorld, StarGraph
 from fedem.graphs.weights import Fastest, check_mixing, fastest_mixing, second_modulus
 
-__all__ = [
-    "GRAPHS",
-    "Complete",
-    "Consensus",
-    "ErdosRenyi",
-    "Fastest",
-    "File",
-    "Grid",
-    "Regular",
-    "Ring",
-    "SmallWorld",
-    "StarGraph",
-    "Topology",
-    "among",
-    "check_mixing",
-    "fastest_mixing",
-    "second_modulus",
-]
-
 GRAPHS: dict[str, type[Topology]] = {
     "erdos_renyi": ErdosRenyi,
     "ring": Ring,
@@ -33,3 +14,8 @@ GRAPHS: dict[str, type[Topology]] = {
     "regular": Regular,
     "file": File,
 }
+
+__all__ = [
+    "GRAPHS", "Complete", "Consensus", "ErdosRenyi", "Fastest", "File", "Grid", "Regular", "Ring", "SmallWorld",
+    "StarGraph", "Topology", "among", "check_mixing", "fastest_mixing", "second_modulus",
+]  # fmt: skip

@@ -205,9 +205,9 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
             how: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (2, 3)), "zorder": 1.5}
             axes.axhline(metric.scale * best, label=f"oracle  {metric.scale * best:.1f}", **how)
         for position, row in enumerate(comparison.rows):
-            rounds = [point.round for point in row.curve]
-            means = metric.scale * np.array([point.spread.mean or 0.0 for point in row.curve])
-            widths = metric.scale * np.array([point.spread.deviation or 0.0 for point in row.curve])
+            rounds = list(row.curve)
+            means = metric.scale * np.array([spread.mean or 0.0 for spread in row.curve.values()])
+            widths = metric.scale * np.array([spread.deviation or 0.0 for spread in row.curve.values()])
             how = look(row.method) | {"label": f"{row.title}  {metric.text(row.figures[score].mean)}", "markersize": 4}
             # The better lie above the worse; many bands on top of each other would hide the lines.
             axes.plot(rounds, means, zorder=2 + (count - position) / 100, markevery=max(1, len(rounds) // 8), **how)

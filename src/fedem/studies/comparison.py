@@ -6,7 +6,7 @@ All methods of a seed have the same data and the same clients held out; each has
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_csv, write_json
@@ -90,13 +90,6 @@ def plan(
     return sweep.plan(out, {"method": methods}, seeds, layers, name=lambda labels, n: f"{labels['method']}-seed{n}")
 
 
-class Point(NamedTuple):
-    """The test score after a round."""
-
-    round: int
-    spread: Spread
-
-
 @dataclass(frozen=True)
 class Row:
     """A method's figures by their names in a summary, and its way there."""
@@ -104,7 +97,7 @@ class Row:
     method: str
     title: str
     figures: dict[str, Spread]
-    curve: list[Point]
+    curve: dict[int, Spread]  # the test score after each round that was scored
     training: dict[str, Any] = field(default_factory=dict)  # settings of how clients train, by section.key
 
 
@@ -140,7 +133,7 @@ class Comparison:
         methods = [
             {"method": row.method, "title": row.title, "figures": _records(row.figures)}
             | {"to_the_best": gaps[row.method]._asdict()}
-            | {"curve": [{"round": point.round} | point.spread._asdict() for point in row.curve]}
+            | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
             for row in self.rows
         ]
         oracle = _records(self.oracle) or None
@@ -172,7 +165,7 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
         scored = [{line["round"]: line.get(score) for line in own[seed].folder.metrics()} for seed in seeds]
         points = {number: [each.get(number) for each in scored] for number in scored[0]}
-        curve = [Point(number, Spread.of(values)) for number, values in points.items() if None not in values]
+        curve = {number: Spread.of(values) for number, values in points.items() if None not in values}
         sections = own[seeds[0]].config.sections
         training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
         rows.append(Row(method, run_title(found[0]), figures, curve, training))

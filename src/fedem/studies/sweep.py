@@ -11,8 +11,10 @@ import itertools
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import Listener, Trainer, carry_out
 
 Labels = Mapping[str, str]  # the label of the choice on each axis
+# What the paper says of its own runs.
+PAPER: dict[str, Any] = tomllib.loads(files("fedem.studies").joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
 class Entry(NamedTuple):

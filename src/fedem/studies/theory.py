@@ -21,7 +21,7 @@ from fedem.runs.evaluate import Record, has_diverged, name_scores
 from fedem.runs.measures import Dissimilarity, check_diagnosable, diagnose, estimate_dissimilarity, unsteady_layer
 from fedem.runs.rounds import Training
 from fedem.runs.trainer import Listener, Trainer
-from fedem.studies.sweep import check_seeds
+from fedem.studies.sweep import PAPER, check_seeds
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
 # The theorems' exponents of K, by quantity.
@@ -35,14 +35,7 @@ _OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
 
 CONSISTENT, UNDECIDED, REFUTED = OUTCOMES = ("consistent", "undecided", "refuted")  # the worse, the later
 
-# What the theorems ask of a run: plain SGD, all clients in every round, nothing in the objective but f; over a graph,
-# one start for all, and steps by which the mean of all models descends f.
-REQUIRED: Layer = {
-    "solver": {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0},
-    "run": {"clients_per_round": 1.0, "unseen": 0.0, "local_layers": "none", "label_shares": False}
-    | {"fine_tune_epochs": 0},
-    "graph": {"scale": "steps", "start": "alike"},
-}
+_REQUIRED: Layer = PAPER["required"]
 # A federation whose components are told apart within tens of rounds: before that no rate can show.
 SMALL: Layer = {
     "data": {"name": "synthetic", "num_clients": 20, "num_components": 2, "dimension": 20, "dirichlet": 0.1}
@@ -53,9 +46,9 @@ SMALL: Layer = {
 
 def assumed(method: str) -> Layer:
     """Return what holds where a run says nothing else; what a method has of its own is refused, not undone."""
-    graph = {"graph": REQUIRED["graph"]} if METHODS[method].mixer.over_graph else {}
+    graph = {"graph": _REQUIRED["graph"]} if METHODS[method].mixer.over_graph else {}
     batching = {"batch_size": 16, "local_steps": 10}
-    return {"solver": REQUIRED["solver"], "batching": batching, "run": {"clients_per_round": 1.0}} | graph
+    return {"solver": _REQUIRED["solver"], "batching": batching, "run": {"clients_per_round": 1.0}} | graph
 
 
 class Trend(NamedTuple):
@@ -229,7 +222,7 @@ def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: 
     if every < 1:
         raise UserError(f"every is {every}; allowed: at least 1.")
     check_seeds(seeds)
-    for section, values in REQUIRED.items():
+    for section, values in _REQUIRED.items():
         for key, allowed in values.items():  # the name first, as the section of another solver has other keys
             if (value := config.sections[section].get(key, allowed)) != allowed:
                 where = "in a study of the theorems, which speak of plain SGD with all clients in every round"

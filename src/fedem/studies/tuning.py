@@ -34,7 +34,7 @@ from fedem.runs.folder import RunFolder
 from fedem.runs.rounds import DivergedError
 from fedem.runs.trainer import Listener, Trainer, carry_out
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, SharedData, Spread, check_seeds, layers_of
+from fedem.studies.sweep import PAPER, Entry, SharedData, Spread, check_seeds, layers_of
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -43,20 +43,8 @@ Grids = Mapping[str, Sequence[Any]]  # the values to try of each setting, by sec
 
 SAMPLERS = ("grid", "random", "tpe")
 RATE = "schedule.learning_rate"
-# The paper's grids: of every method's learning rate, and of the weight of a penalty.
-_RATES = tuple(10.0**exponent for exponent in (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0))
-_WEIGHTS = tuple(10.0**exponent for exponent in (1, 0, -1, -2, -3))
+_RATES, _WEIGHTS = (tuple(10.0**power for power in PAPER["grids"][name]) for name in ("learning_rate", "weight"))
 _WEIGHT_OF = {"fedprox": "method.mu", "pfedme": "method.pull", "ditto": "method.pull", "mocha": "method.penalty"}
-# The learning rates that the paper's grid search came to, as base-10 logarithms.
-_COLUMNS = ("fedavg", "fedprox", "fedavg+", "clustered", "pfedme", "fedem")
-_FOUND = {
-    "femnist": (-1.5, -1.5, -1.5, -1.5, -1.5, -1.0),
-    "emnist": (-1.5, -1.5, -1.5, -1.5, -1.5, -1.0),
-    "cifar10": (-1.5, -1.5, -1.5, -1.5, -1.0, -1.0),
-    "cifar100": (-1.0, -1.0, -1.0, -1.0, -1.0, -0.5),
-    "shakespeare": (-1.0, -1.0, -1.0, -1.0, -1.0, -0.5),
-    "synthetic": (-1.0, -1.0, -1.0, -1.0, -1.0, -1.0),
-}
 # What all trials must share, or their scores could not be compared.
 _SAME = ("data", "partition", "loss", "run.seed", "run.rounds", "run.unseen", "method.name")
 _NEAR_THE_END = 0.1  # share of a range that counts as its edge
@@ -71,8 +59,8 @@ def usual_grids(method: str, *given: Layer) -> Grids:
 
 def paper_rate(data: str, method: str) -> float | None:
     """Return the learning rate that the paper found for a method on a data set; None where it has none."""
-    known = data in _FOUND and method in _COLUMNS
-    return float(10.0 ** _FOUND[data][_COLUMNS.index(method)]) if known else None
+    power = PAPER["found"].get(data, {}).get(method)
+    return None if power is None else float(10.0**power)
 
 
 def read_grids(texts: Iterable[str]) -> Grids:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -76,13 +76,11 @@ def saved(figure: Figure, ending: str, **how: Any) -> bytes:
     return content.getvalue()
 
 
-@contextmanager
-def inked() -> Iterator[None]:
+def inked() -> AbstractContextManager[None]:
     """Draw and write in the pictures' style."""
     from matplotlib import style
 
-    with style.context(["default", _STYLE]):
-        yield
+    return style.context(["default", _STYLE])
 
 
 def paint(painter: Painter, data: Gathered) -> Picture | None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import entr
 
 from fedem.core.tree import Tree
 from fedem.report.pictures.canvas import COLOURS, INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
@@ -100,8 +101,7 @@ def in_triangle(weights: Numbers) -> Numbers:
 
 def effective(weights: Numbers) -> Numbers:
     """Return the exponential of the weights' entropy: from 1, a component alone, to M, all alike; ``[T, M] -> [T]``."""
-    logs = np.log(weights, where=weights > 0, out=np.zeros_like(weights))
-    return np.exp(-(weights * logs).sum(1))
+    return np.exp(entr(weights).sum(1))
 
 
 def _first(data: Gathered) -> dict[str, Numbers]:
