@@ -90,11 +90,8 @@ class FromFile(Pooled):
         # What was text among all rows stays so among a few, and rows go by their content.
         texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
         table = self.read().without([name for name in encoding.ignored if name != self.split_by]).as_text(texts)
-        self._need(table, table.target, "targets are needed to train")
-        self._need_order(table)
-        if owner is None:
-            self._need(table, table.client, "the name of the client is needed then")
-        elif table.client not in table.columns:
+        self._check_columns(table, "the name of the client is needed then" if owner is None else "")
+        if owner is not None and table.client not in table.columns:
             table = table.owned_by(owner)
         collection = _collection(table, replace(encoding.target, mean=0.0, deviation=1.0))
         return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
@@ -103,10 +100,7 @@ class FromFile(Pooled):
         if owned and (both := self.target_column) == self.client_column:
             raise UserError(f"data.target_column and data.client_column are both {both!r}; allowed: two columns.")
         table = self.read()
-        self._need(table, table.target, "targets are needed to train")
-        self._need_order(table)
-        if owned:
-            self._need(table, table.client, "clients are needed, or a partition that deals the rows")
+        self._check_columns(table, "clients are needed, or a partition that deals the rows" if owned else "")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
         if strange := [name for name in self._ignored if name not in table.columns or name == table.target]:
@@ -121,12 +115,16 @@ class FromFile(Pooled):
     def _ignored(self) -> tuple[str, ...]:
         return tuple(name for part in self.ignore.split(",") if (name := part.strip()) not in ("", self.split_by))
 
-    def _need_order(self, table: Table) -> None:
+    def _check_columns(self, table: Table, clients: str) -> None:
+        """Refuse a table without targets, what orders its rows or, where there is a reason, ``clients``."""
+        self._need(table, table.target, "targets are needed to train")
         if self.split_by in (table.target, table.client):
             what = "targets" if self.split_by == table.target else "clients"
             raise UserError(f"data.split_by is {self.split_by!r}, the column of {what}; allowed: one of its own.")
         if self.split_by:
             self._need(table, self.split_by, "rows are to be ordered by it", "data.split_by, --split-by")
+        if clients:
+            self._need(table, table.client, clients)
 
     def _need(self, table: Table, column: str, why: str, option: str = "") -> None:
         if column in table.columns:

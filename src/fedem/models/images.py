@@ -257,9 +257,7 @@ class _Joined(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C', H', W']``."""
-        outputs = inputs
-        for layer in self:
-            outputs = layer(outputs)
+        outputs = super().forward(inputs)
         return inputs + outputs if self.joined else outputs
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -21,7 +21,7 @@ from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import MANIFEST, RunFolder
 from fedem.studies.comparison import Comparison, summarize
-from fedem.studies.sweep import Entry, Spread
+from fedem.studies.sweep import Entry
 
 Numbers = NDArray[np.float64]
 Settings = Mapping[str, Any]  # values of a configuration by section.key
@@ -282,22 +282,10 @@ def distinct_labels(settings: Sequence[Settings]) -> list[str]:
 
 def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     """Sum up each entry over the seeds that it has."""
-
-    def summed(name: str, runs: Iterable[Run]) -> Comparison:
-        return summarize([Entry({"method": name}, run.seed, run.config, run.folder) for run in runs])
-
-    seeds = {run.seed: run for runs in entries.values() for run in runs}
-    whole = summed("", (seeds[seed] for seed in sorted(seeds)))
-    parts = {name: summed(name, runs) for name, runs in entries.items()}
-    # Some have figures that others lack: a score of the clients held out.
-    names = dict.fromkeys(name for part in parts.values() for name in part.rows[0].figures)
-    rows = []
-    for entry, part in parts.items():
-        (row,), method = part.rows, entries[entry][0].method
-        title = row.title if entry == method else _name(entry, method)
-        rows.append(replace(row, title=title, figures={name: row.figures.get(name, Spread.of(())) for name in names}))
-    rows.sort(key=lambda row: row.figures[f"test_{whole.metric}"].rank(whole.metric))
-    return replace(whole, rows=rows, runs=[line for row in rows for line in parts[row.method].runs])
+    runs = sorted(((name, run) for name, runs in entries.items() for run in runs), key=lambda pair: pair[1].seed)
+    found = summarize([Entry({"method": name}, run.seed, run.config, run.folder) for name, run in runs])
+    titles = {name: _name(name, runs[0].method) for name, runs in entries.items() if name != runs[0].method}
+    return replace(found, rows=[replace(row, title=titles.get(row.method, row.title)) for row in found.rows])
 
 
 def _name(entry: str, method: str) -> str:

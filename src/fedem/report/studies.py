@@ -271,12 +271,6 @@ def _are_paired(lines: Sequence[Line]) -> bool:
     return any(line.gap is not None and line.gap.mean is not None for line in lines)
 
 
-def _is_share(name: str) -> bool:
-    """Whether a figure is shown in percent: a bottom decile, or a score by such a metric."""
-    metric = metric_of(name)
-    return name.endswith("bottom_decile") or (metric is not None and metric.in_percent)
-
-
 def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[list[str]]:
     def number(value: float) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
@@ -288,7 +282,8 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
             known = line.ours[experiment.figures[0]].mean is not None
             cells.append(_gap(line.gap, decisive) if line.gap is not None else "best" if known else _NONE)
         for name in experiment.figures:
-            ours, paper, share = line.ours[name], line.paper[name], _is_share(name)
+            ours, paper, metric = line.ours[name], line.paper[name], metric_of(name)
+            share = name.endswith("bottom_decile") or (metric is not None and metric.in_percent)
             ways = (lambda value: f"{100 * value:.1f}",) if share else (number, "{:.2g}".format)
             difference = _NONE
             if ours.mean is not None and paper is not None:

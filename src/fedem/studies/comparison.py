@@ -145,40 +145,40 @@ def _records(spreads: Mapping[str, Spread]) -> Record:
 
 
 def summarize(entries: Sequence[Entry]) -> Comparison:
-    """Read the figures of runs that are all complete."""
+    """Read the figures of runs that are all complete; a method may lack some of the seeds."""
     if (missing := next((entry for entry in entries if not entry.is_complete), None)) is not None:
         raise UserError(f"The run in {missing.folder.path} is not complete.")
     summaries = {method: by_seed for (method,), by_seed in outcomes(entries).items()}
     seeds = list(dict.fromkeys(entry.seed for entry in entries))
-    baseline = next(iter(summaries.values()))
+    # What does not depend on the method can be read of any.
+    baseline = {seed: summary for by_seed in summaries.values() for seed, summary in by_seed.items()}
     first = baseline[seeds[0]]
-    metric, *others = (each.name for each in metrics_of(first))
+    metric = metrics_of(first)[0].name
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
-    further = [f"test_{other}" for other in others]
+    known = (f"test_{each.name}" for by_seed in summaries.values() for each in metrics_of(next(iter(by_seed.values()))))
+    further = [name for name in dict.fromkeys(known) if name != score]
     names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
     rows = []
     for method, by_seed in summaries.items():
-        own = {entry.seed: entry for entry in entries if entry.labels["method"] == method}
-        found = [by_seed[seed] for seed in seeds]
-        figures = {name: Spread.of(summary.get(name) for summary in found) for name in names}
-        scored = [{line["round"]: line.get(score) for line in own[seed].folder.metrics()} for seed in seeds]
+        own = [entry for entry in entries if entry.labels["method"] == method]
+        figures = {name: Spread.of(summary.get(name) for summary in by_seed.values()) for name in names}
+        scored = [{line["round"]: line.get(score) for line in entry.folder.metrics()} for entry in own]
         points = {number: [each.get(number) for each in scored] for number in scored[0]}
         curve = {number: Spread.of(values) for number, values in points.items() if None not in values}
-        sections = own[seeds[0]].config.sections
+        sections = own[0].config.sections
         training = {f"{name}.{key}": value for name in _TRAINING for key, value in sections[name].items()}
-        rows.append(Row(method, run_title(found[0]), figures, curve, training))
+        rows.append(Row(method, run_title(next(iter(by_seed.values()))), figures, curve, training))
     rows.sort(key=lambda row: row.figures[score].rank(metric))
-    known = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
-    known |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
-    oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in known.items()}
+    truth = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
+    truth |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
+    oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in truth.items()}
     runs = [
         {"method": row.method, "seed": seed, "rounds": summary["rounds"]}
-        | {name: summary.get(name) for name in (*names, *known.values())}
+        | {name: summary.get(name) for name in (*names, *truth.values())}
         for row in rows
-        for seed in seeds
-        for summary in [summaries[row.method][seed]]
+        for seed, summary in summaries[row.method].items()
     ]
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
     return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs)
