@@ -12,7 +12,7 @@ from labelled import good, same_samples
 
 from fedem.core.errors import UserError
 from fedem.data.federation import PARTS, Federation
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 
 
 class TestAccess:
@@ -59,7 +59,7 @@ class TestTake:
     def test_samples_follow_their_client(self, data: st.DataObject, sizes: list[int]) -> None:
         offsets = torch.tensor([0, *np.cumsum(sizes).tolist()])
         total = int(offsets[-1])
-        samples = Samples.of(torch.arange(2 * total).reshape(total, 2), torch.arange(total), offsets)
+        samples = Samples(Pool(torch.arange(2 * total).reshape(total, 2), torch.arange(total)), offsets)
         chosen = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=10))
         taken = samples.take(torch.tensor(chosen))
         assert taken.sizes.tolist() == [sizes[position] for position in chosen]

@@ -52,7 +52,7 @@ def test_rows_of_a_pool_read_as_flat_arrays_do(data: st.DataObject, sizes: list[
     total, inputs = int(offsets[-1]), torch.arange(40).reshape(20, 2)
     rows = torch.tensor(data.draw(st.lists(st.integers(0, 19), min_size=total, max_size=total)), dtype=torch.int64)
     pooled = Samples(Pool(inputs, inputs[:, 0]), offsets, rows)
-    flat = Samples.of(inputs[rows], inputs[rows, 0], offsets)
+    flat = Samples(Pool(inputs[rows], inputs[rows, 0]), offsets)
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=8)))
     for mine, theirs in ((pooled, flat), (pooled.take(chosen), flat.take(chosen)), (pooled.gathered(), flat)):
         assert len(mine) == len(theirs)

@@ -12,7 +12,7 @@ from newcomers import NEWCOMERS, both_engines, every_method, every_sharing_metho
 
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 from fedem.engines import Engine, OneByOne
 from fedem.methods.mixer import Settled
 from fedem.runs.evaluate import evaluate
@@ -53,15 +53,15 @@ def test_a_new_client_without_samples_is_given_a_predictor_too(
     training, state = trained(method)
     personalizer = make_personalizer(training, engine, fine_tune_epochs=fine_tune_epochs)
     x, y = NEWCOMERS.train.client(0)
-    nobody = Samples.of(x[:0], y[:0], torch.tensor([0, 0]))
+    nobody = Samples(Pool(x[:0], y[:0]), torch.tensor([0, 0]))
     alone = predict_all(training, personalizer.personalize(state, nobody, client_keys(["ida"])))
     assert bool(torch.isfinite(alone).all())
     torch.testing.assert_close(alone.sum(-1), torch.ones(1, 24, dtype=torch.float64))
     # Beside another who has samples.
-    both = Samples.of(x, y, torch.tensor([0, 0, 6]))
+    both = Samples(Pool(x, y), torch.tensor([0, 0, 6]))
     together = predict_all(training, personalizer.personalize(state, both, client_keys(["ida", "fay"])))
     torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-12)
-    fay = personalizer.personalize(state, Samples.of(x, y, torch.tensor([0, 6])), client_keys(["fay"]))
+    fay = personalizer.personalize(state, Samples(Pool(x, y), torch.tensor([0, 6])), client_keys(["fay"]))
     torch.testing.assert_close(together[1], predict_all(training, fay)[0], rtol=0, atol=1e-12)
 
 

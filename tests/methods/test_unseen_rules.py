@@ -12,7 +12,7 @@ from torch import Tensor
 from fedem.core.random import client_keys
 from fedem.core.tree import Tree, take_prefix, tree_flat, tree_index
 from fedem.data.federation import Federation
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 from fedem.engines import Batching
 from fedem.runs.evaluate import evaluate
 from fedem.runs.personalize import Predictors
@@ -152,7 +152,7 @@ def test_a_new_client_without_samples_takes_the_mean_of_all_models(method: str) 
     training = make_training(method)
     state = advance(training)
     x, y = NEWCOMERS.train.client(0)
-    nobody = Samples.of(x[:0], y[:0], torch.tensor([0, 0]))
+    nobody = Samples(Pool(x[:0], y[:0]), torch.tensor([0, 0]))
     found = make_personalizer(training).personalize(state, nobody, client_keys(["ida"]))
     mixture = found.of(training.algorithm, 0)
     for name in ("weight", "bias"):

@@ -10,7 +10,7 @@ from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.data import Synthetic
 from fedem.data.federation import Federation
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 from fedem.engines import OneByOne, Stacked
 from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle, predict
 from fedem.runs.measures import cosine_distance, optimal_distance, recover
@@ -78,7 +78,7 @@ def test_a_client_without_test_samples_among_others() -> None:
 
 def _unseen(count: int) -> Samples:
     inputs, targets = make_federation(sizes=(40,), seed=5).train.client(0)
-    return Samples.of(inputs[:count], targets[:count], torch.tensor([0, count]))
+    return Samples(Pool(inputs[:count], targets[:count]), torch.tensor([0, count]))
 
 
 def _fit(training: Training, state: State, samples: Samples, iterations: int | None = None) -> Predictors:
@@ -115,7 +115,7 @@ def test_an_unseen_copy_of_a_client_predicts_like_it() -> None:
     training = make_training("fedem", make_federation(sizes=(7, 12, 30)), num_rounds=40)
     state = advance(training, 40)
     inputs, targets = training.federation.train.client(2)
-    samples = Samples.of(inputs, targets, torch.tensor([0, len(targets)]))
+    samples = Samples(Pool(inputs, targets), torch.tensor([0, len(targets)]))
     personal = _fit(training, state, samples).personal
     old = state.personal["log_weights"][2].exp()
     assert float((personal["log_weights"][0].exp() - old).abs().max()) < 0.1

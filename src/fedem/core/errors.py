@@ -1,6 +1,6 @@
 """The one error that a user is meant to read, and the messages that many places share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,6 +16,13 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
     close = get_close_matches(str(name), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return UserError(f"Unknown {kind} {name!r}; allowed: {', '.join(names) or 'none'}.{hint}")
+
+
+def check_known(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    """Refuse names that are not among those ``allowed``."""
+    for name in names:
+        if name not in allowed:
+            raise unknown(kind, name, allowed)
 
 
 def counted(number: int, one: str, several: str = "") -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedem.core.errors import UserError, counted, unknown
+from fedem.core.errors import UserError, check_known, counted
 from fedem.core.random import HOLD_OUT, choose, client_keys
 from fedem.data.samples import Pool, Samples, check_finite, check_pair, describe, offsets_of, split_rows
 
@@ -177,8 +177,7 @@ class Federation:
 
     def part(self, name: str) -> Samples:
         """Return the part called ``name``: train, validation or test."""
-        if name not in PARTS:
-            raise unknown("part", name, PARTS)
+        check_known("part", [name], PARTS)
         return getattr(self, name)
 
     def take(self, clients: Tensor) -> Federation:

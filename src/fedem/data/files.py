@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from fedem.core.errors import UserError, needed, unknown
+from fedem.core.errors import UserError, check_known, needed
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.encoding import TASKS, Encoding, Target
@@ -264,9 +264,7 @@ def from_huggingface(
 def _read_huggingface(name: str, data: Any, target: str, features: str | Sequence[str] | None, order: str) -> Table:
     chosen = [features] if isinstance(features, str) else features
     times = [order] if order else []
-    for wanted in (target, *times, *(chosen or ())):
-        if wanted not in data.column_names:
-            raise unknown(f"column of client {name!r}", wanted, data.column_names)
+    check_known(f"column of client {name!r}", (target, *times, *(chosen or ())), data.column_names)
     rest = [column for column in data.column_names if column not in (target, order)]
     columns = rest if chosen is None else [column for column in chosen if column != order]
     client = "client" if "client" not in (target, *times, *columns) else "(client)"

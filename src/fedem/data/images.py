@@ -75,7 +75,6 @@ class Emnist(Public):
 
     name = "emnist"
     labels = tuple(CHARACTERS)
-    images = SHAPE
 
     def read(self, source: Path) -> Iterator[Block]:
         with opened(source) as files, ExitStack() as stack:
@@ -150,7 +149,6 @@ class Femnist(Public):
 
     name = "femnist"
     labels = tuple(CHARACTERS)
-    images = SHAPE
 
     def read(self, source: Path) -> Iterator[Block]:
         folder = source if source.is_dir() else source.parent
@@ -197,7 +195,6 @@ class Cifar10(Public):
     """CIFAR-10: ten classes."""
 
     name = "cifar10"
-    images = COLOUR
     files: ClassVar[tuple[str, ...]] = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
     keys: ClassVar[tuple[bytes, ...]] = (b"labels",)  # of labels and, where there are, of their groups
 
@@ -215,6 +212,5 @@ class Cifar100(Cifar10):
     """CIFAR-100: a hundred classes in twenty groups of five."""
 
     name = "cifar100"
-    has_coarse = True
     files = ("train", "test")
     keys = (b"fine_labels", b"coarse_labels")

@@ -55,11 +55,6 @@ class Samples:
     rows: Tensor | None = None
     """``[N]`` int64 on the pool's device: each sample's row of the pool; None when they are the pool, in its order"""
 
-    @classmethod
-    def of(cls, inputs: Tensor, targets: Tensor, offsets: Tensor) -> Samples:
-        """Make samples of flat arrays that are in order already."""
-        return cls(Pool(inputs, targets), offsets)
-
     @property
     def inputs(self) -> Tensor:
         """All inputs in order, ``[N, ...]``; read from the pool each time, unless the samples are the pool."""

@@ -14,7 +14,7 @@ from fedem.core.errors import UserError
 from fedem.data.dataset import Dataset, DataSource, Truth
 from fedem.data.federation import Federation
 from fedem.data.partitions import Natural, Partition
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 
 
 @dataclass(frozen=True)
@@ -97,4 +97,4 @@ class Synthetic(DataSource):
         logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
         probabilities = (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
         labels = (rng.random(total) < probabilities).astype(np.int64)
-        return Samples.of(*map(torch.from_numpy, (inputs, labels, offsets)))
+        return Samples(Pool(torch.from_numpy(inputs), torch.from_numpy(labels)), torch.from_numpy(offsets))

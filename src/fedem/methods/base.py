@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, check_known
 from fedem.core.settings import Settings, names_of
 from fedem.core.tree import Tree
 from fedem.methods.mixer import Mixer
@@ -240,8 +240,7 @@ def names_where(holds: Callable[[Method], bool]) -> str:
 
 def find_method(name: str) -> Method:
     """Return the row called ``name``."""
-    if name not in METHODS:
-        raise unknown("method", name, METHODS)
+    check_known("method", [name], METHODS)
     return METHODS[name]
 
 

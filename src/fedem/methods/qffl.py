@@ -104,8 +104,7 @@ class ByMass(OneGroup):
                 yield positions, buffers
 
         means = weighted_means(shares, watched()) | sums
-        mixed = Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients))
-        return mixed, memory
+        return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
 
 
 register(Method("qffl", QFFL, ByMass, title="q-FFL", summary="one model, clients with larger losses weigh more",

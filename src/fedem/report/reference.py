@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, check_known, unknown
 from fedem.core.random import client_keys
 from fedem.core.settings import Settings, allowed, entries_of, names_of
 from fedem.data import DATA
@@ -205,8 +205,7 @@ def sections_pages() -> Iterator[RenderableType]:
 def section_pages(asked: str) -> Iterator[RenderableType]:
     """Yield all there is to say of a ``section``, or of one of its names: ``section.name``."""
     section, dot, name = asked.partition(".")
-    if section not in SECTIONS:
-        raise unknown("section", section, SECTIONS)
+    check_known("section", [section], SECTIONS)
     keys = f"--set {section}.KEY=VALUE"
     if dot:
         if not SECTIONS[section].is_named:

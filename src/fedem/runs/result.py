@@ -17,7 +17,7 @@ from fedem.core.errors import UserError, counted, unknown
 from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
-from fedem.data.samples import Samples
+from fedem.data.samples import Pool, Samples
 from fedem.methods.base import Mixture, find_method
 from fedem.methods.mixer import Settled
 from fedem.methods.wrappers.compression import split_residual
@@ -159,7 +159,7 @@ class Result:
         x = sample_format.conform("(new client)", inputs)
         if len(x) == 0:
             nothing = torch.zeros(0, *sample_format.inputs, dtype=sample_format.input_dtype)
-            samples = Samples.of(nothing, torch.zeros(0).long(), torch.tensor([0, 0]))
+            samples = Samples(Pool(nothing, torch.zeros(0).long()), torch.tensor([0, 0]))
         else:
             if sample_format.encoding is not None:
                 targets = sample_format.encoding.accept_targets(targets)

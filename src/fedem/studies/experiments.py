@@ -6,12 +6,12 @@ has for them. The runs are a sweep; our figures then stand beside the paper's.
 
 import itertools
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedem.core.errors import UserError, unknown
+from fedem.core.errors import UserError, check_known, unknown
 from fedem.data.store import Public
 from fedem.models.metrics import Metric, known_metric
 from fedem.runs.config import Layer
@@ -56,7 +56,7 @@ def read(folder: Path) -> Experiment:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} can't be read as an experiment: {error}") from None
-    _check_known(f"key in {path}", content, (*_NEEDED, *_OPTIONAL))
+    check_known(f"key in {path}", content, (*_NEEDED, *_OPTIONAL))
     for key in _NEEDED:
         if key not in content:
             raise UserError(f"{path} has no {key!r}; it is needed.")
@@ -77,24 +77,18 @@ def read(folder: Path) -> Experiment:
     _check(path, "seeds", seeds, type(seeds) is int and seeds > 0, "a whole number from 1")
     words = isinstance(figures, list) and all(isinstance(name, str) for name in figures)
     _check(path, "figures", figures, words and bool(figures), "a list of names")
-    _check_known(f"label in {path}, figures", [name.partition(SLASH)[2] for name in figures if SLASH in name], labels)
+    check_known(f"label in {path}, figures", [name.partition(SLASH)[2] for name in figures if SLASH in name], labels)
     gaps = isinstance(without, list) and all(
         isinstance(gap, Mapping) and gap and all(label in axes.get(axis, ()) for axis, label in gap.items())
         for gap in without
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
-    _check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
+    check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
     content |= {key: str(content[key]) for key in ("title", "place")}
     content["settings"] = _layers(content["settings"], f"{path}, settings")
     content["paper"] = {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()}
     content["quick"] = {label: _layers(values, f"{path}, quick") for label, values in content["quick"].items()}
     return Experiment(folder.name, **content | {"axes": axes})
-
-
-def _check_known(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
-    for name in names:
-        if name not in allowed:
-            raise unknown(kind, name, allowed)
 
 
 def _check(path: Path, key: str, value: object, fits: bool, allowed: str) -> None:
@@ -113,7 +107,7 @@ def _paper(path: Path, key: str, values: Any, axes: _Axes, figures: Sequence[str
 
 def find(place: Path, name: str) -> Experiment:
     """Return the experiment called ``name`` among those in ``place``."""
-    _check_known("experiment", [name], listed(place))
+    check_known("experiment", [name], listed(place))
     return read(place / name)
 
 
@@ -150,9 +144,9 @@ def plan(
 
     Settings are those declared (``quick`` ones too), those ``asked`` for all runs, the ``own`` of runs with a label.
     """
-    _check_known("axis", only, experiment.axes)
+    check_known("axis", only, experiment.axes)
     for axis, names in only.items():
-        _check_known(f"choice of {axis}", names, experiment.axes[axis])
+        check_known(f"choice of {axis}", names, experiment.axes[axis])
 
     def layers(labels: Labels) -> list[Layer]:
         declared = [experiment.settings, *(experiment.axes[axis][label] for axis, label in labels.items())]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedem.core.errors import UserError, needed, unknown
+from fedem.core.errors import UserError, check_known, needed
 from fedem.core.files import plain, write_json
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
@@ -177,8 +177,7 @@ class Search:
     def check(self) -> None:
         """Refuse what can't be searched, before any data are made."""
         number, given = self.num_trials, overlay(*self.layers)
-        if self.sampler not in SAMPLERS:
-            raise unknown("sampler", self.sampler, SAMPLERS)
+        check_known("sampler", [self.sampler], SAMPLERS)
         if not self.grids:
             raise UserError("There is no setting to search; allowed: one or several, each as --grid section.key=...")
         for key, values in self.grids.items():
@@ -234,8 +233,7 @@ class Search:
 
 def _without_test(federation: Federation) -> Federation:
     """Return the clients without their test part, so that nothing can be chosen by it."""
-    pool = federation.train.pool
-    nothing = Samples.of(pool.inputs[:0], pool.targets[:0], torch.zeros_like(federation.test.offsets))
+    nothing = Samples(federation.train.span(0, 0), torch.zeros_like(federation.test.offsets))
     unseen = None if federation.unseen is None else _without_test(federation.unseen)
     return replace(federation, test=nothing, unseen=unseen)
 

@@ -31,19 +31,7 @@ _UNITS = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
 # How files are written, by ending; a date in them would make each a new one.
 FORMATS: dict[str, Any] = {"svg": {"metadata": _BARE}, "png": {"dpi": 160}, "pdf": {"metadata": {"CreationDate": None}}}
 SETTINGS: dict[str, Any] = {"font.size": 9, "svg.hashsalt": "fedem"}
-_STYLE: dict[str, Any] = {
-    **SETTINGS,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "svg.fonttype"), "none"),
-    **dict.fromkeys(("text.parse_math", "axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10,
-    "image.interpolation": "nearest",
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "pdf.fonttype": 42,
-}
+_INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 
 
 class Picture(NamedTuple):
@@ -80,7 +68,9 @@ def inked() -> AbstractContextManager[None]:
     """Draw and write in the pictures' style."""
     from matplotlib import style
 
-    return style.context(["default", _STYLE])
+    return style.context(
+        ["default", f"{__package__}.fedem", SETTINGS, dict.fromkeys(_INKED, INK), {"grid.color": GRID}]
+    )
 
 
 def paint(painter: Painter, data: Gathered) -> Picture | None:
