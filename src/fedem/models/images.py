@@ -257,7 +257,7 @@ class _Joined(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C', H', W']``."""
-        outputs = super().forward(inputs)
+        outputs = super().forward(inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return inputs + outputs if self.joined else outputs
 
 

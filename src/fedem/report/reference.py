@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fedem.core.errors import UserError, check_known, unknown
 from fedem.core.random import client_keys
-from fedem.core.settings import Settings, allowed, entries_of, names_of
+from fedem.core.settings import Settings, allowed, entries_of
 from fedem.data import DATA
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, resolve_method
@@ -256,10 +256,8 @@ def _marked(text: str) -> str:
 
 def graphs_table() -> Table:
     """Return one row per graph."""
-    common, rows = names_of(Topology), []
-    for name, kind in GRAPHS.items():
-        own = [setting for setting in names_of(kind) if setting not in common]
-        rows.append((name, _about(kind).partition("\n")[0], ", ".join(own) or "-"))
+    own = {kind.name: ", ".join(setting.name for setting in kind.settings) or "-" for kind in _parted("graph")[1]}
+    rows = [(name, _about(kind).partition("\n")[0], own[name]) for name, kind in GRAPHS.items()]
     return simple_table("graph", "what it is", "settings of its own", rows=rows, bold="graph")
 
 

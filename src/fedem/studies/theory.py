@@ -24,9 +24,6 @@ from fedem.runs.trainer import Listener, Trainer
 from fedem.studies.sweep import PAPER, check_seeds
 
 QUANTITIES = ("gradient_norm2", "improvement", "weights_kl", "consensus")
-# The theorems' exponents of K, by quantity.
-_SERVER_RATES = {"gradient_norm2": -0.5, "improvement": -0.75}
-_GRAPH_RATES = {"gradient_norm2": -0.5, "weights_kl": -1.0, "consensus": -0.5}
 _LEAST_RUNS = 3  # a line through two points has no error
 _CONFIDENCE = 0.95
 _ROUNDING = 1e-9
@@ -36,12 +33,7 @@ _OWN = {"run": ("rounds", "seed"), "schedule": ("learning_rate",)}
 CONSISTENT, UNDECIDED, REFUTED = OUTCOMES = ("consistent", "undecided", "refuted")  # the worse, the later
 
 _REQUIRED: Layer = PAPER["required"]
-# A federation whose components are told apart within tens of rounds: before that no rate can show.
-SMALL: Layer = {
-    "data": {"name": "synthetic", "num_clients": 20, "num_components": 2, "dimension": 20, "dirichlet": 0.1}
-    | {"noise_scale": 0.0, "max_samples": 200, "num_validation": 0, "num_test": 0},
-    "method": {"num_components": 2},
-}
+SMALL: Layer = PAPER["small"]
 
 
 def assumed(method: str) -> Layer:
@@ -146,7 +138,7 @@ def study(
         done += length
     each = {k: {q: [_mean(measured[k, seed], k, q) for seed in seeds] for q in QUANTITIES} for k in rounds}
     points = tuple(Point(length, a0 / math.sqrt(length), each[length]) for length in rounds)
-    rates = _GRAPH_RATES if first.training.mixer.over_graph else _SERVER_RATES
+    rates = PAPER["rates"]["graph" if first.training.mixer.over_graph else "server"]
     trends = {name: fit_trend(rounds, [point.each[name] for point in points], rates.get(name)) for name in QUANTITIES}
     everything = [line for lines in measured.values() for line in lines]
     return Study(scheduled, a0, tuple(seeds), points, trends, estimate_dissimilarity(everything))

@@ -43,8 +43,6 @@ Grids = Mapping[str, Sequence[Any]]  # the values to try of each setting, by sec
 
 SAMPLERS = ("grid", "random", "tpe")
 RATE = "schedule.learning_rate"
-_RATES, _WEIGHTS = (tuple(10.0**power for power in PAPER["grids"][name]) for name in ("learning_rate", "weight"))
-_WEIGHT_OF = {"fedprox": "method.mu", "pfedme": "method.pull", "ditto": "method.pull", "mocha": "method.penalty"}
 # What all trials must share, or their scores could not be compared.
 _SAME = ("data", "partition", "loss", "run.seed", "run.rounds", "run.unseen", "method.name")
 _NEAR_THE_END = 0.1  # share of a range that counts as its edge
@@ -52,9 +50,9 @@ _NEAR_THE_END = 0.1  # share of a range that counts as its edge
 
 def usual_grids(method: str, *given: Layer) -> Grids:
     """Return the paper's grids for a method, but for settings that are given a value."""
-    grids = {RATE: _RATES} | ({weight: _WEIGHTS} if (weight := _WEIGHT_OF.get(method)) else {})
+    grids = PAPER["grids"]["all"] | PAPER["grids"].get(method, {})
     fixed = {f"{section}.{name}" for layer in given for section, values in layer.items() for name in values}
-    return {key: values for key, values in grids.items() if key not in fixed}
+    return {key: tuple(10.0**power for power in powers) for key, powers in grids.items() if key not in fixed}
 
 
 def paper_rate(data: str, method: str) -> float | None:
