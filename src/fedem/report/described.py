@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from fedem.core.errors import counted
 from fedem.data.dataset import Dataset
 from fedem.data.federation import PARTS, Federation
-from fedem.report.console import figures_table
+from fedem.report.console import figures_table, rendered
 from fedem.report.pictures.canvas import COLOURS, FORMATS, SETTINGS, saved
 
 if TYPE_CHECKING:
@@ -137,18 +137,10 @@ def labels_table(description: Description) -> Table:
     return table
 
 
-def remarks(description: Description) -> Iterator[str]:
-    """Yield what else there is to say, a line each."""
-    yield f"Inputs: {description.inputs}."
-    if description.columns:
-        yield f"Columns: {description.columns}."
-        yield "Missing values: none."
-    if description.counts is not None:
-        variation, divergence = total_variation(description.counts), jensen_shannon(description.counts)
-        apart = f"total variation distance {variation:.3f}, Jensen-Shannon divergence {divergence:.3f} bits"
-        yield f"Clients' labels against the pool's, mean over clients: {apart} (0: all alike, 1: nothing in common)."
-    if description.between is not None:
-        yield f"{100 * description.between:.1f}% of the targets' variance lies between clients."
+def remarks(description: Description) -> list[str]:
+    """Return what else there is to say, a line each."""
+    measures = {"total_variation": total_variation, "jensen_shannon": jensen_shannon}
+    return rendered("data.txt", description=description, **measures).split("\n")[:-1]
 
 
 def by_dominant_label(counts: Counts, names: Sequence[str]) -> Counts:

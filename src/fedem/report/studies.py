@@ -159,25 +159,21 @@ def comparison_markdown(comparison: Comparison, command: str) -> str:
 
 def comparison_remarks(comparison: Comparison) -> list[str]:
     """Return what the table does not say by itself, a line each."""
-    name = f"unseen_test_{comparison.metric}"
-    silent = [row.title for row in comparison.rows if name in row.figures and row.figures[name].mean is None]
-    remarks = [f"Without a model for clients held out: {', '.join(silent)}."] if silent else []
-    best, metric = comparison.rows[0], find_metric(comparison.metric)
-    gaps = {row.title: gap for row in comparison.rows[1:] if (gap := comparison.gaps[row.method]).error is not None}
-    if gaps:
-        told = ", ".join(f"{title} {_gap(gap, metric)}" for title, gap in gaps.items())
-        remarks.insert(0, f"Test score against {best.title}, paired by seed, mean ± standard error: {told}.")
+    rows, metric, unseen = comparison.rows, find_metric(comparison.metric), f"unseen_test_{comparison.metric}"
+    silent = [row.title for row in rows if unseen in row.figures and row.figures[unseen].mean is None]
+    paired = {row.title: comparison.gaps[row.method] for row in rows[1:]}
+    gaps = [f"{title} {_gap(gap, metric)}" for title, gap in paired.items() if gap.error is not None]
     differing = []  # the value that most methods have, and who has another
-    for key in dict.fromkeys(key for row in comparison.rows for key in row.training):
+    for key in dict.fromkeys(key for row in rows for key in row.training):
         holders: dict[Any, list[str]] = {}
-        for row in comparison.rows:
+        for row in rows:
             holders.setdefault(row.training.get(key), []).append(row.title)
         usual, *others = sorted(holders, key=lambda value: -len(holders[value]))
         if others:
             exceptions = ", ".join(f"{value} for {', '.join(holders[value])}" for value in others)
             differing.append(f"{key} is {usual}, but {exceptions}")
-    more = "`fedem tune` chooses settings by validation."
-    return remarks + ([f"Methods train differently: {'; '.join(differing)}. {more}"] if differing else [])
+    known = {"gaps": gaps, "silent": silent, "differing": differing}
+    return rendered("comparison.txt", best=rows[0].title, **known).splitlines()
 
 
 def _comparison_title(comparison: Comparison) -> str:
