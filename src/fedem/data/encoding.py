@@ -180,13 +180,7 @@ class Encoding:
 
     @classmethod
     def fit(
-        cls,
-        table: Table,
-        rows: Rows,
-        target: Target | None = None,
-        *,
-        standardize: bool = True,
-        max_categories: int = 100,
+        cls, table: Table, rows: Rows, target: Target | None = None, standardize: bool = True, max_categories: int = 100
     ) -> Encoding:
         """Learn from the training rows; ``target`` is found out from the table when it is not given."""
         target = target or Target.fit(table, max_categories=max_categories)

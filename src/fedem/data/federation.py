@@ -134,9 +134,7 @@ class Federation:
         return cls(labels, training, validating, testing, ids=ids).check()
 
     def check(self) -> Federation:
-        """Refuse what can't be trained on: no clients, a client without training samples, parts that do not fit."""
-        if not self.names:
-            raise UserError("A federation needs at least one client; got none.")
+        """Refuse what can't be trained on: a client without training samples, parts that do not fit."""
         if empty := [name for name, size in zip(self.names, self.train.sizes.tolist(), strict=True) if size == 0]:
             raise UserError(f"Client {empty[0]!r} has no training samples ({len(empty)} such); at least 1 is needed.")
         for part in PARTS[1:]:

@@ -132,10 +132,8 @@ class FromFile(Pooled):
         close = get_close_matches(column, table.columns, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         option = option or "data.target_column, --target-column, and data.client_column, --client-column"
-        raise UserError(
-            f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see {option}); {why}. "
-            f"There are: {', '.join([*table.columns][:_NAMED])}.{hint}"
-        )
+        said = f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see {option}); {why}"
+        raise UserError(f"{said}. There are: {', '.join([*table.columns][:_NAMED])}.{hint}")
 
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:

@@ -123,10 +123,8 @@ class Shakespeare(Public):
 
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         if self.split == "ordered" and not isinstance(partition or Natural(), Natural):
-            why = "windows dealt at random overlap those of others"
-            raise UserError(
-                f"data.split is 'ordered', but {why}; allowed: partition.name natural, or data.split random."
-            )
+            said = "data.split is 'ordered', but windows dealt at random overlap those of others"
+            raise UserError(f"{said}; allowed: partition.name natural, or data.split random.")
         return super().make(seed, partition, unseen)
 
     def read(self, source: Path) -> Iterator[Block]:

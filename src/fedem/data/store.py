@@ -313,13 +313,7 @@ def check(path: Path, remote: Remote) -> None:
 
 
 def download(
-    remote: Remote,
-    folder: Path,
-    progress: Progress = _quiet,
-    *,
-    attempts: int = 3,
-    timeout: float = 30,
-    pause: float = 1,
+    remote: Remote, folder: Path, progress: Progress = _quiet, attempts: int = 3, timeout: float = 30, pause: float = 1
 ) -> Path:
     """Download a file unless it is there; ``progress`` is called with its bytes so far and, if known, all of them."""
     path = folder / remote.file

@@ -78,10 +78,10 @@ def weigh(rule: str, num_nodes: int, edges: Edges) -> Matrix:
         return from_edges(num_nodes, edges, by_rule[rule])
     found = fastest_mixing(num_nodes, edges)
     if (share := (found.value - found.bound) / (1 - found.value)) > LARGEST_SHARE:
-        raise UserError(
-            f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is "
-            f'known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".'
+        said = (
+            f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is known"
         )
+        raise UserError(f'{said} to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".')
     return found.matrix
 
 
@@ -144,10 +144,9 @@ def fastest_mixing(num_nodes: int, edges: Edges, tolerance: float = 1e-5) -> Fas
         said = f'There are {num_nodes:,} clients; allowed for weights = "fmmc": at most {MOST_NODES:,}'
         raise UserError(f'{said}. Use weights = "metropolis", which costs nothing.')
     if (components := num_components(num_nodes, edges)) > 1:
-        raise UserError(
-            f'The graph of one of the rounds has {components} components; allowed for weights = "fmmc": one. '
-            'Use weights = "metropolis", for which the graphs of all rounds must be connected together only.'
-        )
+        said = f'The graph of one of the rounds has {components} components; allowed for weights = "fmmc": one'
+        mend = 'Use weights = "metropolis", for which the graphs of all rounds must be connected together only'
+        raise UserError(f"{said}. {mend}.")
     if 2 * len(edges) == num_nodes * (num_nodes - 1):
         return Fastest(np.full((num_nodes, num_nodes), 1 / num_nodes), 0.0, 0.0, 0)
     found = _search(num_nodes, np.ascontiguousarray(edges, dtype=np.int64).tobytes(), tolerance)

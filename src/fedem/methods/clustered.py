@@ -80,8 +80,7 @@ class Clusters(Mixer):
         here = cluster[clients]
         groups = here.unique()
         counts = this.sizes.to(here.device).double() * (here == groups[:, None])
-        weights = counts / counts.sum(1, keepdim=True)
-        means = weighted_means(weights, [(torch.arange(len(clients)), trees)])
+        means = weighted_means(counts / counts.sum(1, keepdim=True), [(torch.arange(len(clients)), trees)])
         # A new cluster none of whose members took part this round starts from its parent's tree.
         for new in sorted(parents.keys() - set(groups.tolist())):
             groups = torch.cat([groups, groups.new_tensor([new])])

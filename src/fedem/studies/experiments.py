@@ -115,10 +115,9 @@ def listed(place: Path) -> list[str]:
     """Return the names of the experiments in a folder."""
     names = sorted(path.parent.name for path in place.glob(f"*/{FILE}"))
     if not names:
-        mend = (
-            "the paper's are in the folder experiments of fedem's repository. Go there, or name it with --experiments"
-        )
-        raise UserError(f"There are no experiments in {place} (no */{FILE}); {mend}.")
+        known = "the paper's are in the folder experiments of fedem's repository"
+        said = f"There are no experiments in {place} (no */{FILE}); {known}"
+        raise UserError(f"{said}. Go there, or name it with --experiments.")
     return names
 
 

@@ -192,10 +192,9 @@ def _measured(trainer: Trainer, every: int, done: int, listener: Listener | None
                 listener({"round": done + number})
         # Where everything is saturated gradients vanish, and any bound on them holds.
         if has_diverged(name_scores(trainer.scores(trainer.predictors(state)))):
-            length, rate = training.num_rounds, training.schedule.rate(0, training.num_rounds)
-            raise UserError(
-                f"Training diverged within {length} rounds at learning rate {rate:g}; a smaller a0 is needed."
-            )
+            rate = training.schedule.rate(0, training.num_rounds)
+            where = f"within {training.num_rounds} rounds at learning rate {rate:g}"
+            raise UserError(f"Training diverged {where}; a smaller a0 is needed.")
     return lines
 
 

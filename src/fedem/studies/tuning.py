@@ -327,10 +327,13 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
                 trial = Trial(number, next_values(search.grids, search.sampler, search.seeds[0], tried, upwards))
             if trial.scores is None and trial.error is None:
                 others = [entry for other in trials if other.scores for entry in _entries(other, search, out)]
-                trial = _carry_out(trial, search, data, metric, out, listener, others)
+                trial = _carry_out(trial, search, data, metric, out, listener or _unheard, others)
             trials.append(trial)
     # Of equals, the first one tried stays first.
     return Tuned(search, metric, tuple(sorted(trials, key=lambda trial: trial.spread.rank(metric))))
+
+
+def _unheard(record: Record) -> None: ...
 
 
 def _check_same(out: Path, content: Record) -> None:
@@ -353,13 +356,7 @@ def _entries(trial: Trial, search: Search, out: Path) -> list[Entry]:
 
 
 def _carry_out(
-    trial: Trial,
-    search: Search,
-    data: SharedData,
-    metric: str,
-    out: Path,
-    listener: Listener | None,
-    others: Sequence[Entry],
+    trial: Trial, search: Search, data: SharedData, metric: str, out: Path, listener: Listener, others: list[Entry]
 ) -> Trial:
     """Train a trial's runs, from where they were stopped if they were; how it ended is written last."""
     place, rounds = out / "trials" / f"{trial.number:03d}", search.base.run.rounds
@@ -369,8 +366,7 @@ def _carry_out(
     done, seed, ends = trial.number * len(search.seeds) * rounds, search.seeds[0], []
 
     def listen(record: Record) -> None:
-        if listener is not None:
-            listener({"round": done + record["round"]})
+        listener({"round": done + record["round"]})
 
     try:
         with _failing(UserError):  # values that don't go together
