@@ -86,10 +86,9 @@ def _too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
     if column.written and (numbers := np.isfinite(column.parsed)).any():
         odd = table.place(int((~numbers).argmax()))
         hint = f"{numbers.sum():,} of its values are numbers; the first that is none: {odd}"
-    return UserError(
-        f"Column {name!r} is text with {count:,} categories ({hint}); allowed: at most {allowed} "
-        f"(data.max_categories). Leave it out with data.ignore={name}, or turn it into numbers."
-    )
+    said = f"Column {name!r} is text with {count:,} categories ({hint})"
+    mend = f"Leave it out with data.ignore={name}, or turn it into numbers"
+    return UserError(f"{said}; allowed: at most {allowed} (data.max_categories). {mend}.")
 
 
 def some(names: Sequence[str]) -> str:

@@ -78,10 +78,9 @@ def weigh(rule: str, num_nodes: int, edges: Edges) -> Matrix:
         return from_edges(num_nodes, edges, by_rule[rule])
     found = fastest_mixing(num_nodes, edges)
     if (share := (found.value - found.bound) / (1 - found.value)) > LARGEST_SHARE:
-        said = (
-            f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph is known"
-        )
-        raise UserError(f'{said} to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}. Use weights = "metropolis".')
+        what = f"After {found.iterations} iterations the spectral gap of the fastest mixing matrix of this graph"
+        known = f"is known to within {share:.0%} only; allowed: {LARGEST_SHARE:.0%}"
+        raise UserError(f'{what} {known}. Use weights = "metropolis".')
     return found.matrix
 
 

@@ -356,9 +356,8 @@ def draw_study(study: Study) -> bytes:
             axes.plot(rounds, line, color=colour, label=f"slope {trend.low:.2f} to {trend.high:.2f}")
             if trend.rate is not None:
                 bound = line[0] * (rounds / rounds[0]) ** trend.rate
-                axes.plot(
-                    rounds, bound, color=INK, linestyle=(0, (4, 3)), label=f"theorem {trend.rate:g}: {trend.outcome}"
-                )
+                label = f"theorem {trend.rate:g}: {trend.outcome}"
+                axes.plot(rounds, bound, color=INK, linestyle=(0, (4, 3)), label=label)
             axes.set(title=f"mean {DIAGNOSED[name]}", xlabel="K, communication rounds")
             for which in "xy":
                 logarithmic(axes, which)

@@ -190,9 +190,8 @@ class _Trial:
 
         Towards u0, towards where the gradient changes most between two u, and with the radius about u0.
         """
-        near = self._quotients(
-            [(self.shared, self._about(d, r), self.personal) for d in _NEAR for r in range(_RAYS)], 0
-        )
+        closer = [(self.shared, self._about(d, r), self.personal) for d in _NEAR for r in range(_RAYS)]
+        near = self._quotients(closer, 0)
         before, after = near.reshape(len(_NEAR), _RAYS)[[-1 - _DECADES, -1]]
         for ray in range(_RAYS):
             yield _power(before[ray], after[ray], 10.0**_DECADES), f"u0, coming closer along ray {ray}"

@@ -68,9 +68,8 @@ def inked() -> AbstractContextManager[None]:
     """Draw and write in the pictures' style."""
     from matplotlib import style
 
-    return style.context(
-        ["default", f"{__package__}.fedem", SETTINGS, dict.fromkeys(_INKED, INK), {"grid.color": GRID}]
-    )
+    colours = {"grid.color": GRID, **dict.fromkeys(_INKED, INK)}
+    return style.context(["default", f"{__package__}.fedem", SETTINGS, colours])
 
 
 def paint(painter: Painter, data: Gathered) -> Picture | None:
