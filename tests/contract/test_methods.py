@@ -97,6 +97,7 @@ def test_all_pairs_are_met() -> None:
         assert met == set(itertools.product(factors[first], factors[second]))
 
 
+@pytest.mark.slow
 @every_method
 def test_loop_equals_stacked_in_single_precision(method: str) -> None:
     model = make_model(dtype=torch.float32)
@@ -179,6 +180,7 @@ def test_a_checkpoint_resumes_to_the_same_bits(method: str, tmp_path: Path) -> N
     assert same_states(advance(training, 2, states["last"]), advance(training, 4))
 
 
+@pytest.mark.slow
 @every_method
 def test_a_checkpoint_of_many_leaves_resumes_to_the_same_bits(method: str, tmp_path: Path) -> None:
     """Leaves come back from a file in another order; nothing may be added up in another."""
@@ -301,6 +303,7 @@ def test_loop_equals_stacked_for_a_network(method: str) -> None:
     assert distance(*states) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedem", "fedavg", "local"])
 def test_newton_reaches_a_stationary_point_of_one_clients_problem(method: str) -> None:
     federation = make_federation(sizes=(40,))

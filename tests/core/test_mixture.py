@@ -157,6 +157,7 @@ def test_samples_that_are_certainly_of_one_component_are_counted_and_the_priors_
     torch.testing.assert_close(fitted, (torch.tensor([4, 0, 2, 0]) + 2 / 4).double() / 8, atol=2e-3, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "gain"), [(1, 0.2), (3, 0.02), (10, 0.005)])
 def test_the_prior_helps_clients_with_few_samples_to_predict_others(count: int, gain: float) -> None:
     """Components that emit their own of three symbols with 0.8, clients by Dirichlet(0.4)."""

@@ -135,6 +135,7 @@ class TestText:
 
 
 class TestPictures:
+    @pytest.mark.slow
     @pytest.mark.parametrize(("clients", "labels"), [(5, 3), (100, 10), (60, 62), (1, 2)])
     def test_pictures_open_and_repeat(self, clients: int, labels: int, tmp_path: Path) -> None:
         from matplotlib.image import imread

@@ -213,6 +213,7 @@ class TestRunsOfBefore:
         assert code == 2
         assert "started with other settings (data.split); resume it as it was, or start a new one" in err
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("more", [[], ["--seed", "5"]])
     def test_their_files_mean_the_same(self, old: Path, run: Run, more: list[str]) -> None:
         code, _, err = run("train", old / "config.toml", *more, "--out", old.parent / "new", "-q")

@@ -133,6 +133,7 @@ class TestPachinko:
         law = stats.binom(10, 0.5)
         assert follow(counts, lambda n: np.where(n < 5, law.pmf(n), law.sf(4)))
 
+    @pytest.mark.slow
     def test_draws_at_once_have_the_law_of_draws_one_by_one(self) -> None:
         """All samples are used up; how those of the fine labels fall to the clients, against a plain loop."""
         collection = collection_of([2, 3, 1, 3], parts=2)

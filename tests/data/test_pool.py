@@ -212,6 +212,7 @@ def test_a_run_is_bound_to_its_partition() -> None:
         Trainer.prepare(trainer.config, other)
 
 
+@pytest.mark.slow
 def test_only_the_cohorts_samples_are_read(tmp_path: Path) -> None:
     """A file of 4 GiB that is mostly holes: a round of two clients must not hold a tenth of it."""
     script = """

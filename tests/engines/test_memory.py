@@ -51,6 +51,7 @@ def test_running_out_of_memory_halves_the_chunk_and_goes_on(method: str, monkeyp
     assert training.engine.most_together == 1
 
 
+@pytest.mark.slow
 def test_scoring_takes_fewer_samples_at_once_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     training = make_training(engine=OneByOne())
     state = advance(training)

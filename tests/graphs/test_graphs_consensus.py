@@ -69,6 +69,7 @@ def test_one_client_agrees_with_itself() -> None:
     assert (found.p, found.tau) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology",
     [

@@ -152,6 +152,7 @@ def test_an_early_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest._search.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_clients", [3, 50, 200, 351, 1000])
 def test_large_rings_are_proven_optimal_to_a_small_part_of_their_tiny_gap(num_clients: int) -> None:
     (edges,) = Ring().edges(torch.arange(num_clients), 0)

@@ -141,24 +141,29 @@ def _error(method: str, sizes: tuple[int, ...], rate: float = 0.15, **settings: 
     return float(np.abs(vector(model)[0] - optimum).max())
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_that_fedavg_misses() -> None:
     assert _error("fedavg", (10, 20, 30)) > 0.1
     assert _error("scaffold", (10, 20, 30)) < 1e-9
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_with_momentum() -> None:
     assert _error("scaffold", (10, 20, 30), 0.07, solver=SGD(momentum=0.5)) < 1e-6
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_with_shorter_steps_of_the_server() -> None:
     assert _error("scaffold", (10, 20, 30), server_rate=0.6) < 1e-3
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_with_sampled_clients_of_one_size() -> None:
     assert _error("fedavg", (20, 20, 20), cohort_size=2) > 0.1
     assert _error("scaffold", (20, 20, 20), cohort_size=2) < 1e-6
 
 
+@pytest.mark.slow
 def test_scaffold_reaches_the_optimum_with_sampled_clients_of_several_sizes() -> None:
     """The server's control must stay the mean of the clients', by the same weights as the models'."""
     assert _error("scaffold", (10, 20, 30), cohort_size=2) < 1e-6

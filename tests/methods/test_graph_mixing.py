@@ -177,6 +177,7 @@ def test_matchings_in_turn_bring_everybody_together_over_their_period() -> None:
     assert distances[-1] < 1e-6 * distances[0]
 
 
+@pytest.mark.slow
 def test_training_over_matchings_converges_to_what_a_server_finds() -> None:
     """Small steps leave little to disagree on, and the mean descends the same objective."""
     settings = {"batching": Batching(0, local_steps=1), "solver": SGD(), "schedule": Constant(0.1)}

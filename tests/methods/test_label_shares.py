@@ -164,6 +164,7 @@ def test_a_mixture_is_fitted_to_the_shifted_components() -> None:
             assert likelihood(other) <= likelihood(fitted) + 1e-6
 
 
+@pytest.mark.slow
 def test_it_is_the_bayes_rule_where_only_shares_differ() -> None:
     rng = np.random.default_rng(1)
     centres = rng.normal(size=(CLASSES, DIMENSION)) / 2

@@ -59,6 +59,7 @@ def test_fedem_with_a_full_local_solve_and_one_client_is_centralised_em(loss: st
         torch.testing.assert_close(state.personal["log_weights"], expected.log_weights, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @every_loss
 def test_likelihood_never_falls_at_any_step_of_exact_em(loss: str, seed: int) -> None:

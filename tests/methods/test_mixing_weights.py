@@ -115,6 +115,7 @@ def test_l2sgds_pull_is_a_run_of_steps_towards_the_mean(key: int) -> None:
     assert sorted(candidates)[1] > 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.8])
 def test_l2sgds_runs_have_geometric_lengths(probability: float) -> None:
     mixer, count = Loopless(1.0, probability), 1000

@@ -129,6 +129,7 @@ def test_related_tasks_are_those_that_scipy_finds(loss: str, cohort_size: int) -
     assert torch.equal(after.memory["relations"], sigma)
 
 
+@pytest.mark.slow
 @every_convex_loss
 def test_learnt_relations_and_tasks_are_a_stationary_point_of_the_joint_problem(loss: str) -> None:
     federation, penalty = make_federation(loss, sizes=SIZES), 0.2
@@ -139,6 +140,7 @@ def test_learnt_relations_and_tasks_are_a_stationary_point_of_the_joint_problem(
     assert float((sigma - torch.eye(3) / 3).abs().max()) > 0.05
 
 
+@pytest.mark.slow
 @every_convex_loss
 def test_the_joint_objective_falls_over_the_alternation(loss: str) -> None:
     """The tasks are solved for given relations, then come the relations of these tasks, and so on."""

@@ -87,6 +87,7 @@ def _objective(training: Training, state: State) -> float:
     return diagnose(training, state, state).objective
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
 def test_exact_rounds_of_one_client_never_raise_its_own_objective(sharpness: float) -> None:
     training = make_training(

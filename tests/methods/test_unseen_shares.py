@@ -31,6 +31,7 @@ def test_a_share_of_an_unseen_clients_samples_is_part_of_a_larger_share() -> Non
         assert torch.equal(again.client(place).inputs, shares[2].client(client).inputs)
 
 
+@pytest.mark.slow
 def test_more_samples_help_unseen_clients_and_none_leave_even_weights() -> None:
     data = Synthetic(num_clients=40, dimension=10, num_test=50, dirichlet=0.1).make(0)
     runs = {

@@ -253,6 +253,7 @@ def test_fedu_with_short_steps_solves_the_regularised_problem() -> None:
     assert np.abs(found - expected).max() < 0.1 * np.abs(alone - expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hessian_free", [False, True])
 def test_per_fedavg_learns_a_start_from_which_a_step_fits(hessian_free: bool) -> None:
     """Two clients whose optima are opposite: one parameter, f_t(w) = (w - c_t)^2 / 2 on whole batches."""

@@ -68,6 +68,7 @@ def test_every_model_is_here() -> None:
     assert SHAPES.keys() == MODELS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_all_precisions_agree_with_float32(name: str, padded: bool) -> None:

@@ -42,6 +42,7 @@ def _on_meta(name: str, **settings: object) -> nn.Module:
         return MODELS[name](**settings).build((3, 224, 224), 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_finite_and_reach_every_parameter(name: str) -> None:
     model = Model(lambda: MODELS[name]().build(SHAPES[name], 3), CrossEntropy())
@@ -57,6 +58,7 @@ def test_losses_and_gradients_are_finite_and_reach_every_parameter(name: str) ->
     assert all(leaf.any() for leaf in gradient.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_each_build_draws_afresh_from_the_global_generator(name: str) -> None:
     spec = MODELS[name]()

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fedem
 
 SOURCE = Path(fedem.__file__).parent
@@ -20,12 +22,15 @@ def test_public_names_are_there_and_sorted() -> None:
     assert len(set(fedem.__all__)) == len(fedem.__all__)
 
 
+@pytest.mark.slow
 def test_the_core_needs_torch_and_numpy_alone() -> None:
     script = """
 import sys
 absent = "scipy rich typer click tensorboard safetensors matplotlib networkx pandas pyarrow pooch optuna flwr onnx"
 for name in absent.split():
     sys.modules[name] = None  # importing it is then an error
+import pytest
+
 import fedem
 data = fedem.Synthetic(num_clients=4, dimension=3, num_test=5).make(0)
 result = fedem.train(data.federation, rounds=2, learning_rate=0.1)

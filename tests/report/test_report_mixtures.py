@@ -142,6 +142,7 @@ def test_without_a_checkpoint_components_are_not_drawn(data: Gathered, tmp_path:
     assert components.cosines_of(dataclasses.replace(run, folder=type(run.folder)(tmp_path))) is None
 
 
+@pytest.mark.slow
 def test_figures_speak_first_of_clients_that_mix(tmp_path: Path) -> None:
     """Whoever scores best: IFCA's clients choose one model each."""
     for method in ("ifca", "fedem", "local", "fedavg", "fedprox", "ditto", "apfl"):

@@ -170,6 +170,7 @@ def test_one_run_on_data_from_python_makes_a_page(tmp_path: Path) -> None:
     assert "given: " in parsed.texts["h1"][0]
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_the_same_each_time(tmp_path: Path, folder: Path, text: str) -> None:
     outcome = call("report", folder, "--out", tmp_path / "new/page.html")
     assert outcome.exit_code == 0, outcome.output
@@ -178,6 +179,7 @@ def test_the_command_writes_the_page_the_same_each_time(tmp_path: Path, folder: 
     assert "No folders are given" in refusal("report")
 
 
+@pytest.mark.slow
 def test_figures_are_files_of_their_own(tmp_path: Path, folder: Path) -> None:
     outcome = call("plot", folder, "--out", tmp_path / "all", "-q")
     assert outcome.exit_code == 0, outcome.output

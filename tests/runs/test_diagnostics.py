@@ -202,6 +202,7 @@ def test_centralised_em_ends_where_the_gradient_vanishes() -> None:
     assert found.objective == pytest.approx(em.objective(end, federation.train), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_centralised_em_of_a_mixture_ends_at_a_stationary_point() -> None:
     federation = make_federation("squared_error", sizes=(40, 30, 50))
     training = make_training("fedem", federation, loss="squared_error", num_components=2)

@@ -110,6 +110,7 @@ def test_one_update_and_convergence_differ_and_convergence_is_at_least_as_likely
     assert losses[1] < losses[0] - 1e-4
 
 
+@pytest.mark.slow
 def test_an_unseen_copy_of_a_client_predicts_like_it() -> None:
     """Weights fitted to convergence are those that EM rounds with frozen components lead to."""
     training = make_training("fedem", make_federation(sizes=(7, 12, 30)), num_rounds=40)

@@ -86,6 +86,7 @@ def test_alpha_is_zero_for_an_exact_solver_and_between_for_others(method: str, l
         assert bool(((some.alphas > 0) & (some.alphas < 1)).all())
 
 
+@pytest.mark.slow
 def test_alpha_falls_with_more_iterations() -> None:
     for kind, counts in ((LBFGS, (1, 4, 16)), (Newton, (1, 2, 4))):
         state = advance(make_training(), 1)
@@ -197,6 +198,7 @@ def test_fedem_reaches_about_the_same_loss_with_every_solver() -> None:
     assert max(losses.values()) - min(losses.values()) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [Newton(0.05, iterations=20), LBFGS(0.05, iterations=60)], ids=str)
 def test_solved_to_the_end_one_client_is_centralised_em(solver: Solver) -> None:
     federation = make_federation(sizes=(60,))
@@ -210,6 +212,7 @@ def test_solved_to_the_end_one_client_is_centralised_em(solver: Solver) -> None:
             torch.testing.assert_close(state.shared[name][0], leaf, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_records_alpha_when_it_is_due(tmp_path: Path) -> None:
     federation = make_federation(sizes=(7, 5))
     settings = {"rounds": 3, "measure_alpha_every": 2, "dtype": "float64", "batch_size": 4}

@@ -18,6 +18,7 @@ import fedem
 from fedem.core.errors import UserError
 
 
+@pytest.mark.slow
 def test_last_and_best_are_told_apart(tmp_path: Path) -> None:
     result = small_run(tmp_path / "run", rounds=20)
     validations = {line["round"]: line["validation_accuracy"] for line in result.history if "test_loss" in line}
@@ -74,6 +75,7 @@ def test_predictions_are_probabilities_and_personal() -> None:
     assert not torch.allclose(first, second, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_regression_predicts_means() -> None:
     federation = make_federation("squared_error")
     result = fedem.train(federation, method="local", rounds=100, learning_rate=0.1, batch_size=0)
@@ -132,6 +134,7 @@ def test_client_sampling_counts_in_the_bytes() -> None:
     assert result.summary["bytes_up_per_round"] == 2 * 2 * 5 * 4  # clients, components, parameters, bytes a float
 
 
+@pytest.mark.slow
 def test_the_truth_is_recovered_when_it_can_be() -> None:
     data = fedem.Synthetic(
         num_clients=40, num_components=2, dimension=60, clustered=True, min_samples=150, num_test=50

@@ -59,6 +59,7 @@ def test_various_solvers_are_the_same_one_by_one_stacked_and_in_another_order(me
         torch.testing.assert_close(leaf, together.personal[name][order], rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ditto", "fedem"])
 def test_various_solvers_fine_tune_and_fit_unseen_clients(method: str) -> None:
     sizes = (7, 3, 12, 14, 5, 9, 4, 8, 6)

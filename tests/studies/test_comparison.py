@@ -97,6 +97,7 @@ def test_complete_cells_are_not_run_again(run, tmp_path: Path, monkeypatch: pyte
     assert len(table_of(tmp_path / "c")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [0, 3])
 def test_a_killed_comparison_goes_on_to_the_same_table(
     run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int

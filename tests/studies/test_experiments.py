@@ -250,6 +250,7 @@ def test_every_declared_experiment_is_sound_and_has_a_readme(name: str, tmp_path
     assert f"fedem experiment run {name}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in listed(DECLARED) if name != "larger_models"])
 def test_every_declared_experiment_runs_quickly_on_synthetic_data(name: str, run, tmp_path: Path) -> None:
     only = ["--data", "Synthetic"] if "data" in find(DECLARED, name).axes else []

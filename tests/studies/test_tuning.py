@@ -89,6 +89,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
+@pytest.mark.slow
 def test_trials_that_differ_in_fine_tuning_share_their_training(tmp_path: Path, rounds: list[int]) -> None:
     grids = {RATE: (0.1, 0.3), "run.fine_tune_rate": (0.01, 0.1, 1.0)}
     search = Search((LAYER, {"run": {"fine_tune_epochs": 1, "unseen": 0.25}}), grids, seeds=(0, 1))

@@ -56,6 +56,7 @@ def test_sound_surrogates_pass(name: str) -> None:
     assert "FAILS" not in str(verdict)
 
 
+@pytest.mark.slow
 def test_networks_pass_near_u0_and_no_further() -> None:
     """A layer multiplies the slope of the one before it, so no constant bounds a network's curvature everywhere."""
     network = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 3), nn.Tanh(), nn.Linear(3, 1)), Logistic())
@@ -63,6 +64,7 @@ def test_networks_pass_near_u0_and_no_further() -> None:
     assert "smoothness" in failing(verdict_of(FedEM(network, SGD())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 def test_fedem_passes_with_losses_of_bounded_slope_alone(loss: str) -> None:
     """r's Hessian has the posterior variance of the losses' slopes, which squared errors let grow with u's square."""

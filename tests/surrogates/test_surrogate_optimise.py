@@ -77,6 +77,7 @@ def test_an_exact_local_solver_is_iteratively_reweighted_least_squares() -> None
     assert float(outcome.state.personal["log_scale"].exp()) == pytest.approx(scale, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_neighbours_in_a_graph_agree_on_the_optimum() -> None:
     federation = make_lines((20, 24, 22, 18))
     outcome = optimise(RobustRegression(LINE, SGD()), federation, rounds=150, learning_rate=0.1, mixer=Graph())
