@@ -15,9 +15,14 @@ from fedem.solvers import LBFGS, SOLVERS, Various
 SIZES = (5, 1, 7)
 # A loss is the same operations in whichever method.
 CASES = [*((method, "logistic") for method in METHODS), ("fedem", "cross_entropy"), ("fedem", "squared_error")]
+# These differ most in what they hand to an engine; a method takes a second to record.
+QUICK_METHODS = ("fedem", "scaffold", "apfl", "ifca", "local", "fedfomo", "qffl")
 
 
-@pytest.mark.parametrize(("method", "loss"), CASES)
+@pytest.mark.parametrize(
+    ("method", "loss"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in QUICK_METHODS)) for case in CASES],
+)
 def test_replayed_rounds_give_the_same_bits(method: str, loss: str) -> None:
     federation = make_federation(loss, SIZES)
     states = [

@@ -35,6 +35,7 @@ def _same_partition(found: Tensor, planted: list[int]) -> bool:
     return len(pairs) == len(set(planted)) == len(set(found.tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linkage", ["average", "complete", "single"])
 @pytest.mark.parametrize("num_groups", [2, 3, 4])
 def test_planted_clusters_are_found_exactly(num_groups: int, linkage: str) -> None:

@@ -25,6 +25,7 @@ from fedem.solvers.schedules import SCHEDULES
 # Fine-tuning.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_clients_train_for_themselves_at_the_rate_of_the_first_round(tmp_path: Path, schedule: str) -> None:
     """Fine-tuning, a newcomer's own training, and both after loading: at what the schedule gives for round 0 of K."""

@@ -76,6 +76,7 @@ _SOLVERS = (SGD(0.01, momentum=0.9), Newton(0.1), LBFGS(0.1, history=2, num_tria
 _ANY = ("fedavg", "fedprox", "ditto", "apfl", "pfedme", "perfedavg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "solver"),
     [

@@ -51,6 +51,7 @@ def test_frozen_parameters_and_fixed_buffers_stay_as_they_were_given(method: str
         assert bool((components["head.weight"] != 0).any())
 
 
+@pytest.mark.slow
 @every_method
 def test_newcomers_of_any_size_train_where_layers_normalise_over_a_batch(method: str) -> None:
     if method in ("mocha", "local"):

@@ -66,6 +66,7 @@ def _beside(pairs: Pairs, shifts: list[np.ndarray]) -> Pairs:
     return [(np.hstack([x, np.tile(shift, (len(x), 1))]), y) for (x, y), shift in zip(pairs, shifts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [CLASSES, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_columns_beside_the_features(method: str, classes: int) -> None:

@@ -30,6 +30,7 @@ def _said_twice(federation: Federation, position: int) -> Federation:
     return Federation.from_parts(parts, tests, tests, federation.names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BEHIND_A_STAR)
 def test_saying_everything_twice_counts_for_more_only_by_samples(method: str) -> None:
     """The client's mean loss is the same, and so is all that it sends; what share takes part is counted likewise."""

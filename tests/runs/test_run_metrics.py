@@ -132,6 +132,7 @@ def test_the_command_line_has_them_in_files_tables_and_report(run: Run, tmp_path
     assert "test ROC-AUC" in page
 
 
+@pytest.mark.slow
 def test_compare_and_tune_follow_the_first(run: Run, tmp_path: Path) -> None:
     names = ("--metrics", "log_loss,macro_f1")
     code, out, err = run("compare", *TINY, *names, "--methods", "local,fedavg", "--seeds", "1", "--out", "c")

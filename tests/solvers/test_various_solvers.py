@@ -39,6 +39,7 @@ def test_various_with_one_member_is_that_member() -> None:
 MANY = tuple(f"client {k}" for k in range(9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedem", "local"])
 def test_various_solvers_are_the_same_one_by_one_stacked_and_in_another_order(method: str) -> None:
     federation = make_federation(sizes=(7, 3, 12, 14, 5, 9, 4, 8, 6), names=MANY)

@@ -166,6 +166,7 @@ def test_the_listener_counts_all_rounds() -> None:
     assert seen == list(range(1, 19))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedem", "dfedem", "fedavg"])
 def test_tables_and_pictures(found: dict[str, Study], method: str) -> None:
     result = found[method]
@@ -186,6 +187,7 @@ def test_tables_and_pictures(found: dict[str, Study], method: str) -> None:
     assert "G = " in study_remarks(result)[0]
 
 
+@pytest.mark.slow
 def test_a_runs_diagnostics_are_drawn(tmp_path: Path) -> None:
     lines = [Diagnosis(-0.1, 0.3 / k, 0.0 if k == 2 else 0.1, 0.1, 0.0, 1.0)._asdict() for k in range(1, 6)]
     metrics = [{"round": k, **line} for k, line in enumerate(lines, 1)] + [
@@ -284,6 +286,7 @@ def test_the_worst_outcome_is_that_of_the_study(found: dict[str, Study]) -> None
         assert result.record()["outcome"] == result.outcome
 
 
+@pytest.mark.slow
 def test_the_run_that_can_not_be_prepared_is_named() -> None:
     config = _config("dfedem", graph={"name": "erdos_renyi", "probability": 0.06})
     graph, keys, connected = config.graph, config.make_data().federation.keys, []

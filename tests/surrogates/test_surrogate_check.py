@@ -196,6 +196,7 @@ class DipsFarAway(Copy):
         return super().majorant(shared, personal, context, batch) - 0.05 * beyond**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("power", "whole"), [(1.6, False), (1.8, True), (2.0, False), (2.0, True), (2.2, False), (4.0, True), (8.0, False)]
 )
