@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -196,7 +197,43 @@ def test_clients_that_train_alone_still_say_why_newcomers_find_nothing() -> None
         result.personalize(federation.test.inputs, federation.test.targets)
 
 
+@pytest.mark.parametrize(
+    ("words", "leaves"),
+    [
+        ("bias", {"0.bias", "1.bias", "3.bias"}),
+        ("head", {"3.weight", "3.bias"}),
+        ("0", {"0.weight", "0.bias"}),
+        ("*.weight, 3", {"0.weight", "1.weight", "3.weight", "3.bias"}),
+        ("1.running_*", {"1.running_mean", "1.running_var"}),
+    ],
+)
+def test_layers_are_found_by_name(words: str, leaves: set[str]) -> None:
+    assert _model().leaves_called(words.replace(" ", "")) == leaves
+
+
+def test_own_intercepts_on_shared_slopes_are_the_fixed_effects_estimator() -> None:
+    generator = np.random.default_rng(0)
+    owners = np.repeat([0, 1, 2], [8, 12, 20])
+    inputs = generator.normal(size=(40, 2))
+    targets = inputs @ [1.0, -2.0] + np.array([-3.0, 0.0, 4.0])[owners] + generator.normal(size=40)
+    clients = [(inputs[owners == t], targets[owners == t]) for t in range(3)]
+    federation = fedem.Federation.from_clients(clients, validation=0.0, test=0.0)
+    # A step of gradient descent per round, on all samples: alternating averages are one descent of the joint problem.
+    how = {"batch_size": 0, "solver": {"name": "sgd", "momentum": 0.0}, "schedule": "constant", "dtype": "float64"}
+    result = fedem.train(
+        federation, "fedavg", rounds=400, learning_rate=0.3, local_layers=["bias"], evaluate_every=0, **how
+    )
+    exact = np.linalg.lstsq(np.hstack([inputs, np.eye(3)[owners]]), targets, rcond=None)[0]
+    found = [result.predict(str(t), np.vstack([np.zeros(2), np.eye(2)])).squeeze().numpy() for t in range(3)]
+    for t in range(3):
+        np.testing.assert_allclose(found[t], exact[2 + t] + np.array([0.0, *exact[:2]]), atol=1e-6)
+
+
 def test_what_can_not_keep_layers_is_refused() -> None:
+    with pytest.raises(UserError, match="no layers called 'tail'; allowed: head, weight, bias"):
+        fedem.train(make_federation(), "fedavg", rounds=1, local_layers="tail")
+    with pytest.raises(UserError, match="trains nothing else"):
+        fedem.train(make_federation(), "fedavg", rounds=1, local_layers="bias,weight")
     with pytest.raises(UserError, match="normalises no batches"):
         fedem.train(make_federation(), "fedavg", rounds=1, local_layers="batch_norm")
     with pytest.raises(UserError, match="trains nothing else"):

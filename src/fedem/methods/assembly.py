@@ -46,8 +46,8 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
     algorithm, mixer = row.build(model, solver, settings)
     if topology is not None:
         mixer = Graph(topology)
-    if local_layers == "batch_norm":
-        mixer = LocalLayers(mixer, model.normalising)
+    if local_layers != "none":
+        mixer = LocalLayers(mixer, model.leaves_called(local_layers))
     if label_shares:
         algorithm = LabelShares.of(algorithm)
     codec = Codec(compression, model, int(algorithm.is_mixture)) if compression.is_on else None
@@ -93,11 +93,11 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
         if model.loss.task != CLASSES:
             reason = f"targets of {type(model.loss).__name__} are not labels"
             return f"{on}, but {reason}; allowed: false, or loss cross_entropy or logistic"
-    if local_layers == "batch_norm":
-        on, names = "run.local_layers is 'batch_norm'", names_where(lambda other: other.algorithm.uploads_model)
-        if not model.normalising:
+    if local_layers != "none":
+        on, names = f"run.local_layers is {local_layers!r}", names_where(lambda other: other.algorithm.uploads_model)
+        if local_layers == "batch_norm" and not model.normalising:
             return f"{on}, but the model normalises no batches; allowed: none"
-        if model.normalising >= model.trainable:
+        if model.leaves_called(local_layers) >= model.trainable:
             return f"{on}, but the model trains nothing else, so clients would share nothing; allowed: none"
         if not kind.uploads_model:
             return f"{on}, but clients of method {name} upload more or less than their model; allowed with it: {names}"

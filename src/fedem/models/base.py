@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from itertools import combinations
 from operator import itemgetter
 from textwrap import shorten
 from typing import Any
@@ -117,6 +119,26 @@ class Model:
             for leaf in leaves_of(part)
         )
 
+    def leaves_called(self, words: str) -> frozenset[str]:
+        """Return the leaves that ``words``, with commas between, name; a word that names none is refused.
+
+        A word is "batch_norm", "head" for the last layer that is trained, or the name of a layer or a leaf, or a part of
+        it between dots; "*" stands for anything.
+        """
+        found: set[str] = set()
+        for word in words.split(","):
+            own = {name for name in self.leaf_shapes if _is_called(name, word)}
+            if word == "batch_norm":
+                own = set(self.normalising)
+            elif word == "head" and not own:
+                last, _, _ = [name for name in self.leaf_shapes if name in self.trainable][-1].rpartition(".")
+                own = {name for name in self.leaf_shapes if name.rpartition(".")[0] == last}
+            if not own:
+                names = ", ".join(self.leaf_shapes) + (", batch_norm" if self.normalising else "")
+                raise UserError(f"The model has no layers called {word!r}; allowed: head, {names}, or a part of these.")
+            found |= own
+        return frozenset(found)
+
     @cached_property
     def num_parameters(self) -> int:
         """Number of trained numbers of one component."""
@@ -212,6 +234,13 @@ class Model:
             said = f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples"
             raise UserError(f"{said}; allowed: [n, outputs].")
         self.loss.check(outputs.shape[1], targets)
+
+
+def _is_called(leaf: str, word: str) -> bool:
+    """Whether a word names a leaf, one of the layers that hold it, or a part of its name between dots."""
+    parts = leaf.split(".")
+    named = (".".join(parts[first:last]) for first, last in combinations(range(len(parts) + 1), 2))
+    return any(fnmatchcase(name, word) for name in named)
 
 
 def leaves_of(module: nn.Module) -> Tree:

@@ -55,7 +55,9 @@ class RunSettings(Settings):
         dtype: type of the models' parameters and of what is computed with them.
         precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
             bits; "bfloat16": models compute in that type where torch deems it safe.
-        local_layers: "batch_norm" keeps batch normalisation, scales and statistics, with its client; "none" shares all.
+        local_layers: layers that stay with their clients, with commas between: "bias" is an intercept of one's own,
+            "head" the last layer, "batch_norm" the batch normalisations with their statistics; or names of layers and
+            parameters, in which * stands for anything. "none" shares all.
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
@@ -83,7 +85,7 @@ class RunSettings(Settings):
     chunk_size: int = field(default=0, metadata={"min": 0})
     dtype: str = field(default="float32", metadata={"choices": ("float32", "float64")})
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
-    local_layers: str = field(default="none", metadata={"choices": ("none", "batch_norm")})
+    local_layers: str = field(default="none", metadata={"each": str.strip})
     label_shares: bool = False
     fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
