@@ -122,8 +122,8 @@ class Model:
     def leaves_called(self, words: str) -> frozenset[str]:
         """Return the leaves that ``words``, with commas between, name; a word that names none is refused.
 
-        A word is "batch_norm", "head" for the last layer that is trained, or the name of a layer or a leaf, or a part of
-        it between dots; "*" stands for anything.
+        A word is "batch_norm", "head" for the last layer that is trained, or the name of a layer or a leaf, or a part
+        of it between dots; "*" stands for anything.
         """
         found: set[str] = set()
         for word in words.split(","):
