@@ -413,9 +413,9 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
 
 
 def _preset(data: Any, method: str) -> Sections:
-    """Return the shipped settings for a method on a data set: those for any data, then those for this one."""
+    """Return the shipped settings for a method on a data set: for any data, for a user's own, then for this one."""
     layers: list[Layer] = []
-    for name in ("default", data):
+    for name in ("default", *(["own"] if data in ("file", GIVEN) else []), data):
         resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
         if resource.is_file():
             content = tomllib.loads(resource.read_text(encoding="utf-8"))
