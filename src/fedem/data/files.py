@@ -154,8 +154,8 @@ class FromFile(Pooled):
             dropped = {name: why for name, why in unneeded(table) if name not in kept}
             table = _told(table.without([*dropped]), grouped, dropped)
         table.complete([name for name in table.columns if self.impute == "refuse" or name not in table.features])
-        how = {"task": self.task, "max_categories": self.max_categories, "recognize": self.recognize}
-        return table, Target.fit(table, **how), tuple(dropped)
+        limit, recognize = self.max_categories, self.recognize
+        return table, Target.fit(table, task=self.task, max_categories=limit, recognize=recognize), tuple(dropped)
 
     def _check_columns(self, table: Table, clients: str) -> None:
         """Refuse a table without targets, what orders its rows or, where there is a reason, ``clients``."""

@@ -52,8 +52,10 @@ def _ungrouped(column: Column) -> Column | None:
 
 def date_forms(column: Column) -> tuple[str, ...]:
     """Return how text is to be read as dates; none for other text, several where that makes them different dates."""
-    texts = column.values[~column.missing] if column.kind == TEXT else ()
-    if not len(texts) or not all(map(_DATE.fullmatch, texts)):
+    if column.kind != TEXT or column.missing.all():
+        return ()
+    texts = column.values[~column.missing]
+    if not all(map(_DATE.fullmatch, texts)):
         return ()
     texts = np.unique(texts.astype(str))
     found: dict[bytes, str] = {}

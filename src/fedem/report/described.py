@@ -96,7 +96,7 @@ def describe(dataset: Dataset, title: str) -> Description:
     sizes = np.stack([federation.part(part).sizes.numpy() for part in PARTS], axis=1)
     pool = federation.train.pool
     inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
-    columns = (None, (), False)
+    columns: tuple[str | None, tuple[str, ...], bool] = (None, (), False)
     if encoding is not None:
         filled = any(feature.fill is not None for feature in encoding.features or ())
         columns = (encoding.describe(), encoding.notes, filled)
