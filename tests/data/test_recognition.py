@@ -153,7 +153,7 @@ class TestLeftOut:
         assert "'' (an index that was saved with the table)" in err
         for name in ("token", "number", "CustomerId"):
             assert f"'{name}' (an identifier: it differs in every row)" in err
-        assert "'land' (always CH), 'nothing' (empty)" in err
+        assert "'land' (always CH), 'nothing' (empty); data.keep=token,number,CustomerId,land,nothing takes them" in err
         names = fedem.Result.load(run_folder).recipe.format.encoding.input_names
         assert [name for name in names if "=" not in name] == ["price", "temperature", "promotion", "income", "share"]
         wide[[*COLUMNS, "income", "share"]].to_csv(tmp_path / "few.csv", index=False)

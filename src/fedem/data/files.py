@@ -186,7 +186,8 @@ def _names(text: str, but: str = "") -> tuple[str, ...]:
 def _told(table: Table, grouped: Sequence[str], dropped: Mapping[str, str]) -> Table:
     """Note what was recognised; refuse a table of which nothing is left."""
     reasons = [f"{name!r} ({why})" for name, why in dropped.items()]
-    said = f"{', '.join(reasons)}; data.keep={','.join(dropped)} takes them all the same"
+    named = ",".join(filter(None, dropped))
+    said = ", ".join(reasons) + (f"; data.keep={named} takes them all the same" if named else "")
     if not table.features:
         raise UserError(f"No column is left as a feature: {said}.")
     notes = [f"numbers with thousands separators: {', '.join(map(repr, grouped))}"] if grouped else []
