@@ -148,7 +148,7 @@ def test_columns_are_matched_by_name(run, tmp_path: Path) -> None:
     other = write("other.csv", [0, 1, 2, 3], ["shop", "a", "c", "label"])
     code, _, err = run("predict", tmp_path / "r", "--client", "1", "--data", other, "--out", tmp_path / "p.csv")
     assert code == 2
-    assert "The columns are a, c; allowed: a, b, as in training." in err
+    assert "The columns are a, c; allowed: a, b, as in training; missing: b." in err
     monkey = tmp_path / "elsewhere"
     monkey.mkdir()
     os.chdir(monkey)  # a run remembers where its data lie

@@ -1,6 +1,8 @@
 """Commands on runs: ``fedem show``, ``evaluate``, ``personalize``, ``predict``, ``export``, ``report``, ``plot``."""
 
 import io
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +11,25 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fedem.cli import options
-from fedem.cli.options import ClientColumn, DataFile, Device, Metrics, Quiet, RunArgument, TargetColumn, Which, listed
+from fedem.cli.options import (
+    ClientColumn,
+    DataFile,
+    Device,
+    Metrics,
+    Quiet,
+    RunArgument,
+    TargetColumn,
+    Which,
+    dialect,
+    listed,
+    taking,
+)
 from fedem.core.errors import UserError, counted, unknown
 from fedem.core.files import write_atomically, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
-from fedem.data.tables import Table, read_table
+from fedem.data.files import FromFile
+from fedem.data.tables import Dialect, Table, read_table, stem_of
 from fedem.deploy.kept import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
@@ -24,6 +39,7 @@ from fedem.report.console import aside, display, say, show_run, summary_pages, w
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
+from fedem.runs.config import Values
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
@@ -76,7 +92,9 @@ def evaluate(
             write_json(out, result.summary)
 
 
+@partial(taking, dialect)
 def personalize(
+    written: Values,
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Folder to write the new clients' models to.")],
@@ -101,11 +119,11 @@ def personalize(
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
     result = _loaded(run_folder, device)
-    table, inputs = _read(result, data, target_column, client_column, quiet)
+    table, inputs = _read(result, data, target_column, client_column, written, quiet)
     if table.target not in table.columns:
         raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
     owners, encoding = table.owners(), result.recipe.format.encoding
-    clients = np.full(len(table), data.stem) if owners is None else owners
+    clients = np.full(len(table), stem_of(data)) if owners is None else owners
     targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
@@ -118,7 +136,9 @@ def personalize(
     say(f"Run folder: {out}")
 
 
+@partial(taking, dialect)
 def predict(
+    written: Values,
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Where to write the predictions (.csv or .npz).")],
@@ -144,7 +164,7 @@ def predict(
     options.check_new(force, out)
     result = _loaded(run_folder, device)
     check_here(result.names)
-    table, inputs = _read(result, data, target_column, client_column, quiet)
+    table, inputs = _read(result, data, target_column, client_column, written, quiet)
     owners = table.owners() if client is None else None
     if client is not None:
         predictions = result.predict(client, inputs, which).numpy()
@@ -208,14 +228,26 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     return frame.to_csv(index=False, na_rep="nan", lineterminator="\n").encode()
 
 
-def _read(result: Result, path: Path, target: str | None, client: str | None, quiet: bool) -> tuple[Table, Array]:
+def _read(
+    result: Result, path: Path, target: str | None, client: str | None, written: Values, quiet: bool
+) -> tuple[Table, Array]:
     """Read a file, with the columns of training unless others are named, and encode its inputs as in training."""
+    source = result.config.data
+    usual = source if isinstance(source, FromFile) else FromFile()
+    how = replace(usual, **written)
+    form = Dialect(how.separator, how.decimal, how.encoding)
     if (encoding := result.recipe.format.encoding) is None:
-        table = read_table(path, target or "y", client or "client")
+        table = read_table(path, target or "y", client or "client", dialect=form)
         return table, table.stacked()
-    table = read_table(path, target or encoding.target.name, client or encoding.client)
+    table = read_table(path, target or encoding.target.name, client or encoding.client, dialect=form)
     inputs = encoding.inputs(table)
-    for name, categories in ({} if quiet else encoding.unseen(table)).items():
+    if quiet:
+        return table, inputs
+    for line in table.notes:
+        aside(f"note: {path}: {line}.")
+    if surplus := encoding.surplus(table):
+        aside(f"note: columns that training had not are left out: {', '.join(map(repr, surplus))}.")
+    for name, categories in encoding.unseen(table).items():
         new = f"{counted(len(categories), 'category', 'categories')} that training had not ({some(categories)})"
         aside(f"note: column {name!r} has {new}, taken for none of those known.")
     return table, inputs

@@ -1,20 +1,20 @@
 """Commands that train: ``fedem train``, ``compare``, ``experiment``, ``tune`` and ``theory``."""
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from typer import Argument, Option, Typer
 
 from fedem.cli import options
-from fedem.cli.options import data_section, given, listed, read_seeds
+from fedem.cli.options import data_section, given, listed, read_seeds, taking
 from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
+from fedem.data.encoding import some
 from fedem.engines.processes import Team, joined
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
@@ -44,14 +44,12 @@ class _Run(NamedTuple):
     begun: bool  # whether it is taken up again
 
 
+@partial(taking, data_section)
 def train(
+    data: Values,
     config: Annotated[
         Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
-    data: options.Data = None,
-    target_column: options.OwnTarget = None,
-    client_column: options.OwnClient = None,
-    split_by: options.SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -88,9 +86,8 @@ def train(
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
-            own = data_section(data, target_column, client_column, split_by)
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
-            asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
+            asked = options.asked(data, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
             runs = _plan(config, layers, listed(baselines), out, resume)
         _carry_out(team.tell(runs), team, quiet or not team.leads)
@@ -131,6 +128,14 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         dataset = runs[0].config.make_data()
     if dataset.encoding is not None and not quiet:
         aside(f"note: {dataset.encoding.describe()}")
+        for line in dataset.encoding.notes:
+            aside(f"  - {line}")
+    testless = [
+        name for name, size in zip(dataset.federation.names, dataset.federation.test.sizes, strict=True) if not size
+    ]
+    if testless and runs[0].config.data.cut.get("test") and not quiet:
+        few = f"{counted(len(testless), 'client has', 'clients have')} too few samples for a test part"
+        aside(f"note: {few} and no part in its scores: {some(testless)}.")
     with waiting("Preparing", quiet):
         trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
     for run, trainer in zip(runs, trainers, strict=True):
@@ -147,21 +152,7 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         say(f"Run folder: {folder.path}")
 
 
-def _taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
-    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
-
-    @wraps(command)
-    def wrapped(**values: Any) -> Any:
-        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
-
-    parameters = [*read, *own[1:]]
-    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
-    return wrapped
-
-
-@partial(_taking, data_section)
+@partial(taking, data_section)
 def _asked(
     data: Values,
     rounds: options.Rounds = None,
@@ -176,7 +167,7 @@ def _asked(
     return {"run": run, "data": data}, word
 
 
-@partial(_taking, _asked)
+@partial(taking, _asked)
 def compare(
     asked: tuple[Layer, str],
     methods: Annotated[
@@ -275,7 +266,7 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
+@partial(taking, _experiment)
 def run(planned: _Planned, quiet: options.Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
@@ -309,21 +300,21 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
+@partial(taking, _experiment)
 def status(planned: _Planned) -> None:
     """Show how far each run has come."""
     display(reports.status_table(planned[1]))
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
+@partial(taking, _experiment)
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
     experiment, entries, _ = planned
     display(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
 
 
-@partial(_taking, _asked)
+@partial(taking, _asked)
 def tune(
     asked: tuple[Layer, str],
     method: Annotated[str, Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
@@ -377,7 +368,7 @@ def tune(
     say(f"Chosen settings: {place / 'chosen.toml'}")
 
 
-@partial(_taking, data_section)
+@partial(taking, data_section)
 def theory(
     data: Values,
     method: Annotated[

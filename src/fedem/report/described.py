@@ -82,6 +82,8 @@ class Description:
     sizes: Counts  # samples of each client in each part, [T, 3]
     inputs: str  # shape and type of one input
     columns: str | None  # what was made of a table's columns, if it was one
+    notes: tuple[str, ...]  # ... and what is unusual about them
+    filled: bool  # whether missing values are filled, and not refused
     counts: Counts | None = None  # of labels, [T, K]; None for regression
     labels: tuple[str, ...] = ()  # names of the K labels
     between: float | None = None  # for regression: the share of the targets' variance between clients
@@ -94,7 +96,11 @@ def describe(dataset: Dataset, title: str) -> Description:
     sizes = np.stack([federation.part(part).sizes.numpy() for part in PARTS], axis=1)
     pool = federation.train.pool
     inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
-    common = (title, federation.names, sizes, inputs, None if encoding is None else encoding.describe())
+    columns: tuple[str | None, tuple[str, ...], bool] = (None, (), False)
+    if encoding is not None:
+        filled = any(feature.fill is not None for feature in encoding.features or ())
+        columns = (encoding.describe(), encoding.notes, filled)
+    common = (title, federation.names, sizes, inputs, *columns)
     if not pool.targets.is_floating_point():
         known = dataset.label_names or ()
         counts = label_counts(federation, len(known))
