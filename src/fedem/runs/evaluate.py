@@ -114,7 +114,7 @@ def evaluate_each(model: Model, mixtures: Sequence[Mixture], samples: Samples, m
     for position, mixture in enumerate(mixtures):
         pieces = [each.split(_PREDICT_ROWS) for each in samples.client(position).to(mixture.log_weights.device)]
         with torch.no_grad():
-            judged = [_judge(model, mixture, *piece, metrics) for piece in zip(*pieces, strict=True)]
+            judged = [_judge(model, mixture, x, y, metrics) for x, y in zip(*pieces, strict=True)]
         pairs.append((torch.cat([each for each, _ in judged]).double().cpu(), torch.cat(pieces[1]).cpu()))
         for name in judged[0][1]:
             sums.setdefault(name, []).append(sum(float(found[name].sum(dtype=torch.float64)) for _, found in judged))

@@ -97,7 +97,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         if not isinstance(seed, int | np.integer):
             seed = check_random_state(seed).randint(2**31 - 1)
         named = {"num_components": self.num_components, "learning_rate": self.learning_rate}
-        flat = {key: value for key, value in named.items() if value is not None}
+        flat: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
         flat |= {"rounds": self.rounds, "seed": int(seed), "evaluate_every": 0}  # there is nothing to validate on
         if isinstance(self.model, str | Mapping):
             flat["model"] = self.model
