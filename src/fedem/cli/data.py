@@ -100,6 +100,7 @@ def _rows(kind: type[store.Public]) -> Iterator[tuple[str, ...]]:
             yield about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), str(place)
 
 
+@data_group.command()
 def describe(
     data: Annotated[str, Argument(help="A data set's name, or a file or folder of your own.")],
     target_column: OwnTarget = None,
