@@ -146,7 +146,7 @@ def test_what_methods_train_with_is_said_where_it_differs(run: Run, tmp_path: Pa
     _, out, _ = run("compare", "--methods", "fedavg,local,fedem", *tiny, "--rounds", "1", "--seeds", "1", "--out", "c")
     said = " ".join(out.split())
     assert "Methods train differently: schedule.learning_rate is 2.0, but 1.0 for FedAvg." in said
-    _, out, _ = run("compare", "--methods", "fedavg,local", *tiny, "--rounds", "1", "--seeds", "1", "--out", "d")
+    _, out, _ = run("compare", "--methods", "fedavg,ensemble", *tiny, "--rounds", "1", "--seeds", "1", "--out", "d")
     assert "train differently" not in out
 
 

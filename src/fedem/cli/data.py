@@ -101,6 +101,7 @@ def _rows(kind: type[store.Public]) -> Iterator[tuple[str, ...]]:
             yield about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), str(place)
 
 
+@data_group.command()
 @partial(taking, own_table)
 def describe(
     own: Values,

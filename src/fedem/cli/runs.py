@@ -25,7 +25,7 @@ from fedem.cli.options import (
     taking,
 )
 from fedem.core.errors import UserError, counted, unknown
-from fedem.core.files import write_atomically, write_json
+from fedem.core.files import write_atomically, write_csv, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
 from fedem.data.files import FromFile
@@ -35,7 +35,7 @@ from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
-from fedem.report.console import aside, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
@@ -59,19 +59,33 @@ def show(run_folder: RunArgument) -> None:
     show_run(RunFolder(run_folder).check())
 
 
+@partial(taking, dialect)
 def evaluate(
+    written: Values,
     run_folder: RunArgument,
-    out: Annotated[Path | None, Option(help="Also write the scores to this JSON file.")] = None,
+    data: Annotated[
+        Path | None, Option("--data", help="Score these labelled rows, and not the run's own data: a file or folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="Also write the scores to this JSON file; those of --data by client, to a .csv.")
+    ] = None,
     fine_tune_epochs: Annotated[
         int | None, Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
     fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
     metrics: Metrics = None,
+    which: Annotated[str | None, Option(help="For --data, the state to use: last, or best by validation.")] = None,
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
     device: Device = "auto",
     force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a run's data again and score its saved states afresh; the run stays as it is.
+    """Make a run's data again and score its saved states afresh, or score new rows; the run stays as it is.
+
+    With --data each row is predicted by its own client's model. Clients that took no part in training are scored by
+    what the method has for a client without samples, such as the mean of all mixture weights; where it has nothing,
+    they are left out. In the averages clients count by their rows.
 
     Examples:
       fedem evaluate runs/first
@@ -79,9 +93,20 @@ def evaluate(
       fedem evaluate runs/first --metrics accuracy,roc_auc
 
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
+
+      fedem evaluate runs/shops --data today.csv --out today-by-shop.csv
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
+    if data is not None:
+        _refuse("with --data", fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate)
+        if out is not None and out.suffix != ".csv":
+            raise UserError(f"--out is {out}; allowed with --data: a file ending in .csv.")
+        result = _loaded(run_folder, device)
+        read = _read(result, data, target_column, client_column, written, quiet)
+        _evaluate_rows(result, read, out, which, metrics, quiet)
+        return
+    _refuse("without --data", which=which, target_column=target_column, client_column=client_column, **written)
     other = options.given(fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, metrics=metrics)
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, **other)
@@ -90,6 +115,51 @@ def evaluate(
     if out:
         with writing(out):
             write_json(out, result.summary)
+
+
+def _refuse(when: str, **values: object) -> None:
+    """Refuse options that mean nothing ``when`` others are given, or are not."""
+    for name in options.given(**values):
+        raise UserError(f"--{name.replace('_', '-')} is given {when}, where it has no meaning; leave it out.")
+
+
+def _evaluate_rows(
+    result: Result, read: tuple[Table, Array], out: Path | None, which: str | None, metrics: str | None, quiet: bool
+) -> None:
+    """Score labelled rows, by client and over all."""
+    table, inputs = read
+    check_here(result.names)
+    targets, owners, state = _targets(result, table), table.owners(), which or "last"
+    if owners is None:
+        source = table.pieces[0].source
+        raise UserError(f"{source} has no column {table.client!r} of clients' names (see --client-column).")
+    if new := sorted(set(owners.tolist()) - set(result.names)):
+        said = f"note: {counted(len(new), 'client')} took no part in training ({some(list(map(repr, new)))})"
+        try:
+            result.newcomer(state)
+            aside(f"{said}: scored by what the method has for a client without samples.")
+        except UserError as error:
+            aside(f"{said}: left out. {error}")
+            known = ~np.isin(owners, new)
+            if not known.any():
+                raise UserError("No row is left to score.") from None
+            inputs, targets, owners = inputs[known], targets[known], owners[known]
+    with waiting("Scoring", quiet):
+        figures, rows = result.score_encoded(inputs, targets, owners, state, metrics or "")
+    if not quiet:
+        display(client_scores_table(figures, rows))
+    if out:
+        with writing(out):
+            write_csv(out, rows[0], rows)
+
+
+def _targets(result: Result, table: Table) -> Array:
+    """Return a table's targets, encoded as in training."""
+    if table.target not in table.columns:
+        source, why = table.pieces[0].source, "they are needed to fit a model, or to score one"
+        raise UserError(f"{source} has no targets; {why} (see --target-column).")
+    encoding = result.recipe.format.encoding
+    return plain_targets(table) if encoding is None else encoding.target.encode(table)
 
 
 @partial(taking, dialect)
@@ -120,11 +190,8 @@ def personalize(
     """
     result = _loaded(run_folder, device)
     table, inputs = _read(result, data, target_column, client_column, written, quiet)
-    if table.target not in table.columns:
-        raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
-    owners, encoding = table.owners(), result.recipe.format.encoding
+    targets, owners = _targets(result, table), table.owners()
     clients = np.full(len(table), stem_of(data)) if owners is None else owners
-    targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import TextType
 
 from fedem.core.errors import UserError, counted
+from fedem.core.files import plain
 from fedem.data.federation import PARTS
-from fedem.models.metrics import Metric
+from fedem.models.metrics import Metric, known_metric
 from fedem.runs.evaluate import has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies.comparison import run_title
@@ -21,6 +22,7 @@ from fedem.studies.comparison import run_title
 Summary = Mapping[str, Any]
 Rows = Iterable[Iterable[str]]  # cells of a table
 
+_SHOWN = 30  # clients that a table lists one by one
 _IDLE = 0.01  # a mean mixture weight below which a component is hardly used
 
 console = Console()
@@ -160,6 +162,24 @@ def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mappi
     for row in rows[len(summaries) :]:
         table.add_section()
         table.add_row("oracle", *(row.get(heading, "") for heading in rows[0]))
+    return table
+
+
+def client_scores_table(figures: Summary, rows: Sequence[Summary]) -> Table:
+    """Return the scores of clients on new samples, if there are not too many, and those over all."""
+    metrics = [metric for name in figures if (metric := known_metric(name)) is not None]
+    table = figures_table("Scores of new samples", "client", "samples", *(metric.unit for metric in metrics), "loss")
+
+    def add(name: str, record: Summary) -> None:
+        scores = (metric.text(plain(record[metric.name]), plain=".4f") for metric in metrics)
+        table.add_row(name, f"{record['samples']:,}", *scores, _number(plain(record["loss"])))
+
+    if len(rows) > _SHOWN:
+        table.caption = "--out FILE.csv writes a row for each client."
+    for row in rows if len(rows) <= _SHOWN else ():
+        add(row["client"] + ("" if row["role"] == "known" else " (took no part)"), row)
+    table.add_section()
+    add(f"all {counted(figures['clients'], 'client')}", figures)
     return table
 
 

@@ -95,20 +95,42 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     return torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
 
 
+def _judge(
+    model: Model, mixture: Mixture, inputs: Tensor, targets: Tensor, metrics: Sequence[Metric]
+) -> tuple[Tensor, Tree]:
+    """Return a mixture's predictions ``[n, K]``, and its loss and the metrics that go by sample, ``[n]`` each."""
+    outputs = model.component_outputs(mixture.components, inputs)
+    losses = vmap(model.loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
+    predictions = mix(model.loss.probabilities(outputs), mixture.log_weights)
+    per_sample = {"loss": negative_log_likelihood(losses, mixture.log_weights)}
+    per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+    return predictions, per_sample
+
+
+def evaluate_each(model: Model, mixtures: Sequence[Mixture], samples: Samples, metrics: Sequence[Metric]) -> Scores:
+    """Score T predictors one by one, each on its own client's samples; clients count by these."""
+    pairs: list[_Pair] = []
+    sums: dict[str, list[float]] = {}
+    for position, mixture in enumerate(mixtures):
+        pieces = [each.split(_PREDICT_ROWS) for each in samples.client(position).to(mixture.log_weights.device)]
+        with torch.no_grad():
+            judged = [_judge(model, mixture, x, y, metrics) for x, y in zip(*pieces, strict=True)]
+        pairs.append((torch.cat([each for each, _ in judged]).double().cpu(), torch.cat(pieces[1]).cpu()))
+        for name in judged[0][1]:
+            sums.setdefault(name, []).append(sum(float(found[name].sum(dtype=torch.float64)) for _, found in judged))
+    means = {name: torch.tensor(totals, dtype=torch.float64) / samples.sizes for name, totals in sums.items()}
+    return _by_metric(metrics, samples.sizes, samples.sizes, means, pairs)
+
+
 def evaluate(
     algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
 ) -> dict[str, Scores]:
     """Score every client's own predictor on each part of its data that there is; by default with the loss's metric."""
-    model, loss = algorithm.model, algorithm.model.loss
-    metrics = metrics or (METRICS[loss.metric],)
+    model = algorithm.model
+    metrics = metrics or (METRICS[model.loss.metric],)
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        components, log_weights = algorithm.predictor(shared, personal)
-        outputs = model.component_outputs(components, inputs)
-        losses = vmap(loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
-        predictions = mix(loss.probabilities(outputs), log_weights)
-        per_sample = {"loss": negative_log_likelihood(losses, log_weights)}
-        per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+        _, per_sample = _judge(model, algorithm.predictor(shared, personal), inputs, targets, metrics)
         return {name: (mask * values).sum(dtype=torch.float64) for name, values in per_sample.items()}
 
     scores: dict[str, Scores] = {}
