@@ -21,6 +21,7 @@ from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
 from fedem.report.console import aside, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.described import known_clients
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
@@ -96,7 +97,8 @@ def personalize(
 ) -> None:
     """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
 
-    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others.
+    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others. Clients that took
+    part in training are fitted as if they were new, and named.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
@@ -108,6 +110,8 @@ def personalize(
     clients = np.full(len(table), data.stem) if owners is None else owners
     targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
+    if not quiet and (known := known_clients(federation.names, run_folder, result.names)):
+        aside(f"note: {known}")
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         fitted = result.with_unseen(federation, iterations, which, beside, **epochs)
