@@ -1,7 +1,7 @@
 """Runs -> one page that needs nothing else: no network, no script, no font. Its markup lies in ``templates/``."""
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import chain, repeat
 
 from markupsafe import Markup
 
@@ -44,8 +44,8 @@ def _figures(data: Gathered) -> Iterator[dict[str, str]]:
 
 
 def _scores(data: Gathered) -> Iterator[dict[str, str]]:
-    counts = [str(len(runs)) for runs in data.runs.values()]
-    for row, count in zip_longest(comparison_rows(data.comparison, brief=True), counts, fillvalue=""):
+    counts = chain((str(len(runs)) for runs in data.runs.values()), repeat(""))  # failed methods and oracle have none
+    for row, count in zip(comparison_rows(data.comparison, brief=True), counts, strict=False):
         seeds = {} if data.has_equal_seeds else {"seeds": count}
         yield {heading.replace("\n", " "): cell for heading, cell in row.items()} | seeds
 

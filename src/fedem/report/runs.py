@@ -306,10 +306,8 @@ def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     runs = sorted(((name, run) for name, runs in entries.items() for run in runs), key=lambda pair: pair[1].seed)
     found = summarize([Entry({"method": name}, run.seed, run.config, run.folder) for name, run in runs])
     titles = {name: _name(name, runs[0].method) for name, runs in entries.items() if name != runs[0].method}
-    rows, failed = (
-        [replace(each, title=titles.get(each.method, each.title)) for each in both]
-        for both in (found.rows, found.failed)
-    )
+    rows = [replace(row, title=titles.get(row.method, row.title)) for row in found.rows]
+    failed = [replace(each, title=titles.get(each.method, each.title)) for each in found.failed]
     return replace(found, rows=rows, failed=failed)
 
 

@@ -209,12 +209,12 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
 
     runs = [record(row.method, seed, summary) for row in rows for seed, summary in summaries[row.method].items()]
     failed = []
-    for method, by_seed in lost.items():
+    for method, causes in lost.items():
         tried = [entry.seed for entry in entries if entry.labels["method"] == method]
-        why = {seed: by_seed[seed].message if seed in by_seed else None for seed in tried}
+        why = {seed: causes[seed].message if seed in causes else None for seed in tried}
         lines = [record(method, seed, everything[method].get(seed, {})) | {"failed": why[seed]} for seed in tried]
         title = next(entry.config.name("method") for entry in entries if entry.labels["method"] == method)
-        failed.append(Failed(method, title_of(title), by_seed, lines))
+        failed.append(Failed(method, title_of(title), causes, lines))
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
     counts = [summary.get(LEFT_OUT, 0) for summary in baseline.values()]
     left_out = (min(counts), max(counts))

@@ -195,7 +195,7 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
     """
     check_failed(entries)
     notes: list[str] = []
-    refused: list[tuple[Entry, UserError]] = []
+    refused: list[tuple[Entry, str]] = []
     todo = [entry for entry in entries if not (entry.is_over if shared else entry.failure)]
     for entry in todo:
         if not entry.folder.exists():
@@ -209,18 +209,18 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
             except UserError as error:
                 if begun:
                     raise
-                refused.append((entry, error))
+                refused.append((entry, str(error)))
                 continue
             if begun:
                 _check_begun(entry, trainer, shared)
         if trainer.engine.note and not entry.is_complete:
             notes.append(trainer.engine.note)
     if refused and not any(entry.is_complete for entry in entries) and len(refused) == len(todo):
-        entry, error = refused[0]
-        raise UserError(f"{entry.title}: {error}") from error
-    for entry, error in refused:
+        entry, why = refused[0]
+        raise UserError(f"{entry.title}: {why}")
+    for entry, why in refused:
         entry.folder.create(entry.config)
-        entry.folder.fail(Failure("can't be trained", str(error)))
+        entry.folder.fail(Failure("can't be trained", why))
     return list(dict.fromkeys(notes))
 
 
