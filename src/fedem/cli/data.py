@@ -20,6 +20,7 @@ from fedem.data import PUBLIC, store
 from fedem.report import described
 from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, writing
 from fedem.runs.config import Config, Values, parse_assignment
+from fedem.runs.folder import RunFolder
 
 data_group = Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
 
@@ -108,6 +109,7 @@ def describe(
     data: Annotated[str, Argument(help="A data set's name, or a file or folder of your own.")],
     seed: Annotated[int, Option(help="Decides partition and split, as in training.")] = 0,
     settings: Assignments = None,
+    run: Annotated[Path | None, Option(help="The folder of a run: say which of the clients it has trained.")] = None,
     out: Annotated[Path | None, Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
     force: options.Force = False,
     quiet: Quiet = False,
@@ -116,6 +118,7 @@ def describe(
     if out is not None and out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
     options.check_new(force, *([out] if out else []))
+    trained = [] if run is None else RunFolder(run).check().load()[1]["clients"]
     layer = asked(named_data(own, data), seed=seed)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):
@@ -124,6 +127,9 @@ def describe(
         display(described.sizes_table(found), *([] if found.counts is None else [described.labels_table(found)]))
         for line in described.remarks(found):
             say(line)
+    if run is not None:
+        known = described.known_clients(found.names, run, trained)
+        say(known or f"No client took part in the training of {run}.")
     if out is not None:
         with writing(out):
             write_atomically(out, described.draw_clients(found, out.suffix.removeprefix(".")))

@@ -36,6 +36,7 @@ from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
 from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.described import known_clients
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
@@ -184,7 +185,8 @@ def personalize(
 ) -> None:
     """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
 
-    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others.
+    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others. Clients that took
+    part in training are fitted as if they were new, and named.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
@@ -193,6 +195,8 @@ def personalize(
     targets, owners = _targets(result, table), table.owners()
     clients = np.full(len(table), stem_of(data)) if owners is None else owners
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
+    if not quiet and (known := known_clients(federation.names, run_folder, result.names)):
+        aside(f"note: {known}")
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         fitted = result.with_unseen(federation, iterations, which, beside, **epochs)

@@ -37,6 +37,10 @@ _LONGER = "With a constant schedule, it may have more --rounds."
 _GRIDS = "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
 _SAMPLED = "A grid is tried as a whole; the others draw numbers between the least and the largest value."
 
+_RetryFailed = Annotated[
+    bool, Option("--retry-failed", help="With --resume: train again, from the start, what failed before.")
+]
+
 
 class _Run(NamedTuple):
     folder: Path
@@ -181,6 +185,7 @@ def compare(
     resume: Annotated[
         bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
     ] = False,
+    retry_failed: _RetryFailed = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
@@ -188,13 +193,19 @@ def compare(
     Each method has the settings shipped for it. OUT/METHOD-seedS is a run like any other. The table is saved as
     comparison.md, .csv and .json, and the test scores against the rounds as accuracy.png and .svg.
 
+    A method that diverges or can't be trained on these data has failed: the table says so, and the others go on. The
+    exit code is 0 as long as one method comes to an end.
+
     Examples:
       fedem compare --methods local,fedavg,fedem --seeds 3 --unseen 0.2
 
       fedem compare --methods all --set fedem:schedule.learning_rate=0.5
 
       fedem compare --data mine.csv --out runs/mine --resume
+
+      fedem compare --data mine.csv --out runs/mine --resume --retry-failed --set fedem:schedule.learning_rate=0.01
     """
+    _check_retry(retry_failed, resume)
     names = comparison.resolve_methods(listed(methods))
     shared, own = comparison.sort_settings(settings or [], names)
     numbers = read_seeds(seeds)
@@ -203,14 +214,14 @@ def compare(
     entries = comparison.plan(place, names, numbers, [layer, *shared], own)
     sweep.check_folder("comparison", place, resume, begun=place.is_dir())
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
-    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, titles)
+    stopped = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, retry_failed, titles)
     left_out: dict[str, str] = {}
     for entry in entries:
-        if entry.title in failed:
-            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {failed[entry.title]}")
-    complete = [entry for entry in entries if entry.labels["method"] not in left_out]
-    if complete:
-        found, command = comparison.summarize(complete), _command()
+        if entry.title in stopped:
+            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {stopped[entry.title]}")
+    over = [entry for entry in entries if entry.labels["method"] not in left_out]
+    if over:
+        found, command = comparison.summarize(over), _command()
         with writing(place):
             found.save(place, command)
             write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
@@ -218,6 +229,7 @@ def compare(
                 write_atomically(place / f"{found.metric}.{ending}", content)
         if not quiet:
             display(reports.comparison_table(found), *reports.comparison_remarks(found))
+        _tell_failed(len(found.failed), len(names), "method", place)
     if left_out:
         raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
     say(f"Comparison: {place}")
@@ -267,11 +279,12 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 @experiment_group.command()
 @partial(taking, _experiment)
-def run(planned: _Planned, quiet: options.Quiet = False) -> None:
+def run(planned: _Planned, retry_failed: _RetryFailed = False, quiet: options.Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
     All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
-    may share the work.
+    may share the work. A run that diverges or can't be trained has failed: the table says so, and the others go on. The
+    exit code is 0 as long as one run comes to an end.
 
     Examples:
       fedem experiment run table2 --data Synthetic --seeds 3
@@ -279,22 +292,26 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
     """
     experiment, entries, folder = planned
-    failed = _work(entries, experiments.check, SharedData(), quiet)
+    stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
     lines = experiments.tabulate(experiment, entries)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "table.md", reports.experiment_markdown(experiment, lines).encode())
+    failed = [entry for entry in entries if entry.failure is not None]
+    if len(failed) == len(entries):
+        raise UserError(f"No run came to an end. {' '.join(reports.experiment_remarks(experiment, lines))}")
     if not quiet:
-        display(reports.experiment_table(experiment, lines))
-    if failed:
+        display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
+    _tell_failed(len(failed), len(entries), "run", folder)
+    if stopped:
         titles: dict[str, list[str]] = {}  # of the runs with which the same went wrong
-        for title, message in failed.items():
+        for title, message in stopped.items():
             titles.setdefault(message, []).append(title)
         others = {
             message: f" and {counted(len(own) - 1, 'other run')}" if own[1:] else "" for message, own in titles.items()
         }
         raise UserError(" ".join(f"{own[0]}{others[message]}: {message}" for message, own in titles.items()))
-    if left := sum(not entry.is_complete for entry in entries):
+    if left := sum(not entry.is_over for entry in entries):
         aside(f"{counted(left, 'run is', 'runs are')} being trained by other processes.")
     say(f"Experiment: {folder}")
 
@@ -303,6 +320,7 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
 @partial(taking, _experiment)
 def status(planned: _Planned) -> None:
     """Show how far each run has come."""
+    sweep.check_failed(planned[1])
     display(reports.status_table(planned[1]))
 
 
@@ -311,7 +329,9 @@ def status(planned: _Planned) -> None:
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
     experiment, entries, _ = planned
-    display(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
+    sweep.check_failed(entries)
+    lines = experiments.tabulate(experiment, entries)
+    display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
 
 
 @partial(taking, _asked)
@@ -329,6 +349,7 @@ def tune(
     resume: Annotated[
         bool, Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
     ] = False,
+    retry_failed: _RetryFailed = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Choose settings by the validation part; the test part is dropped before training.
@@ -343,6 +364,7 @@ def tune(
 
       fedem train runs/tune-synthetic-fedem/chosen.toml
     """
+    _check_retry(retry_failed, resume)
     name, (layer, data) = resolve_method(method), asked
     elsewhere = {"run.seed": "--seeds", "method.name": "--method"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
@@ -354,7 +376,7 @@ def tune(
     place = _folder("search", f"tune-{data}-{name}", out, resume)
     total = search.count * len(search.seeds) * search.base.run.rounds
     with progress(METHODS[name].title, total, quiet) as listener:
-        tuned = tuning.tune(search, place, resume=resume, listener=listener)
+        tuned = tuning.tune(search, place, resume=resume, retry_failed=retry_failed, listener=listener)
     with writing(place):
         write_json(place / "tune.json", {"command": _command(), **tuned.record()})
         if tuned.best is not None:
@@ -440,20 +462,41 @@ def _work(
     check: Callable[[Sequence[Entry], SharedData], list[str]],
     data: SharedData,
     quiet: bool,
+    retry_failed: bool,
     titles: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Check all runs and train those that are not complete, shown by ``titles``; returns what went wrong, by entry."""
-    pending = [entry for entry in entries if not entry.is_complete]
-    if not quiet and len(pending) < len(entries):
-        aside(f"{len(entries) - len(pending)} of {counted(len(entries), 'run is', 'runs are')} complete already.")
+    """Check all runs and train those that are not over, shown by ``titles``; returns what stopped some, by entry."""
+    if retry_failed:
+        sweep.clear_failed(entries)
+    pending = [entry for entry in entries if not entry.is_over]
+    if not quiet and (complete := sum(entry.is_complete for entry in entries)):
+        aside(f"{complete} of {counted(len(entries), 'run is', 'runs are')} complete already.")
     with waiting("Making the data, checking every run", quiet):
         notes = check(entries, data)
     for text in notes:
         aside(f"note: {text}")
+    refused = {entry.title: failure.message for entry in pending if (failure := entry.failure) is not None}
+    for message in dict.fromkeys(refused.values()):
+        same = [title for title, other in refused.items() if other == message]
+        more = f" and {counted(len(same) - 1, 'other run')}" if same[1:] else ""
+        aside(f"note: {same[0]}{more} can't be trained: {message}")
+    pending = [entry for entry in pending if entry.title not in refused]
     with reports.runs_progress(pending, quiet, titles or {}) as watch:
         return sweep.work_off(entries, watch, data)
 
 
+def _check_retry(retry_failed: bool, resume: bool) -> None:
+    if retry_failed and not resume:
+        raise UserError("--retry-failed is given without --resume; allowed: both, to go on with what is in --out.")
+
+
+def _tell_failed(number: int, total: int, what: str, place: Path) -> None:
+    if number:
+        mend = "--retry-failed trains them again, perhaps with other settings"
+        aside(f"{number} of {counted(total, what)} failed; the table in {place} says why. {mend}.")
+
+
 def _command() -> str:
     """Return the command that was called, but for what is said of going on."""
-    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])
+    going_on = ("--resume", "--retry-failed")
+    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word not in going_on)])

@@ -15,7 +15,7 @@ from fedem.core.errors import UserError, counted
 from fedem.core.files import plain
 from fedem.data.federation import PARTS
 from fedem.models.metrics import Metric, known_metric
-from fedem.runs.evaluate import has_diverged, metrics_of
+from fedem.runs.evaluate import LEFT_OUT, has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies.comparison import run_title
 
@@ -77,6 +77,9 @@ def show_run(folder: RunFolder) -> None:
     if (summary := folder.summary()) is not None:
         others = [other for place in folder.baselines() if (other := place.summary()) is not None]
         display(*summary_pages([summary, *others]))
+        return
+    if (failure := folder.failure()) is not None:
+        display(f"This run failed: {failure.message}")
         return
     lines, rounds = folder.metrics(), folder.config().run.rounds
     done = lines[-1]["round"] if lines else 0
@@ -150,6 +153,9 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
             if names[0] in last:
                 table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
         yield table
+    if count := last.get(LEFT_OUT):
+        few = f"{count:,} of {counted(last['num_clients'], 'client')}"
+        yield f"The bottom decile leaves out clients with fewer than five test samples: {few}."
     yield from remarks(last)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedem.core.errors import counted
+from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
@@ -22,12 +22,13 @@ from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
-from fedem.studies.sweep import Entry, Gap, Spread
+from fedem.studies.sweep import Entry, Gap, Spread, reason
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
+_DECISIVE = "test\naverage"
 _PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
 _NAMES = {
@@ -95,6 +96,9 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
             try:
                 yield listen
                 outcome = score_text(latest) or "done"
+            except UserError:
+                outcome = "failed"
+                raise
             finally:
                 done.append(entry.config.run.rounds)
                 if not quiet:
@@ -104,12 +108,15 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
 
 
 def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[str, str]]:
-    """Return the methods' cells by their headings, then the oracle's; if ``brief``, costs are without deviations."""
+    """Return the methods' cells by their headings, then those of the methods that failed, then the oracle's.
+
+    If ``brief``, costs are without deviations.
+    """
     decisive, (unit, size), known = comparison.metric, _bytes_unit(comparison), comparison.rows[0].figures
     metrics = {name: known_metric(name.removeprefix("test_")) for name in known if name.startswith("test_")}
     further = {name: metric for name, metric in metrics.items() if metric is not None and metric.name != decisive}
     columns = {
-        "test\naverage": f"test_{decisive}",
+        _DECISIVE: f"test_{decisive}",
         "bottom\ndecile": "bottom_decile",
         "unseen\naverage": f"unseen_test_{decisive}",
         "train\naverage": f"train_{decisive}",
@@ -131,11 +138,14 @@ def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[st
         metric = further.get(name) or find_metric(decisive)
         return _spread(figures[name], partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
 
-    rows = [(row.title, row.figures) for row in comparison.rows]
-    return [
-        {"method": title} | {heading: cell(name, figures) for heading, name in columns.items() if name in known}
-        for title, figures in [*rows, *([("oracle", comparison.oracle)] if comparison.oracle else [])]
-    ]
+    def cells(title: str, figures: Mapping[str, Spread]) -> dict[str, str]:
+        shown = {heading: cell(name, figures) for heading, name in columns.items() if name in known}
+        return {"method": title} | shown
+
+    rows = [cells(row.title, row.figures) for row in comparison.rows]
+    nothing = dict.fromkeys(known, Spread(None, None))
+    rows += [cells(each.title, nothing) | {_DECISIVE: each.phrase} for each in comparison.failed]
+    return rows + ([cells("oracle", comparison.oracle)] if comparison.oracle else [])
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -172,8 +182,16 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
         if others:
             exceptions = ", ".join(f"{value} for {', '.join(holders[value])}" for value in others)
             differing.append(f"{key} is {usual}, but {exceptions}")
-    known = {"gaps": gaps, "silent": silent, "differing": differing}
-    return rendered("comparison.txt", best=rows[0].title, **known).splitlines()
+    failed = [reason(each.title, each.failures) for each in comparison.failed]
+    known = {"gaps": gaps, "silent": silent, "differing": differing, "failed": failed}
+    few = _left_out(*comparison.left_out, comparison.num_clients)
+    return rendered("comparison.txt", best=rows[0].title, left_out=few, **known).splitlines()
+
+
+def _left_out(fewest: int, most: int, clients: int) -> str:
+    """Say how many clients the bottom decile leaves out; empty where it is none."""
+    number = f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"
+    return f"{number} of {counted(clients, 'client')}" if most else ""
 
 
 def _comparison_title(comparison: Comparison) -> str:
@@ -238,6 +256,8 @@ def status_table(entries: Sequence[Entry]) -> Table:
         lines = entry.folder.metrics() if entry.folder.exists() else []
         done = lines[-1]["round"] if lines else 0
         state = "complete" if entry.is_complete else "begun" if entry.folder.exists() else "to do"
+        if (failure := entry.failure) is not None:
+            state = f"failed: {failure.phrase}"
         rows.append((entry.title, f"{done} of {entry.config.run.rounds}", state))
     return _table("", headings, rows, headings)
 
@@ -251,7 +271,18 @@ def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return the same for a README."""
     rows = _experiment_rows(experiment, lines)
-    return "\n".join(_markdown(_headings(experiment, lines), rows, experiment.axes)) + "\n"
+    table = _markdown(_headings(experiment, lines), rows, experiment.axes)
+    return "\n".join([*table, *(f"\n{remark}" for remark in experiment_remarks(experiment, lines))]) + "\n"
+
+
+def experiment_remarks(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
+    """Return what the table does not say by itself: why choices failed, whom the bottom deciles leave out."""
+    remarks = [reason(SLASH.join(line.labels.values()), line.failed) for line in lines if line.failed]
+    most = max((line.left_out for line in lines), default=0)
+    if most and any(name.endswith("bottom_decile") for name in experiment.figures):
+        few = counted(most, "client has", "clients have")
+        remarks.append(f"Bottom deciles leave out clients with fewer than five test samples: up to {few} so few.")
+    return remarks
 
 
 def _headings(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
@@ -285,7 +316,10 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
             if ours.mean is not None and paper is not None:
                 difference = f"{100 * ours.mean - paper:+.1f}" if share else f"{ours.mean - paper:+.2g}"
             beside = (_NONE if paper is None else f"{paper:g}", difference) if experiment.paper else ()
-            cells += [_spread(ours, *ways), *beside]
+            shown = _spread(ours, *ways)
+            if line.failed and name == experiment.figures[0]:
+                shown = f"failed: {next(iter(line.failed.values())).phrase}"
+            cells += [shown, *beside]
         yield cells
 
 

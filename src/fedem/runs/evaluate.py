@@ -28,6 +28,8 @@ from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
 _PREDICT_ROWS = 1 << 13
+LEFT_OUT = "bottom_decile_left_out"
+_LEAST = 5  # test samples of a client that has a place in the deciles: the share right of fewer is hardly a score
 _ABSURD = 100.0  # nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes
 
 _Pair = tuple[Tensor, Tensor]  # a client's predictions and targets, on the CPU
@@ -75,9 +77,15 @@ class Scores:
 
     @property
     def bottom_decile(self) -> float:
-        """The (T/10)-th worst client's metric, T/10 rounded up."""
-        scored = self.values[self._scored].sort(descending=not self.larger_is_better).values
+        """The (T/10)-th worst client's metric, T/10 rounded up, of the T clients with five samples or more."""
+        there = self._scored & (self.counts >= _LEAST)
+        scored = self.values[there].sort(descending=not self.larger_is_better).values
         return float(scored[math.ceil(len(scored) / 10) - 1]) if len(scored) else math.nan
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of clients that have samples, but too few for the bottom decile."""
+        return int(((self.counts > 0) & (self.counts < _LEAST)).sum())
 
     @property
     def larger_is_better(self) -> bool:
@@ -202,6 +210,9 @@ def evaluate_oracle(truth: Truth, federation: Federation, metrics: Sequence[Metr
 def name_scores(scores: Mapping[str, Scores]) -> Record:
     """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``.
 
+    ``bottom_decile_left_out`` is the number of clients, if any, with fewer than five test samples: the decile is of
+    the others.
+
     Where a metric is not a mean over samples, ``test_roc_auc_pooled`` is that of all clients' samples together, and
     ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined.
     """
@@ -217,6 +228,8 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
                 record[f"{name}_undefined"] = count
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
+        if count := scores["test"].num_left_out:
+            record[LEFT_OUT] = count
         record |= {f"bottom_decile_{each.metric}": each.bottom_decile for each in scores["test"].others}
     return record
 

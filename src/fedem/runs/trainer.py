@@ -28,11 +28,11 @@ from fedem.models import MODELS
 from fedem.runs import measures
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
-from fedem.runs.folder import RunFolder, check_here
+from fedem.runs.folder import DIVERGED, Failure, RunFolder, check_here
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
-from fedem.runs.rounds import State, Training, cohort_size, took_part
+from fedem.runs.rounds import DivergedError, State, Training, cohort_size, took_part
 
 Listener = Callable[[Record], None]  # called with each round's record
 
@@ -115,6 +115,8 @@ def carry_out(
                 raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
             stack.enter_context(folder.locked())
             restored = _restore(trainer, folder) if resume and folder.reopen(config, longer=True) else None
+            folder.fail(None)
+            stack.enter_context(_failing(folder))
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
         with _recording(folder, progress.state.round, listener if team.leads else None) as record:
@@ -128,6 +130,16 @@ def carry_out(
                 result.save_states(folder)
             folder.finish(result.summary, result.clients)
         return result
+
+
+@contextmanager
+def _failing(folder: RunFolder) -> Iterator[None]:
+    """Write down that training diverged, so that whoever reads the folder knows why there is no outcome."""
+    try:
+        yield
+    except DivergedError as error:
+        folder.fail(Failure(DIVERGED, str(error)))
+        raise
 
 
 def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
