@@ -4,6 +4,7 @@ config.toml               the complete configuration; runs again as it is
 metrics.jsonl             one line per round
 summary.json              the outcome, once the run is complete
 clients.csv               each client's scores and mixture weights
+references.json           scores of plain predictors on the same rows, if they were asked for
 checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
 tensorboard/              the metrics as TensorBoard events
 
@@ -167,6 +168,14 @@ class RunFolder:
             return json.loads(path.read_text(encoding="utf-8")) or None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise UserError(f"{path} can't be read: {error}.") from None
+
+    def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
+        write_json(self.path / "references.json", records)
+
+    def references(self) -> list[dict[str, Any]]:
+        """Read what plain predictors score on the run's rows; nothing where nobody asked for it."""
+        path = self.path / "references.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def clients(self) -> list[dict[str, str]]:
         path = self.path / "clients.csv"

@@ -53,6 +53,13 @@ class SampleFormat:
     encoding: Encoding | None = None  # how a table becomes inputs and targets
     labels: tuple[str, ...] | None = None  # names of the classes, where they have some
 
+    @property
+    def deviation(self) -> float | None:
+        """By which a table's targets were standardised; None for classes and where there is no table."""
+        if self.encoding is None or self.encoding.target.classes is not None:
+            return None
+        return self.encoding.target.deviation
+
     def conform(self, name: str, values: Any) -> Tensor:
         """Check a client's new inputs; they must be of the kind that was trained on."""
         inputs = check_inputs(name, values if self.encoding is None else self.encoding.accept(values))

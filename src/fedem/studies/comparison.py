@@ -24,6 +24,7 @@ _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _TRAINING = ("batching", "solver", "schedule")
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
+_VARIANTS = ("_pooled", "_in_units", "_pooled_in_units")  # of a test score, where a run has them
 _COSTS = ("seconds_per_round", "bytes_up_per_round", "bytes_down_per_round")
 _ORACLE = {"test_{}": "oracle_{}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
 
@@ -113,12 +114,14 @@ class Comparison:
     seeds: list[int]
     rows: list[Row]
     oracle: dict[str, Spread]  # empty when the truth is not known
-    runs: list[Record]  # one record per method and seed
+    runs: list[Record]  # one record per method and seed, then per reference and seed
+    references: list[Row] = field(default_factory=list)  # plain predictors on the same rows, the best first
+    notes: list[str] = field(default_factory=list)  # what there is to say of them
 
     @property
     def gaps(self) -> dict[str, Gap]:
-        """How far each method's test score is from the first one's."""
-        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in self.rows}
+        """How far each method's test score, and each reference's, is from the first method's."""
+        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in (*self.rows, *self.references)}
         for run in self.runs:
             scores[run["method"]][run["seed"]] = run.get(f"test_{self.metric}")
         first = next(iter(scores.values()))
@@ -130,22 +133,28 @@ class Comparison:
         names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
         content = {"command": command} | {name: getattr(self, name) for name in names}
         gaps = self.gaps
-        methods = [
-            {"method": row.method, "title": row.title, "figures": _records(row.figures)}
-            | {"to_the_best": gaps[row.method]._asdict()}
-            | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
-            for row in self.rows
-        ]
-        oracle = _records(self.oracle) or None
-        write_json(folder / "comparison.json", content | {"methods": methods, "oracle": oracle})
+        methods, references = (
+            [
+                {"method": row.method, "title": row.title, "figures": _records(row.figures)}
+                | {"to_the_best": gaps[row.method]._asdict()}
+                | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
+                for row in rows
+            ]
+            for rows in (self.rows, self.references)
+        )
+        content |= {"methods": methods, "oracle": _records(self.oracle) or None}
+        write_json(folder / "comparison.json", content | ({"references": references} if references else {}))
 
 
 def _records(spreads: Mapping[str, Spread]) -> Record:
     return {name: spread._asdict() for name, spread in spreads.items()}
 
 
-def summarize(entries: Sequence[Entry]) -> Comparison:
-    """Read the figures of runs that are all complete; a method may lack some of the seeds."""
+def summarize(entries: Sequence[Entry], beside: Mapping[int, Sequence[Record]] | None = None) -> Comparison:
+    """Read the figures of runs that are all complete; a method may lack some of the seeds.
+
+    The references of each seed may stand ``beside``, with figures by the same names.
+    """
     if (missing := next((entry for entry in entries if not entry.is_complete), None)) is not None:
         raise UserError(f"The run in {missing.folder.path} is not complete.")
     summaries = {method: by_seed for (method,), by_seed in outcomes(entries).items()}
@@ -157,7 +166,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
     known = (f"test_{each.name}" for by_seed in summaries.values() for each in metrics_of(next(iter(by_seed.values()))))
     further = [name for name in dict.fromkeys(known) if name != score]
-    names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
+    variants = [f"{name}{ending}" for name in (score, *further) for ending in _VARIANTS if f"{name}{ending}" in first]
+    names = [*(name.format(metric) for name in _SCORES), *further, *variants, "test_loss", *_COSTS]
+    names += ["test_base_rate"] if "test_base_rate" in first else []
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
     rows = []
@@ -180,8 +191,25 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         for row in rows
         for seed, summary in summaries[row.method].items()
     ]
+    others: dict[str, dict[int, Record]] = {}
+    for seed, records in (beside or {}).items():
+        for record in records:
+            others.setdefault(record["method"], {})[seed] = record
+    figures = {
+        name: {key: Spread.of(each.get(key) for each in own.values()) for key in names if key not in _COSTS}
+        for name, own in others.items()
+    }
+    plain = [Row(name, run_title(next(iter(own.values()))), figures[name], {}) for name, own in others.items()]
+    plain.sort(key=lambda row: row.figures[score].rank(metric))
+    runs += [
+        {"method": row.method, "seed": seed} | {name: record.get(name) for name in names}
+        for row in plain
+        for seed, record in others[row.method].items()
+    ]
+    noted = (record for own in others.values() for record in own.values() if "note" in record)
+    notes = list(dict.fromkeys(f"{run_title(record)}: {record['note']}" for record in noted))
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
-    return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs)
+    return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs, plain, notes)
 
 
 def data_name(config: Config) -> str:
@@ -191,5 +219,7 @@ def data_name(config: Config) -> str:
 
 def run_title(summary: Mapping[str, Any]) -> str:
     """Return what a run's method is called in a table, with its number of components if there are several."""
+    if "title" in summary:
+        return str(summary["title"])
     components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
     return title_of(summary["method"]) + components
