@@ -195,11 +195,10 @@ def summarize(entries: Sequence[Entry], beside: Mapping[int, Sequence[Record]] |
     for seed, records in (beside or {}).items():
         for record in records:
             others.setdefault(record["method"], {})[seed] = record
-    figures = {
-        name: {key: Spread.of(each.get(key) for each in own.values()) for key in names if key not in _COSTS}
-        for name, own in others.items()
-    }
-    plain = [Row(name, run_title(next(iter(own.values()))), figures[name], {}) for name, own in others.items()]
+    plain = []
+    for name, own_records in others.items():
+        spreads = {key: Spread.of(each.get(key) for each in own_records.values()) for key in names if key not in _COSTS}
+        plain.append(Row(name, run_title(next(iter(own_records.values()))), spreads, {}))
     plain.sort(key=lambda row: row.figures[score].rank(metric))
     runs += [
         {"method": row.method, "seed": seed} | {name: record.get(name) for name in names}

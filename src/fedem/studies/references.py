@@ -18,6 +18,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -187,8 +188,7 @@ class _Task:
         from sklearn.linear_model import LogisticRegression
 
         if len(np.unique(rows.targets)) < 2:  # in a fold
-            shares = self.constant(rows)
-            return lambda inputs: np.tile(shares, (len(inputs), 1))
+            return partial(_always, self.constant(rows))
         model = LogisticRegression(C=1 / penalty, max_iter=300).fit(rows.inputs, rows.targets)
         return lambda inputs: self.widened(model, inputs)
 
@@ -205,9 +205,13 @@ def _rows(samples: Samples, task: _Task) -> _Rows:
     return _Rows(inputs, targets if task.num_classes else targets.reshape(len(targets), -1).astype(float), owners)
 
 
+def _always(value: Array, inputs: Array) -> Array:
+    return np.tile(value, (len(inputs), 1))
+
+
 def _fit_constant(task: _Task, train: _Rows) -> tuple[Predict, str]:
     value = task.constant(train)
-    return lambda rows: np.tile(value, (len(rows.owners), 1)), ""
+    return lambda rows: _always(value, rows.inputs), ""
 
 
 def _fit_pooled(task: _Task, train: _Rows) -> tuple[Predict, str]:
@@ -217,20 +221,21 @@ def _fit_pooled(task: _Task, train: _Rows) -> tuple[Predict, str]:
 
 def _fit_each(task: _Task, train: _Rows) -> tuple[Predict, str]:
     everybody = task.constant(train)
-    models: list[Callable[[Array], Array]] = []
+    models: list[tuple[Callable[[Array], Array], float]] = []
     constants = 0
     for client in range(task.num_clients):
         own = train.some(train.owners == client)
         few = len(own.owners) < _FEWEST or (task.num_classes > 0 and len(np.unique(own.targets)) < 2)
         constants += few
-        value, trust = task.constant(own), len(own.owners) / (len(own.owners) + 1) if task.num_classes else 1.0
-        model = (lambda inputs, value=value: np.tile(value, (len(inputs), 1))) if few else task.linear(own)
-        models.append(lambda inputs, model=model, trust=trust: trust * model(inputs) + (1 - trust) * everybody)
+        trust = len(own.owners) / (len(own.owners) + 1) if task.num_classes else 1.0
+        models.append((partial(_always, task.constant(own)) if few else task.linear(own), trust))
 
     def predict(rows: _Rows) -> Array:
         found = np.zeros((len(rows.owners), len(everybody)))
         for client in np.unique(rows.owners):
-            found[rows.owners == client] = models[client](rows.inputs[rows.owners == client])
+            model, trust = models[client]
+            theirs = rows.owners == client
+            found[theirs] = trust * model(rows.inputs[theirs]) + (1 - trust) * everybody
         return found
 
     why = f"fewer than {_FEWEST} training rows" + (" or rows of one class" if task.num_classes else "")
@@ -255,7 +260,7 @@ def _fit_trees(task: _Task, train: _Rows) -> tuple[Predict, str]:
     model.fit(np.column_stack([train.inputs, own]), train.targets)
 
     def predict(rows: _Rows) -> Array:
-        inputs = np.column_stack([rows.inputs, levels[rows.owners]])
+        inputs: Array = np.column_stack([rows.inputs, levels[rows.owners]]).astype(float)
         return task.widened(model, inputs) if task.num_classes else model.predict(inputs)
 
     return predict, f"More than {_MOST_CATEGORIES} clients: each is encoded by its mean target." if many else ""
