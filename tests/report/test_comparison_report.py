@@ -16,7 +16,7 @@ from comparisons import TWO, table_of
 
 import fedem
 from fedem.core.errors import UserError
-from fedem.report.studies import comparison_markdown, comparison_table, draw
+from fedem.report.studies import comparison_markdown, comparison_tables, draw
 from fedem.runs.folder import Failure, RunFolder
 from fedem.studies.comparison import Comparison, Row, summarize
 from fedem.studies.sweep import Entry, Gap, Spread
@@ -172,7 +172,7 @@ def test_the_table_fits_eighty_columns() -> None:
         rows = [Row("clustered", "Clustered FL", dict(figures), []), Row("fedem", "FedEM (M=3)", dict(figures), [])]
         comparison = Comparison("synthetic", "accuracy", 200, 5, 1, [0, 1], rows, {}, [])
         out = io.StringIO()
-        Console(file=out, width=80).print(comparison_table(comparison))
+        Console(file=out, width=80).print(*comparison_tables(comparison))
         lines = [line for line in out.getvalue().splitlines() if "Clustered FL" in line]
         assert len(lines[0]) <= 80
         assert lines[0].count("±1.1") == 4, out.getvalue()

@@ -57,6 +57,10 @@ _METRICS = f"For classes: {_CLASSES}; for numbers: {_NUMBERS}."
 Metrics = Annotated[
     str | None, Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}")
 ]
+References = Annotated[
+    bool,
+    Option("--references", help="Also score plain predictors on the same rows: a constant, linear models, boosting."),
+]
 TrainingDevice = Annotated[str | None, Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 Assignments = Annotated[
     list[str] | None, Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")

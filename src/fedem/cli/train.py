@@ -21,10 +21,12 @@ from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
 from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
+from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies import comparison, experiments, sweep, tuning
 from fedem.studies.experiments import Experiment
+from fedem.studies.references import beside, check_references
 from fedem.studies.sweep import Entry, SharedData
 from fedem.studies.theory import OUTCOMES, SMALL, assumed, study
 
@@ -74,6 +76,7 @@ def train(
         str | None,
         Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
     ] = None,
+    references: options.References = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a federation and write its run to a folder.
@@ -87,6 +90,8 @@ def train(
 
       torchrun --nproc-per-node 4 -m fedem train --data synthetic
     """
+    if references:
+        check_references()
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
@@ -94,7 +99,7 @@ def train(
             asked = options.asked(data, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
             runs = _plan(config, layers, listed(baselines), out, resume)
-        _carry_out(team.tell(runs), team, quiet or not team.leads)
+        _carry_out(team.tell(runs), team, quiet or not team.leads, references)
 
 
 def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path | None, resume: bool) -> list[_Run]:
@@ -126,8 +131,8 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
     return runs
 
 
-def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
-    """Make the data, prepare all runs, and only then train."""
+def _carry_out(runs: list[_Run], team: Team, quiet: bool, references: bool) -> None:
+    """Make the data, prepare all runs, and only then train; references of the same rows come last."""
     with waiting("Making the data", quiet), team.leader_first():
         dataset = runs[0].config.make_data()
     if dataset.encoding is not None and not quiet:
@@ -150,6 +155,9 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         if run.config.run.diagnose_every and team.leads:
             reports.plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
     folder = RunFolder(runs[0].folder)
+    if references and team.leads:
+        with waiting("Fitting the references", quiet), writing(folder.path):
+            folder.save_references([each.record | {"clients": each.clients} for each in beside(trainers[0])])
     if not quiet:
         show_run(folder)
     if team.leads:
@@ -181,6 +189,7 @@ def compare(
         str, Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
     ] = "3",
     settings: Annotated[list[str] | None, Option("--set", help=f"Any setting. {_ALL_METHODS} {_ONE_METHOD}")] = None,
+    references: options.References = False,
     out: Annotated[Path | None, Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
     resume: Annotated[
         bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
@@ -206,6 +215,8 @@ def compare(
       fedem compare --data mine.csv --out runs/mine --resume --retry-failed --set fedem:schedule.learning_rate=0.01
     """
     _check_retry(retry_failed, resume)
+    if references:
+        check_references()
     names = comparison.resolve_methods(listed(methods))
     shared, own = comparison.sort_settings(settings or [], names)
     numbers = read_seeds(seeds)
@@ -214,25 +225,39 @@ def compare(
     entries = comparison.plan(place, names, numbers, [layer, *shared], own)
     sweep.check_folder("comparison", place, resume, begun=place.is_dir())
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
-    stopped = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, retry_failed, titles)
+    data_of = SharedData(most=len(numbers))
+    stopped = _work(entries, sweep.check, data_of, quiet, retry_failed, titles)
     left_out: dict[str, str] = {}
     for entry in entries:
         if entry.title in stopped:
             left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {stopped[entry.title]}")
     over = [entry for entry in entries if entry.labels["method"] not in left_out]
     if over:
-        found, command = comparison.summarize(over), _command()
+        plain = {}
+        if references:
+            with waiting("Fitting the references", quiet):
+                plain = _references([entry for entry in over if entry.is_complete], data_of)
+        found, command = comparison.summarize(over, plain), _command()
         with writing(place):
             found.save(place, command)
             write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
             for ending, content in reports.draw(found).items():
                 write_atomically(place / f"{found.metric}.{ending}", content)
         if not quiet:
-            display(reports.comparison_table(found), *reports.comparison_remarks(found))
+            display(*reports.comparison_tables(found), *reports.comparison_remarks(found))
         _tell_failed(len(found.failed), len(names), "method", place)
     if left_out:
         raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
     say(f"Comparison: {place}")
+
+
+def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Record]]:
+    """Return the figures of each seed's references, which are the same for all methods."""
+    first: dict[int, Config] = {}
+    for entry in entries:
+        first.setdefault(entry.seed, entry.config)
+    trainers = {seed: Trainer.prepare(config, data.of(config), fresh=False) for seed, config in first.items()}
+    return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 
 experiment_group = Typer(

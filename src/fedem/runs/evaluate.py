@@ -198,23 +198,40 @@ def evaluate_oracle(truth: Truth, federation: Federation, metrics: Sequence[Metr
     inputs, targets = samples.inputs.cpu(), samples.targets.cpu()
     pieces = zip(inputs.split(_ORACLE_ROWS), weights.cpu().split(_ORACLE_ROWS), strict=True)
     predictions = torch.cat([truth.predict(*piece) for piece in pieces])
-    owner = torch.repeat_interleave(torch.arange(federation.num_clients), samples.sizes)
-    per_sample = {"loss": -predictions.gather(1, targets[:, None]).squeeze(1).double().log()}
+    losses = -predictions.gather(1, targets[:, None]).squeeze(1).double().log()
+    return judge(predictions, losses, samples, federation.train.sizes, metrics)
+
+
+def judge(predictions: Tensor, losses: Tensor, samples: Samples, weights: Tensor, metrics: Sequence[Metric]) -> Scores:
+    """Score given predictions ``[N, ...]`` of a part's samples, with a loss ``[N]`` each; clients have ``weights``."""
+    targets, nothing = samples.targets.cpu(), torch.zeros(samples.num_clients, dtype=torch.float64)
+    owner = torch.repeat_interleave(torch.arange(samples.num_clients), samples.sizes)
+    per_sample = {"loss": losses}
     per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
-    nothing = torch.zeros(federation.num_clients, dtype=torch.float64)
     means = {name: nothing.index_add(0, owner, values.double()) / samples.sizes for name, values in per_sample.items()}
     pairs = zip(*(column.split(samples.sizes.tolist()) for column in (predictions.double(), targets)), strict=True)
-    return _by_metric(metrics, federation.train.sizes, samples.sizes, means, list(pairs))
+    return _by_metric(metrics, weights, samples.sizes, means, list(pairs))
 
 
-def name_scores(scores: Mapping[str, Scores]) -> Record:
+def base_rate(federation: Federation) -> float | None:
+    """Return the test accuracy of always guessing the most frequent class of the training rows, averaged likewise."""
+    if not len(federation.test):
+        return None
+    guess = int(federation.train.targets.cpu().bincount().argmax())
+    guesses = torch.zeros(len(federation.test), guess + 1, dtype=torch.float64)
+    guesses[:, guess] = 1
+    return judge(guesses, guesses[:, 0], federation.test, federation.train.sizes, (METRICS["accuracy"],)).average
+
+
+def name_scores(scores: Mapping[str, Scores], deviation: float | None = None) -> Record:
     """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``.
 
     ``bottom_decile_left_out`` is the number of clients, if any, with fewer than five test samples: the decile is of
     the others.
 
     Where a metric is not a mean over samples, ``test_roc_auc_pooled`` is that of all clients' samples together, and
-    ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined.
+    ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined. Where targets were standardised
+    by a ``deviation``, ``test_mae_in_units`` is in their own units.
     """
     record: Record = {}
     for part, entry in scores.items():
@@ -226,6 +243,9 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
                 record[f"{name}_pooled"] = each.pooled
             if each.undefined is not None and (count := int(each.undefined.sum())):
                 record[f"{name}_undefined"] = count
+            if deviation is not None and find_metric(each.metric).has_units:
+                own = [key for key in (name, f"{name}_pooled") if key in record]
+                record |= {f"{key}_in_units": deviation * record[key] for key in own}
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
         if count := scores["test"].num_left_out:

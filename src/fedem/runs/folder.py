@@ -5,6 +5,7 @@ metrics.jsonl             one line per round
 summary.json              the outcome, once the run is complete
 failed.json               why it can't come to an end, where it can't
 clients.csv               each client's scores and mixture weights
+references.json           scores of plain predictors on the same rows, if they were asked for
 checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
 tensorboard/              the metrics as TensorBoard events
 
@@ -192,6 +193,14 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """Read summary.json; None when the run is not complete."""
         return _read_json(self.path / "summary.json")
+
+    def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
+        write_json(self.path / "references.json", records)
+
+    def references(self) -> list[dict[str, Any]]:
+        """Read what plain predictors score on the run's rows; nothing where nobody asked for it."""
+        path = self.path / "references.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def clients(self) -> list[dict[str, str]]:
         path = self.path / "clients.csv"

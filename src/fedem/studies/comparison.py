@@ -26,6 +26,7 @@ _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _TRAINING = ("batching", "solver", "schedule")
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
+_VARIANTS = ("_pooled", "_in_units", "_pooled_in_units")  # of a test score, where a run has them
 _COSTS = ("seconds_per_round", "bytes_up_per_round", "bytes_down_per_round")
 _ORACLE = {"test_{}": "oracle_{}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
 
@@ -129,14 +130,16 @@ class Comparison:
     seeds: list[int]
     rows: list[Row]
     oracle: dict[str, Spread]  # empty when the truth is not known
-    runs: list[Record]  # one record per method and seed
+    runs: list[Record]  # one record per method and seed, then per reference and seed
     failed: list[Failed] = field(default_factory=list)
     left_out: tuple[int, int] = (0, 0)  # fewest and most clients that the bottom decile of a seed leaves out
+    references: list[Row] = field(default_factory=list)  # plain predictors on the same rows, the best first
+    notes: list[str] = field(default_factory=list)  # what there is to say of them
 
     @property
     def gaps(self) -> dict[str, Gap]:
-        """How far each method's test score is from the first one's."""
-        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in self.rows}
+        """How far each method's test score, and each reference's, is from the first method's."""
+        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in (*self.rows, *self.references)}
         for run in self.runs:
             scores[run["method"]][run["seed"]] = run.get(f"test_{self.metric}")
         first = next(iter(scores.values()))
@@ -149,27 +152,33 @@ class Comparison:
         names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds", "left_out")
         content = {"command": command} | {name: getattr(self, name) for name in names}
         gaps = self.gaps
-        methods = [
-            {"method": row.method, "title": row.title, "figures": _records(row.figures)}
-            | {"to_the_best": gaps[row.method]._asdict()}
-            | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
-            for row in self.rows
-        ]
+        methods, references = (
+            [
+                {"method": row.method, "title": row.title, "figures": _records(row.figures)}
+                | {"to_the_best": gaps[row.method]._asdict()}
+                | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
+                for row in rows
+            ]
+            for rows in (self.rows, self.references)
+        )
         failed = [
             {"method": each.method, "title": each.title}
             | {"seeds": {str(seed): failure._asdict() for seed, failure in each.failures.items()}}
             for each in self.failed
         ]
-        oracle = _records(self.oracle) or None
-        write_json(folder / "comparison.json", content | {"methods": methods, "failed": failed, "oracle": oracle})
+        content |= {"methods": methods, "failed": failed, "oracle": _records(self.oracle) or None}
+        write_json(folder / "comparison.json", content | ({"references": references} if references else {}))
 
 
 def _records(spreads: Mapping[str, Spread]) -> Record:
     return {name: spread._asdict() for name, spread in spreads.items()}
 
 
-def summarize(entries: Sequence[Entry]) -> Comparison:
-    """Read the figures of runs that are all over; a method may lack some of the seeds, or have failed with some."""
+def summarize(entries: Sequence[Entry], beside: Mapping[int, Sequence[Record]] | None = None) -> Comparison:
+    """Read the figures of runs that are all over; a method may lack some of the seeds, or have failed with some.
+
+    The references of each seed may stand ``beside``, with figures by the same names.
+    """
     if (missing := next((entry for entry in entries if not entry.is_over), None)) is not None:
         raise UserError(f"The run in {missing.folder.path} is not complete.")
     lost = {method: by_seed for (method,), by_seed in failures(entries).items()}
@@ -185,7 +194,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
     known = (f"test_{each.name}" for by_seed in summaries.values() for each in metrics_of(next(iter(by_seed.values()))))
     further = [name for name in dict.fromkeys(known) if name != score]
-    names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
+    variants = [f"{name}{ending}" for name in (score, *further) for ending in _VARIANTS if f"{name}{ending}" in first]
+    names = [*(name.format(metric) for name in _SCORES), *further, *variants, "test_loss", *_COSTS]
+    names += ["test_base_rate"] if "test_base_rate" in first else []
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
     rows = []
@@ -215,10 +226,22 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
         lines = [record(method, seed, everything[method].get(seed, {})) | {"failed": why[seed]} for seed in tried]
         title = next(entry.config.name("method") for entry in entries if entry.labels["method"] == method)
         failed.append(Failed(method, title_of(title), causes, lines))
+    others: dict[str, dict[int, Record]] = {}
+    for seed, records in (beside or {}).items():
+        for each in records:
+            others.setdefault(each["method"], {})[seed] = each
+    plain = []
+    for name, own_records in others.items():
+        spreads = {key: Spread.of(each.get(key) for each in own_records.values()) for key in names if key not in _COSTS}
+        plain.append(Row(name, run_title(next(iter(own_records.values()))), spreads, {}))
+    plain.sort(key=lambda row: row.figures[score].rank(metric))
+    runs += [record(row.method, seed, each) for row in plain for seed, each in others[row.method].items()]
+    noted = (each for own in others.values() for each in own.values() if "note" in each)
+    notes = list(dict.fromkeys(f"{run_title(each)}: {each['note']}" for each in noted))
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
     counts = [summary.get(LEFT_OUT, 0) for summary in baseline.values()]
-    left_out = (min(counts), max(counts))
-    return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs, failed, left_out)
+    left_out, name = (min(counts), max(counts)), data_name(entries[0].config)
+    return Comparison(name, metric, *sizes, seeds, rows, oracle, runs, failed, left_out, plain, notes)
 
 
 def data_name(config: Config) -> str:
@@ -228,5 +251,7 @@ def data_name(config: Config) -> str:
 
 def run_title(summary: Mapping[str, Any]) -> str:
     """Return what a run's method is called in a table, with its number of components if there are several."""
+    if "title" in summary:
+        return str(summary["title"])
     components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
     return title_of(summary["method"]) + components
