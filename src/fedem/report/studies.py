@@ -131,7 +131,7 @@ def _columns(comparison: Comparison) -> tuple[dict[str, str], dict[str, str], di
 
 
 def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[str, str]]:
-    """Return cells by headings: of methods, failed methods, references and the oracle; ``brief`` ones lack deviations."""
+    """Return cells by headings: of methods, failed ones, references, the oracle; ``brief`` costs lack deviations."""
     (_, size), decisive = _bytes_unit(comparison), find_metric(comparison.metric)
     columns, further, pooled = _columns(comparison)
 
