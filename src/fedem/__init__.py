@@ -8,6 +8,8 @@ torch.Size([4, 2])
 """
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fedem.core import VERSION
 
@@ -15,19 +17,20 @@ from fedem.core import VERSION
 # the slowest of them or another process could use.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedem import graphs, surrogates
-from fedem.core.errors import UserError
-from fedem.data import Dataset, FromFile, Synthetic
-from fedem.data.federation import Federation
-from fedem.data.files import from_datasets, from_frame, from_huggingface
-from fedem.data.samples import Samples
-from fedem.export import export_client, load_exported
-from fedem.methods import METHODS, Method
-from fedem.models import Model
-from fedem.models.metrics import METRICS, Metric
-from fedem.runs.config import Config
-from fedem.runs.result import PersonalModel, Result
-from fedem.runs.trainer import run, train
+if TYPE_CHECKING:
+    from fedem import graphs, surrogates
+    from fedem.core.errors import UserError
+    from fedem.data import Dataset, FromFile, Synthetic
+    from fedem.data.federation import Federation
+    from fedem.data.files import from_datasets, from_frame, from_huggingface
+    from fedem.data.samples import Samples
+    from fedem.export import export_client, load_exported
+    from fedem.methods import METHODS, Method
+    from fedem.models import Model
+    from fedem.models.metrics import METRICS, Metric
+    from fedem.runs.config import Config
+    from fedem.runs.result import PersonalModel, Result
+    from fedem.runs.trainer import run, train
 
 __version__ = VERSION
 
@@ -57,3 +60,37 @@ __all__ = [
     "surrogates",
     "train",
 ]
+
+_HOMES = {
+    "fedem.core.errors": ("UserError",),
+    "fedem.data": ("Dataset", "FromFile", "Synthetic"),
+    "fedem.data.federation": ("Federation",),
+    "fedem.data.files": ("from_datasets", "from_frame", "from_huggingface"),
+    "fedem.data.samples": ("Samples",),
+    "fedem.export": ("export_client", "load_exported"),
+    "fedem.methods": ("METHODS", "Method"),
+    "fedem.models": ("Model",),
+    "fedem.models.metrics": ("METRICS", "Metric"),
+    "fedem.runs.config": ("Config",),
+    "fedem.runs.result": ("PersonalModel", "Result"),
+    "fedem.runs.trainer": ("run", "train"),
+}
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a package, once it is asked for: torch takes seconds, which help can do without."""
+        if name.startswith("_"):
+            raise AttributeError(f"module 'fedem' has no attribute {name!r}")
+        if home := next((module for module, names in _HOMES.items() if name in names), None):
+            globals()[name] = getattr(import_module(home), name)
+            return globals()[name]
+        try:
+            return import_module(f"fedem.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"fedem.{name}":
+                raise
+            raise AttributeError(f"module 'fedem' has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

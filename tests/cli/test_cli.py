@@ -148,7 +148,7 @@ def test_columns_are_matched_by_name(run, tmp_path: Path) -> None:
     other = write("other.csv", [0, 1, 2, 3], ["shop", "a", "c", "label"])
     code, _, err = run("predict", tmp_path / "r", "--client", "1", "--data", other, "--out", tmp_path / "p.csv")
     assert code == 2
-    assert "The columns are a, c; allowed: a, b, as in training." in err
+    assert "The columns are a, c; allowed: a, b, as in training; missing: b." in err
     monkey = tmp_path / "elsewhere"
     monkey.mkdir()
     os.chdir(monkey)  # a run remembers where its data lie
@@ -237,6 +237,11 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
     code, out, err = run("personalize", tmp_path / "r", "--data", new, "--out", tmp_path / "p")
     assert code == 0, err
     assert "4 clients" in out
+    known = (
+        f"4 of 4 clients took part in the training of {tmp_path / 'r'} already ('0', '1', '2', '3'); `fedem predict`"
+    )
+    assert f"note: {known}" in err
+    assert known in run("data", "describe", new, "--run", tmp_path / "r")[1]
     code, out, err = run("show", tmp_path / "p")
     assert (code, err) == (0, "")
     assert "FedEM (M=2)" in out

@@ -5,41 +5,49 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import fedem
+from fedem import cli
 from fedem.core.settings import names_of
 from fedem.data import DATA
 from fedem.report.reference import settings_of, shipped
 
+PROGRAM: Any = cli.typer.main.get_command(cli.app)
+CONTEXT = cli.click.Context(PROGRAM)
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "train",
-        "compare",
-        "tune",
-        "theory",
-        "report",
-        "plot",
-        "methods",
-        "settings",
-        "graphs",
-        "show",
-        "evaluate",
-        "personalize",
-        "predict",
-        "export",
-        "deploy",
-        "peer",
-        "version",
-    ],
-)
-def test_every_command_has_help_that_teaches(run, command: str) -> None:
-    code, out, _ = run(command, "--help")
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize("command", PROGRAM.commands)
+def test_every_command_has_help_that_teaches(run, command: str, option: str) -> None:
+    code, out, _ = run(command, option)
     assert code == 0
     assert "Usage" in out
+
+
+@pytest.mark.parametrize("command", PROGRAM.commands)
+def test_what_help_lists_is_the_first_line_of_a_command_s_own_help(command: str) -> None:
+    _, loaded, _ = PROGRAM.resolve_command(CONTEXT, [command])
+    assert PROGRAM.commands[command].help == loaded.help.partition("\n")[0]
+
+
+def test_commands_of_commands_take_h(run) -> None:
+    code, out, _ = run("data", "describe", "-h")
+    assert code == 0
+    assert "data describe" in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["version"], ["trian"], []], ids=" ".join)
+def test_help_and_version_do_without_torch(words: list[str]) -> None:
+    script = "import sys\nfrom fedem.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+    script += "print([name for name in ('torch', 'numpy', 'pandas') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
+    *said, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    expected = {"trian": "Did you mean 'train'?", "--version": fedem.__version__, "version": fedem.__version__}
+    assert expected.get(" ".join(words), "Train a federation and write its run") in "\n".join([*said, done.stderr])
 
 
 def test_methods_are_listed_within_eighty_columns(run) -> None:

@@ -180,14 +180,23 @@ def test_an_encoding_has_a_hash_of_what_it_learnt() -> None:
 
 
 class TestTooManyCategories:
-    def test_the_count_and_dates_are_named(self) -> None:
-        days = [f"2024-{month:02}-{day:02}" for month in range(1, 7) for day in range(1, 21)]
-        table = table_of(when=days, y=[0, 1] * 60)
-        message = r"Column 'when' is text with 120 categories \(such as '2024-01-01'; dates .*at most 100"
+    def test_the_count_and_a_value_are_named(self) -> None:
+        table = table_of(ticket=[f"A {number}" for number in range(120)], y=[0, 1] * 60)
+        message = r"Column 'ticket' is text with 120 categories \(such as 'A 0'; identifiers .*at most 100"
         with pytest.raises(UserError, match=message):
             Encoding.fit(table, all_rows(table))
         assert len(Encoding.fit(table, all_rows(table), max_categories=120).input_names or ()) == 120
         assert Encoding.fit(table, np.arange(100)).describe().endswith("100 inputs in all")
+
+    def test_dates_that_may_be_meant_in_two_ways_are_explained(self) -> None:
+        days = [
+            f"{one:02}/{other:02}/{year}" for one in (1, 2, 3) for other in range(1, 13) for year in range(2020, 2024)
+        ]
+        table = table_of(when=days, y=[0, 1] * 72)
+        with pytest.raises(
+            UserError, match=r"dates such as '01/01/2020' may be meant as %d/%m/%Y or %m/%d/%Y; 2024-05-31"
+        ):
+            Encoding.fit(table, all_rows(table))
 
     def test_what_spoils_a_column_of_numbers_is_named(self) -> None:
         table = table_of(a=[*range(150), "low", *range(49)], y=[0, 1] * 100)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -49,13 +51,39 @@ class TestTargets:
         shares = torch.tensor([[0.25, 0.75]])
         assert torch.equal(Encoding.fit(table, all_rows(table)).decode(shares), shares)
 
-    @pytest.mark.parametrize(("count", "classes"), [(100, 100), (101, None)])
-    def test_many_whole_numbers_are_regression(self, count: int, classes: int | None) -> None:
-        table = table_of(a=[1] * count, y=list(range(count)))
-        target = Target.fit(table)
+    @pytest.mark.parametrize(
+        ("values", "classes", "said"),
+        [
+            ([*range(5, 15)], 10, "10 classes (5, 6, 7, 8, 9, ...)"),
+            (
+                [*range(12)] * 5,
+                12,
+                "for they count from 0 without gaps and each has 5 rows or more; data.task=regression",
+            ),
+            (
+                [*range(1, 31)] * 5,
+                30,
+                "for they count from 1 without gaps and each has 5 rows or more; data.task=regression",
+            ),
+            ([*range(12)] * 4, None, "12 distinct whole numbers, some in fewer than 5 rows; data.task=classification"),
+            ([*range(2, 14)] * 5, None, "which don't count from 0 or 1 without gaps; data.task=classification"),
+            ([*range(11), 12] * 5, None, "which don't count from 0 or 1 without gaps; data.task=classification"),
+            ([*range(31)] * 9, None, "regression (31 distinct whole numbers; data.task=classification"),
+        ],
+    )
+    def test_whole_numbers_are_classes_if_few(self, values: list[int], classes: int | None, said: str) -> None:
+        target = Target.fit(table_of(a=[1] * len(values), y=values))
         assert (None if target.classes is None else len(target.classes)) == classes
-        if classes is None:
-            assert "regression (101 distinct whole numbers; data.task=classification" in target.describe()
+        assert said in target.describe()
+
+    @pytest.mark.parametrize(("count", "classes"), [(100, 100), (101, None)])
+    @pytest.mark.parametrize("as_array", [True, False])
+    def test_beside_arrays_and_in_older_runs_they_may_be_more(
+        self, count: int, classes: int | None, as_array: bool
+    ) -> None:
+        table = table_of(a=[1] * count, y=list(range(count)))
+        target = Target.fit(replace(table, array=np.ones((count, 2))) if as_array else table, recognize=as_array)
+        assert (None if target.classes is None else len(target.classes)) == classes
 
     def test_the_task_can_be_told(self) -> None:
         table = table_of(a=[1, 2, 3], y=["1.0", "2.5", "1"])

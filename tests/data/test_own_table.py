@@ -161,7 +161,7 @@ def test_new_categories_are_told_and_wrong_files_refused(run: Run, tmp_path: Pat
         (
             ("shop", "weekday", "price", "promotion"),
             NEW,
-            "The columns are weekday, price, promotion; allowed: weekday,",
+            "price, temperature, promotion, as in training; missing: temperature.",
         ),
         (COLUMNS[:-1], [row | {"price": "high"} for row in NEW], "line 2, column 'price': 'high' is not a number"),
         (COLUMNS[:-1], [*NEW[:3], NEW[3] | {"price": ""}], "1 in column 'price' (first: "),
@@ -169,6 +169,21 @@ def test_new_categories_are_told_and_wrong_files_refused(run: Run, tmp_path: Pat
         code, _, err = run("predict", tmp_path / "r", "--data", write_shops(path, rows, columns), "--out", "q.csv")
         assert code == 2
         assert message in err
+
+
+def test_columns_that_training_had_not_are_named_and_left_out(run: Run, tmp_path: Path) -> None:
+    train(run, write_shops(tmp_path / "shops.csv", OLD), "sold", tmp_path / "r", *FAST)
+    rows = [row | {"weather": "mild", "staff": 3} for row in NEW]
+    plain = write_shops(tmp_path / "plain.csv", NEW, COLUMNS[:-1])
+    wide = write_shops(tmp_path / "wide.csv", rows, ("weather", *COLUMNS, "staff"))  # with the targets, too
+    found = []
+    for path in (plain, wide):
+        code, _, err = run("predict", tmp_path / "r", "--data", path, "--out", tmp_path / "p.csv", "--force")
+        assert code == 0, err
+        note = "note: columns that training had not are left out: 'weather', 'staff'."
+        assert err.count(note) == int(path == wide)
+        found.append((tmp_path / "p.csv").read_text())
+    assert found[0] == found[1]
 
 
 def test_a_folder_of_clients(run: Run, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_neither_the_order_of_rows_nor_the_kind_of_file_matters(tmp_path: Path) 
 
 def test_rows_that_differ_in_time_alone_are_told_apart(tmp_path: Path) -> None:
     rows = [row | {"price": 1.0, "temperature": 2.0, "weekday": "Monday", "promotion": "true"} for row in dated()]
-    options = {"target_column": "sold", "client_column": "shop", "split_by": "day"}
+    options = {"target_column": "sold", "client_column": "shop", "split_by": "day", "keep": "price"}
     one, other = (
         FromFile(path=str(write(tmp_path / name, some)), **options).make(0)
         for name, some in (("a.csv", rows), ("b.csv", rows[::-1]))

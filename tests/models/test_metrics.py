@@ -54,6 +54,8 @@ def test_classes_agree_with_scikit_learn(num_classes: int) -> None:
         "accuracy": _guesses(sklearn.accuracy_score),
         "balanced_accuracy": _guesses(sklearn.balanced_accuracy_score),
         "macro_f1": _guesses(sklearn.f1_score, average="macro"),
+        "recall": _guesses(sklearn.recall_score, average="binary" if num_classes == 2 else "macro"),
+        "f1": _guesses(sklearn.f1_score, average="binary" if num_classes == 2 else "macro"),
         "roc_auc": by_class(sklearn.roc_auc_score),
         "average_precision": by_class(sklearn.average_precision_score),
         "log_loss": sklearn.log_loss,
@@ -126,7 +128,12 @@ def test_the_loss_s_own_metric_unless_others_are_named() -> None:
     [
         ("accuracy,r2", CrossEntropy(), 3, r"'r2' does not fit the task, which is to predict 3 classes; allowed: acc"),
         ("macro_f1", SquaredError(), 1, r"'macro_f1' does not fit .* numbers; allowed: mean_squared_error, rmse, mae"),
-        ("top_5_accuracy", Logistic(), 1, r"'top_5_accuracy' does not fit .* 2 classes; .*macro_f1, log_loss, cali"),
+        (
+            "top_5_accuracy",
+            Logistic(),
+            1,
+            r"'top_5_accuracy' does not fit .* 2 classes; .*macro_f1, recall, f1, log_loss, cali",
+        ),
         ("acuracy", Logistic(), 1, r"Unknown metric 'acuracy'; allowed: .* Did you mean 'accuracy'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,21 @@ def test_everything_lies_in_a_package() -> None:
 def test_public_names_are_there_and_sorted() -> None:
     assert all(hasattr(fedem, name) for name in fedem.__all__)
     assert len(set(fedem.__all__)) == len(fedem.__all__)
+
+
+def test_public_names_come_from_where_they_are_said_to() -> None:
+    homes = {name: module for module, names in fedem._HOMES.items() for name in names}
+    assert {*homes, "__version__", "graphs", "surrogates"} == set(fedem.__all__)
+    assert set(fedem.__all__) <= set(dir(fedem))
+    # What a type checker reads is what is imported.
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        (node.module, name.name) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    assert imported == {("fedem", "graphs"), ("fedem", "surrogates"), *((home, name) for name, home in homes.items())}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        fedem.nothing  # noqa: B018
 
 
 @pytest.mark.slow

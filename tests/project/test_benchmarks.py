@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import busy, images, plain_loop
+from benchmarks import busy, images, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -133,6 +133,32 @@ def test_images_have_the_shape_of_the_papers() -> None:
     assert federation.train.pool.inputs.dtype == torch.uint8
     assert len(federation.train) == pytest.approx(1_200, abs=20)  # each client's share is rounded
     assert len(set(federation.train.sizes.tolist())) > 5
+
+
+def test_tables_are_scored_beside_references(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    tables.main(["--quick", "--out", str(out)])
+    found = {each["table"]: each for each in json.loads(out.read_text())["runs"]}
+    assert {each["task"] for each in found.values()} == {"classes", "numbers"}
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + len(found)  # a Markdown table alone
+    for name, each in found.items():
+        assert set(each["references"]) == {"constant", "pooled_linear", "client_linear", "boosting"}
+        assert all(math.isfinite(number) for number in numbers([each["fedem"], each["references"]]))
+        assert not each["diverged"]
+        assert any(line.startswith((f"| {name} |", f"| {name}* |")) for line in printed)
+
+
+def test_every_table_says_how_it_is_made_and_is_the_same_again() -> None:
+    assert len(tables.TABLES) >= 10
+    assert len(tables.CHOSEN_ON) == 4
+    assert set(tables.CHOSEN_ON) < set(tables.TABLES)
+    for name, make in tables.TABLES.items():
+        first = make(0)
+        assert {"client", "y"} < set(first)
+        assert first.equals(make(0)), name
+        assert not first.equals(make(1)), name
+        assert make.__doc__
 
 
 @pytest.mark.parametrize(("name", "broken"), [("responsibilities", not_a_number), ("MOMENTUM", 0.0)])

@@ -65,12 +65,12 @@ def test_the_commands_are_understood(pages: str, least: int, tmp_path: Path, mon
     assert len(lines) >= least
     monkeypatch.chdir(tmp_path)
     program: Any = cli.typer.main.get_command(cli.app)
+    context = cli.click.Context(program)
     for line in lines:
         words = shlex.split(re.sub(r"\b(SEED|M)\b", "3", line), comments=True)[1:]
         command = program
         while words and words[0] in getattr(command, "commands", {}):
-            name = words.pop(0)
-            command = command.commands[name]
+            name, command, words = command.resolve_command(context, words)
         command.make_context(name, words)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import scipy.stats
 from comparisons import TWO, table_of
 
 import fedem
 from fedem.core.errors import UserError
-from fedem.report.studies import comparison_markdown, comparison_table, draw
-from fedem.runs.folder import RunFolder
+from fedem.report.studies import comparison_markdown, comparison_tables, draw
+from fedem.runs.folder import Failure, RunFolder
 from fedem.studies.comparison import Comparison, Row, summarize
 from fedem.studies.sweep import Entry, Gap, Spread
 
@@ -28,7 +29,7 @@ def written(folder: Path, method: str, seed: int, **figures: object) -> Entry:
     place.create(config)
     facts = {"num_components": 1, "num_clients": 5, "num_unseen_clients": 0, "data": "synthetic", "rounds": 2}
     costs = {"seconds_per_round": 0.5, "bytes_up_per_round": 1000, "bytes_down_per_round": 3000}
-    summary = {"method": method, "seed": seed, "bottom_decile": 0.25, **facts, **costs, **figures}
+    summary = {"method": method, "seed": seed, "bottom_decile": 0.25, "train_loss": 0.5, **facts, **costs, **figures}
     name = "test_accuracy" if "test_accuracy" in figures else "test_mean_squared_error"
     lines = [{"round": 1, name: 0.5}, {"round": 2, name: figures[name]}]
     (place.path / "metrics.jsonl").write_text("".join(RunFolder.line(line) for line in lines))
@@ -108,6 +109,45 @@ def test_a_run_that_is_not_complete_is_not_summed_up(tmp_path: Path) -> None:
         summarize([entry])
 
 
+def test_intervals_are_students() -> None:
+    gains = dict(enumerate([0.1, 0.3, 0.25, -0.05]))
+    low, high = Gap.of(gains, dict.fromkeys(gains, 0.0)).interval or (0, 0)
+    assert (low, high) == pytest.approx(scipy.stats.ttest_1samp(list(gains.values()), 0).confidence_interval())
+    assert Gap.of({0: 0.5}, {0: 0.25}).interval is None
+
+
+def test_whom_the_bottom_decile_leaves_out_is_told(tmp_path: Path) -> None:
+    few = {"test_accuracy": 0.5, "bottom_decile_left_out": 3}
+    found = summarize([written(tmp_path, "local", 0, **few), written(tmp_path, "local", 1, test_accuracy=0.25)])
+    assert "with fewer than five test samples: 0 to 3 of 5 clients." in comparison_markdown(found, "fedem compare")
+    assert "five test samples" not in comparison_markdown(hand_made(tmp_path / "others"), "fedem compare")
+
+
+def test_a_method_that_failed_with_one_seed_is_not_ranked(tmp_path: Path) -> None:
+    entries = [written(tmp_path, name, seed, test_accuracy=0.5) for name in ("local", "fedavg") for seed in (0, 1)]
+    place = entries[3].folder
+    place.clear()
+    place.create(entries[3].config)
+    place.fail(Failure("diverged", "Training diverged in round 2."))
+    # Complete, but its classifiers can't have learnt.
+    entries.append(written(tmp_path, "fedem", 0, test_accuracy=0.75, train_accuracy=0.75, train_loss=1e9))
+    found = summarize(entries)
+    assert [row.method for row in found.rows] == ["local"]
+    assert [(each.method, list(each.failures)) for each in found.failed] == [("fedavg", [1]), ("fedem", [0])]
+    found.save(tmp_path, "fedem compare")
+    lines = {(line["method"], line["seed"]): line for line in table_of(tmp_path)}
+    assert lines["fedavg", "0"]["test_accuracy"] == "0.5", "what is known is kept"
+    assert lines["fedavg", "1"]["failed"] == "Training diverged in round 2."
+    told = json.loads((tmp_path / "comparison.json").read_text())["failed"]
+    assert told[0]["seeds"] == {"1": {"phrase": "diverged", "message": "Training diverged in round 2."}}
+    text = comparison_markdown(found, "fedem compare")
+    assert "| FedAvg | failed: diverged | - |" in text
+    assert "FedAvg failed with seed 1: Training diverged in round 2." in text
+    assert "FedEM failed with seed 0: Training diverged: the loss on the training samples is 1000000000.0." in text
+    with pytest.raises(UserError, match=r"No method came to an end. fedem failed with seed 0"):
+        summarize(entries[4:])
+
+
 def test_what_is_saved_is_what_was_found(tmp_path: Path) -> None:
     found = hand_made(tmp_path)
     found.save(tmp_path, "fedem compare")
@@ -132,7 +172,7 @@ def test_the_table_fits_eighty_columns() -> None:
         rows = [Row("clustered", "Clustered FL", dict(figures), []), Row("fedem", "FedEM (M=3)", dict(figures), [])]
         comparison = Comparison("synthetic", "accuracy", 200, 5, 1, [0, 1], rows, {}, [])
         out = io.StringIO()
-        Console(file=out, width=80).print(comparison_table(comparison))
+        Console(file=out, width=80).print(*comparison_tables(comparison))
         lines = [line for line in out.getvalue().splitlines() if "Clustered FL" in line]
         assert len(lines[0]) <= 80
         assert lines[0].count("±1.1") == 4, out.getvalue()
@@ -163,7 +203,11 @@ def test_methods_look_different() -> None:
     ]
     from fedem.report import studies as figures
 
-    looks = {str(figures.look(row.method)) for row in rows}
-    assert len(looks) == len(fedem.METHODS)
+    looks = [figures.look(row.method) for row in rows]
+    assert len({look["color"] for look in looks}) == len(fedem.METHODS)
+    # In the grey of paper, too.
+    assert len({(str(look["linestyle"]), look["marker"]) for look in looks}) == len(fedem.METHODS)
+    many = [str(figures.look(str(place), map(str, range(90)))) for place in range(90)]
+    assert len(set(many)) == len(many)
     drawing = draw(Comparison("synthetic", "accuracy", 1, 5, 0, [0], rows, {}, []))["svg"].decode()
     assert all(row.title in drawing for row in rows)

@@ -102,6 +102,12 @@ def test_a_page_is_no_wider_than_the_screen(page: Tab, width: int) -> None:
     assert page.ask("document.documentElement.scrollWidth") == width
 
 
+def test_nothing_is_cut_off_at_1200_pixels(page: Tab) -> None:
+    page.ask('document.querySelectorAll("details").forEach(each => each.open = true)')
+    cut = '[...document.querySelectorAll(".wide, pre")].filter(each => each.scrollWidth > each.clientWidth).length'
+    assert page.ask(cut) == 0
+
+
 def test_letters_of_drawings_stay_legible_on_a_phone(page: Tab) -> None:
     page.resize(PHONE)
     heights = page.ask('[...document.querySelectorAll("svg text")].map(text => text.getBoundingClientRect().height)')

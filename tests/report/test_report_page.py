@@ -227,4 +227,5 @@ def test_a_method_that_diverged_is_told_as_such(folder: Path, tmp_path: Path) ->
         (run / "clients.csv").write_text("\n".join([rows[0], *cut]) + "\n")
     found = build_page(gather([place]))
     Page(found)
-    assert re.search(r"<tr><td>Local</td><td>-</td><td>-</td>", found)
+    assert re.search(r"<tr><td>Local</td><td>failed: diverged</td><td>-</td>", found)
+    assert "Failed, and so not ranked: Local." in found

@@ -12,7 +12,7 @@ from fedem.data import Synthetic
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool, Samples
 from fedem.engines import OneByOne, Stacked
-from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle, predict
+from fedem.runs.evaluate import Scores, evaluate, evaluate_oracle, name_scores, predict
 from fedem.runs.measures import cosine_distance, optimal_distance, recover
 from fedem.runs.personalize import Predictors
 from fedem.runs.rounds import State, Training
@@ -21,7 +21,7 @@ from fedem.runs.rounds import State, Training
 def _scores(
     values: list[float], weights: list[int], metric: str = "accuracy", counts: list[int] | None = None
 ) -> Scores:
-    present = torch.tensor(counts or [1] * len(values))
+    present = torch.tensor(counts or [5] * len(values))
     return Scores(metric, torch.tensor(weights), present, torch.tensor(values), torch.tensor(values))
 
 
@@ -42,8 +42,19 @@ def test_the_bottom_decile_is_the_worst_tenth_client(count: int, rank: int) -> N
 
 def test_clients_without_samples_are_left_out() -> None:
     nan = float("nan")
-    scores = _scores([0.5, nan, 1.0], [1, 50, 1], counts=[3, 0, 3])
+    scores = _scores([0.5, nan, 1.0], [1, 50, 1], counts=[5, 0, 5])
     assert (scores.average, scores.unweighted, scores.bottom_decile) == pytest.approx((0.75, 0.75, 0.5))
+
+
+def test_the_bottom_decile_is_of_clients_with_five_samples_or_more() -> None:
+    values, counts = np.linspace(0, 1, 40).tolist(), [4] * 3 + [0] * 2 + [5] * 35
+    scores = _scores(values, [1] * 40, counts=counts)
+    kept = sorted(value for value, count in zip(values, counts, strict=True) if count >= 5)
+    assert scores.bottom_decile == pytest.approx(kept[3], abs=1e-6)
+    named = name_scores({"test": scores})
+    assert named["bottom_decile_left_out"] == 3, "those without samples have no score at all"
+    assert "bottom_decile_left_out" not in name_scores({"test": _scores(values, [1] * 40)})
+    assert np.isnan(_scores([0.5], [1], counts=[4]).bottom_decile)
 
 
 @pytest.mark.parametrize("engine", [OneByOne(), Stacked(), Stacked(2)], ids=["one_by_one", "stacked", "chunks"])

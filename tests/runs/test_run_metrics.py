@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import advance, make_personalizer, make_training
@@ -72,6 +74,47 @@ def test_the_first_metric_chooses_the_best_state() -> None:
     losses = [line["validation_log_loss"] for line in history.history]
     assert history.summary["best"]["round"] == 1 + int(np.argmin(losses))
     assert history.summary["best"]["validation_log_loss"] == pytest.approx(min(losses))
+
+
+def _table(share: float) -> fedem.Dataset:
+    """A table of two classes, the second of which has this share of the rows."""
+    rng = np.random.default_rng(1)
+    rows = {"client": np.arange(200) % 4, "a": rng.normal(size=200), "y": np.arange(200) < 200 * share}
+    return fedem.from_frame(pd.DataFrame(rows))
+
+
+def _judged(summary: dict[str, object]) -> list[str]:
+    return [metric.name for metric in metrics_of(summary)]
+
+
+def test_a_table_with_a_rare_class_is_judged_by_more_than_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    rare = fedem.train(_table(0.08), rounds=2, evaluate_every=1)
+    assert _judged(rare.summary) == ["accuracy", "roc_auc", "average_precision", "recall", "f1"]
+    assert rare.summary["test_base_rate"] == pytest.approx(0.92, abs=0.05)
+    # The accuracy alone decides what is best, and is all that rounds are scored by.
+    assert _judged(rare.history[0]) == ["accuracy"]
+    assert {"test_f1", "test_roc_auc_pooled"} <= set(rare.summary["best"])
+    assert _judged(fedem.train(_table(0.4), rounds=1).summary) == ["accuracy"]
+    assert _judged(fedem.train(_table(0.08), rounds=1, metrics=["log_loss"]).summary) == ["log_loss"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert _judged(fedem.train(_table(0.08), rounds=1).summary) == ["accuracy", "recall", "f1"]
+
+
+def test_a_table_of_numbers_is_judged_in_its_own_units() -> None:
+    rng = np.random.default_rng(1)
+    rows = {"client": np.arange(120) % 3, "a": (a := rng.normal(size=120)), "y": 1000 + 70 * a + rng.normal(size=120)}
+    dataset = fedem.from_frame(pd.DataFrame(rows))
+    result = fedem.train(dataset, rounds=2)
+    assert _judged(result.summary) == ["mean_squared_error", "r2", "rmse", "mae"]
+    test, target = dataset.federation.test, dataset.encoding.target
+    errors = []
+    for position, name in enumerate(dataset.federation.names):
+        inputs, targets = test.client(position)
+        errors.append(result.predict(name, inputs)[:, 0] - (targets * target.deviation + target.mean))
+    rmse = float(torch.cat(errors).double().square().mean().sqrt())
+    assert result.summary["test_rmse_pooled_in_units"] == pytest.approx(rmse, rel=1e-4)
+    mae = [float(each.abs().mean()) for each in errors]
+    assert result.summary["test_mae_in_units"] == pytest.approx(np.mean(mae), rel=1e-4)
 
 
 @pytest.mark.parametrize("engine", [OneByOne(), Stacked(2)], ids=["one_by_one", "stacked"])

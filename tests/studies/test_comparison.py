@@ -126,16 +126,47 @@ def test_a_killed_comparison_goes_on_to_the_same_table(
     assert table_of(tmp_path / "cut") == table_of(tmp_path / "whole")
 
 
-def test_a_method_that_diverges_does_not_stop_the_others(run, tmp_path: Path) -> None:
+def test_a_method_that_diverges_does_not_stop_the_others(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "d.npz", x=rng.normal(size=(60, 3)), y=rng.normal(size=60), client=np.arange(60) % 4)
     arguments = ["compare", "--data", "d.npz", "--methods", "local,fedavg", "--seeds", "2", "--rounds", "40"]
     code, out, err = run(*arguments, "--set", "local:schedule.learning_rate=1e6", "--out", "c")
+    assert code == 0
+    assert "failed: diverged" in " ".join(out.split())
+    assert "Local failed with seeds 0, 1: Training diverged in round" in " ".join(out.split())
+    assert "1 of 2 methods failed; the table in c says why." in err
+    lines = table_of(tmp_path / "c")
+    assert [line["method"] for line in lines] == ["fedavg", "fedavg", "local", "local"]
+    assert ["diverged" in line["failed"] for line in lines] == [False, False, True, True]
+    assert "diverged in round" in run("show", "c/local-seed0")[1]
+
+    # Resumed, what failed is not tried again, and with other settings only where that is asked for.
+    def advance(*_: object) -> None:
+        raise AssertionError("trained again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "advance", advance)
+        code, _, err = run(*arguments, "--set", "local:schedule.learning_rate=1e6", "--out", "c", "--resume", "-q")
+        assert (code, table_of(tmp_path / "c")) == (0, lines)
+        code, _, err = run(*arguments, "--out", "c", "--resume")
     assert code == 2
-    assert "FedAvg" in out
-    assert "Local" not in out
-    assert "error: local left out of the table. c/local-seed0: Training diverged" in err
-    assert [line["method"] for line in table_of(tmp_path / "c")] == ["fedavg", "fedavg"]
+    assert "other settings (schedule.learning_rate)" in err
+    assert "--retry-failed trains it with the settings asked for" in err
+    code, out, err = run(*arguments, "--out", "c", "--resume", "--retry-failed")
+    assert (code, "failed" in out) == (0, False), err
+    assert "Local" in out
+    assert not list((tmp_path / "c").glob("*/failed.json"))
+    assert "without --resume" in run(*arguments, "--out", "new", "--retry-failed")[2]
+
+
+def test_where_every_method_fails_the_reasons_are_the_error(run, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(60, 3)), y=rng.normal(size=60), client=np.arange(60) % 4)
+    arguments = ["compare", "--data", "d.npz", "--methods", "local", "--seeds", "1", "--rounds", "40", "--out", "c"]
+    code, out, err = run(*arguments, "--set", "local:schedule.learning_rate=1e6", "-q")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: No method came to an end. local failed with seed 0: Training diverged in round")
+    assert run("report", "c")[2].startswith("error: No run came to an end. local on d.npz failed with seed 0: Training")
 
 
 def test_without_test_samples_there_is_a_table_but_no_picture(run, tmp_path: Path) -> None:

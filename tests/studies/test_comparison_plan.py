@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 from commands import TINY
 
 import fedem
-from fedem.core.errors import UserError
 from fedem.studies.comparison import plan, resolve_methods, sort_settings
 
 
@@ -23,7 +23,7 @@ def test_settings_are_sorted_by_whose_they_are() -> None:
         "local": [],
     }
     found = plan(Path("c"), ["fedem", "local"], [0], shared, own)
-    assert [entry.config.schedule.learning_rate for entry in found] == [0.5, 0.1]
+    assert [entry.config.schedule.learning_rate for entry in found] == [0.5, 2.0]
     assert all(entry.config.values("data")["num_clients"] == 6 for entry in found)
     alone = fedem.Config.build({"method": {"name": "local"}})
     assert set(found[1].config.differences(alone)) == {"data.num_clients"}
@@ -81,16 +81,23 @@ def test_bad_input_is_refused_before_work(run, tmp_path: Path, arguments: list[s
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_method_that_can_not_train_the_model_is_found_before_any_training(
-    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(*_: object) -> None:
-        raise UserError("Method fedem can't train this model.")
-
-    monkeypatch.setattr(fedem.METHODS["fedem"].algorithm, "check", check)
-    code, _, err = run("compare", "--methods", "local,fedem", *TINY, "--out", "c")
-    assert (code, err) == (2, "error: fedem, seed 0: Method fedem can't train this model.\n")
+def test_a_method_that_can_not_train_the_model_has_failed_if_others_can(run, tmp_path: Path) -> None:
+    network = ["--seeds", "2", *TINY, "--set", "model.name=mlp", "--out", "c"]
+    code, _, err = run("compare", "--methods", "mocha", *network)
+    assert code == 2
+    assert err.startswith("error: mocha, seed 0: Method mocha trains linear models alone;")
     assert not (tmp_path / "c").exists()
+    code, out, err = run("compare", "--methods", "local,mocha", *network)
+    assert code == 0
+    assert err.startswith("note: mocha, seed 0 and 1 other run can't be trained: Method mocha trains linear models")
+    assert "failed: can't be trained" in (tmp_path / "c/comparison.md").read_text()
+    assert "MOCHA failed with seeds 0, 1: Method mocha trains linear models alone;" in " ".join(out.split())
+    failed = json.loads((tmp_path / "c/mocha-seed1/failed.json").read_text())
+    assert failed["message"].startswith("Method mocha trains linear models alone")
+    page = tmp_path / "c.html"
+    assert run("report", "c", "--out", page, "-q")[0] == 0
+    assert "Failed, and so not ranked: MOCHA." in page.read_text()
+    assert "<td>MOCHA</td><td>failed: can&#39;t be trained</td>" in page.read_text()
 
 
 def test_other_settings_and_other_data_are_not_mixed_in(run, tmp_path: Path) -> None:

@@ -60,17 +60,34 @@ def test_missing_data_are_told_before_work_and_what_is_there(
     assert "--data" not in run(*options, "--data", "CIFAR-10")[2]
 
 
-def test_a_run_that_can_not_be_prepared_is_named_and_nothing_is_trained(
-    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise UserError("Method fedavg can't train this model.")
-
-    declare(tmp_path, SMALL)
-    monkeypatch.setattr(fedem.METHODS["fedavg"].algorithm, "check", refuse)
-    code, _, err = run("experiment", "run", "small", "-q", "--experiments", tmp_path, "--out", tmp_path / "out")
-    assert (code, err) == (2, "error: FedAvg, fast, seed 1: Method fedavg can't train this model.\n")
+def test_a_run_that_can_not_be_prepared_has_failed_if_others_can(run, tmp_path: Path) -> None:
+    network = SMALL.replace('FedAvg = { "method.name" = "fedavg" }', 'MOCHA = { "method.name" = "mocha" }')
+    network = network.replace('method = "FedAvg"', 'method = "MOCHA"')
+    declare(tmp_path, network.replace("[settings]", '[settings]\n"model.name" = "mlp"'))
+    place = ["small", "--experiments", tmp_path, "--out", tmp_path / "out"]
+    code, _, err = run("experiment", "run", *place, "-q", "--only", "method=MOCHA")
+    assert code == 2
+    assert err.startswith("error: MOCHA, fast, seed 1: Method mocha trains linear models alone")
     assert not (tmp_path / "out").exists()
+    code, out, err = run("experiment", "run", *place)
+    assert code == 0
+    assert "2 of 6 runs failed" in err
+    told = "MOCHA / fast failed with seeds 0, 1: Method mocha trains linear models alone"
+    assert told in " ".join(out.split())
+    table = (tmp_path / "out/table.md").read_text()
+    assert told in table
+    assert "| MOCHA | fast | - | failed: can't be trained | - | - | - |" in table
+    assert "failed: can't be trained" in run("experiment", "status", *place)[1]
+    assert told in " ".join(run("experiment", "table", *place)[1].split())
+    # Nothing is left to do, and nothing is tried again.
+    code, out, err = run("experiment", "run", *place, "-q")
+    assert code == 0
+    assert "2 of 6 runs failed" in err
+    # Other settings might do better.
+    linear = ["--set", "MOCHA:model.name=linear"]
+    assert "--retry-failed trains it" in run("experiment", "table", *place, *linear)[2]
+    code, out, _ = run("experiment", "run", *place, *linear, "--retry-failed")
+    assert (code, "failed" in out) == (0, False)
 
 
 def test_settings_that_one_choice_can_not_have_are_refused_with_its_name(tmp_path: Path) -> None:

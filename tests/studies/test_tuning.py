@@ -75,6 +75,49 @@ def test_the_one_rate_that_learns_is_chosen_and_the_one_that_diverges_is_told(tm
     assert trials_table(found).row_count == 3
 
 
+@pytest.mark.parametrize("metric", ["log_loss", "calibration_error"])
+def test_what_diverged_ranks_last_though_its_score_is_finite(tmp_path: Path, metric: str) -> None:
+    # At this rate predictions are finite, and the losses on training samples absurd.
+    layers = (LAYER, {"run": {"metrics": metric}})
+    found = tune(Search(layers, {RATE: (1e9, 1e-6, 0.3)}), tmp_path / "t")
+    assert [trial.number for trial in found.trials][-1] == 0
+    assert "the loss on the training samples is" in str(found.trials[-1].error)
+    summary = RunFolder(tmp_path / "t/trials/000/seed0").summary() or {}
+    assert np.isfinite(summary[f"validation_{metric}"])
+
+
+def test_an_absurd_error_ranks_last(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "d.npz", x=rng.normal(size=(60, 3)), y=rng.normal(size=60), client=np.arange(60) % 4)
+    data = {"name": "file", "path": str(tmp_path / "d.npz"), "validation": 0.3}
+    layers = ({"method": {"name": "fedavg"}, "data": data, "run": {"rounds": 2}},)
+    found = tune(Search(layers, {RATE: (1e3, 0.01)}), tmp_path / "t")
+    assert [trial.number for trial in found.trials] == [1, 0]
+    assert found.trials[-1].error is None
+    assert (found.trials[-1].spread.mean or 0) > 1e3
+
+
+def test_a_failed_trial_is_made_again_only_where_that_is_asked_for(tmp_path: Path, trained: list[Path]) -> None:
+    search = replace(SEARCH, seeds=(0,))
+    before = tune(search, tmp_path / "t")
+    assert (tmp_path / "t/trials/002/seed0/failed.json").exists()
+    trained.clear()
+    assert outcome(tune(search, tmp_path / "t", resume=True)) == outcome(before)
+    assert trained == []
+    assert outcome(tune(search, tmp_path / "t", resume=True, retry_failed=True)) == outcome(before)
+    assert trained == [tmp_path / "t/trials/002/seed0"]
+
+
+def test_a_value_that_can_not_be_trained_fails_its_trial_alone(tmp_path: Path) -> None:
+    grids = {"run.device": ("cpu", "cuda:77")}
+    found = tune(Search((LAYER,), grids), tmp_path / "t")
+    assert found.best is not None
+    assert found.best.values == {"run.device": "cpu"}
+    assert "Device 'cuda:77' is not there" in str(found.trials[1].error)
+    with pytest.raises(UserError, match="Device 'cuda:78' is not there"):
+        tune(Search((LAYER,), {"run.device": ("cuda:78", "cuda:77")}), tmp_path / "none")
+
+
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rounds that were trained, in order."""

@@ -1,11 +1,10 @@
-"""What needs no run: ``fedem methods``, ``fedem settings``, ``fedem graphs`` and ``fedem version``."""
+"""What needs no run: ``fedem methods``, ``fedem settings`` and ``fedem graphs``."""
 
 from typing import Annotated
 
 from typer import Argument, Option, echo
 
 from fedem.cli.options import given
-from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.methods import resolve_method
 from fedem.report import reference
@@ -69,8 +68,3 @@ def graphs(
         with waiting("Finding the mixing matrix", quiet=False):
             found = reference.describe(topology, clients, seed)
         display(found)
-
-
-def version() -> None:
-    """Print the version."""
-    display(VERSION)

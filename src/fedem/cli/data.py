@@ -1,6 +1,7 @@
 """``fedem data``: the public data sets (list, prepare), and what a federation's data look like (describe)."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,15 @@ from rich.text import Text
 from typer import Argument, Option, Typer
 
 from fedem.cli import options
-from fedem.cli.options import Assignments, OwnClient, OwnTarget, Quiet, SplitBy, asked, data_section, given
+from fedem.cli.options import Assignments, Quiet, asked, given, named_data, own_table, taking
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC, store
 from fedem.report import described
 from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, writing
-from fedem.runs.config import Config, parse_assignment
+from fedem.runs.config import Config, Values, parse_assignment
+from fedem.runs.folder import RunFolder
 
 data_group = Typer(help="Public data sets: what there is, and how to get it.", no_args_is_help=True)
 
@@ -100,13 +102,14 @@ def _rows(kind: type[store.Public]) -> Iterator[tuple[str, ...]]:
             yield about.name, f"{about.samples:,}", clients, decimal(about.num_bytes), str(place)
 
 
+@data_group.command()
+@partial(taking, own_table)
 def describe(
+    own: Values,
     data: Annotated[str, Argument(help="A data set's name, or a file or folder of your own.")],
-    target_column: OwnTarget = None,
-    client_column: OwnClient = None,
-    split_by: SplitBy = None,
     seed: Annotated[int, Option(help="Decides partition and split, as in training.")] = 0,
     settings: Assignments = None,
+    run: Annotated[Path | None, Option(help="The folder of a run: say which of the clients it has trained.")] = None,
     out: Annotated[Path | None, Option(help="Also draw the clients, to this file (.png or .svg).")] = None,
     force: options.Force = False,
     quiet: Quiet = False,
@@ -115,7 +118,8 @@ def describe(
     if out is not None and out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
     options.check_new(force, *([out] if out else []))
-    layer = asked(data_section(data, target_column, client_column, split_by), seed=seed)
+    trained = [] if run is None else RunFolder(run).check().load()[1]["clients"]
+    layer = asked(named_data(own, data), seed=seed)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):
         found = described.describe(config.make_data(), Path(data).name)
@@ -123,6 +127,9 @@ def describe(
         display(described.sizes_table(found), *([] if found.counts is None else [described.labels_table(found)]))
         for line in described.remarks(found):
             say(line)
+    if run is not None:
+        known = described.known_clients(found.names, run, trained)
+        say(known or f"No client took part in the training of {run}.")
     if out is not None:
         with writing(out):
             write_atomically(out, described.draw_clients(found, out.suffix.removeprefix(".")))

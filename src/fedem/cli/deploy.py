@@ -3,13 +3,14 @@
 import sys
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
 
-from fedem.cli.options import Assignments, Data, OwnClient, OwnTarget, Quiet, Rounds, SplitBy, asked, data_section
+from fedem.cli.options import Assignments, Quiet, Rounds, asked, data_section, named_data, own_table, taking
 from fedem.core.errors import UserError, counted, needed
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
@@ -17,19 +18,17 @@ from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.report.console import aside, progress, say, show_run, waiting, writing
-from fedem.runs.config import Config, Layer, parse_assignment, read_toml, unbound
+from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, unbound
 
 deploy_group = Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
 
 
 @deploy_group.command()
+@partial(taking, data_section)
 def init(
+    data: Values,
     folder: Annotated[Path, Argument(help="The folder to make.")],
     config: Annotated[Path | None, Option(help="A TOML file, such as a run's config.toml.")] = None,
-    data: Data = None,
-    target_column: OwnTarget = None,
-    client_column: OwnClient = None,
-    split_by: SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     rounds: Rounds = None,
     settings: Assignments = None,
@@ -42,7 +41,7 @@ def init(
     Examples:
       fedem deploy init hospitals --data sample.csv --target-column outcome --client-column hospital
     """
-    layer = asked(data_section(data, target_column, client_column, split_by), method, rounds=rounds)
+    layer = asked(data, method, rounds=rounds)
     options: list[Layer] = [layer, *map(parse_assignment, settings or [])]
     chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
     with waiting("Making the plan", quiet):
@@ -51,15 +50,14 @@ def init(
 
 
 @deploy_group.command()
+@partial(taking, own_table)
 def trial(
+    own: Values,
     nodes: Annotated[int, Option(help="SuperNodes, one for each client.")] = 3,
     rounds: Annotated[int | None, Option(help="Communication rounds; each takes seconds.")] = None,
     data: Annotated[
         Path | None, Option(help="Your own samples, with a column of clients; a synthetic mixture when not given.")
     ] = None,
-    target_column: OwnTarget = None,
-    client_column: OwnClient = None,
-    split_by: SplitBy = None,
     method: Annotated[str | None, Option(help="A method whose server averages, such as fedem.")] = None,
     seed: Annotated[int | None, Option(help="Decides everything that is random.")] = None,
     timeout: Annotated[float, Option(help="Seconds that a round waits for its slowest node.")] = 120.0,
@@ -87,8 +85,8 @@ def trial(
     with ExitStack() as stack:
         place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="fedem-trial-", ignore_cleanup_errors=True)))
         drawn: Layer = {"data": {"name": "file", "path": str(place.absolute() / "data")}}
-        own = data_section(None if data is None else str(data), target_column, client_column, split_by)
-        layers = [SHORT, drawn if data is None else {}, asked(own, method, rounds=rounds, seed=seed)]
+        section = named_data(own, None if data is None else str(data))
+        layers = [SHORT, drawn if data is None else {}, asked(section, method, rounds=rounds, seed=seed)]
         config = Config.build(*layers, *map(parse_assignment, settings or []))
         if data is None:
             clients = draw_clients(place / "data", nodes, config.run.seed)
@@ -190,12 +188,10 @@ def peer(
 
 
 @peer_group.command("plan")
+@partial(taking, data_section)
 def make_plan(
+    data: Values,
     folder: Annotated[Path, Argument(help="The folder to make.")],
-    data: Data = None,
-    target_column: OwnTarget = None,
-    client_column: OwnClient = None,
-    split_by: SplitBy = None,
     method: Annotated[str, Option(help="dfedem, dsgd, or another method that goes with a graph.")] = "dfedem",
     graph: Annotated[str | None, Option(help=f"One of: {', '.join(GRAPHS)}.")] = None,
     rounds: Rounds = None,
@@ -205,7 +201,7 @@ def make_plan(
     from fedem.deploy.peers.meeting import KEY, make_key
     from fedem.deploy.peers.work import check_start, graph_of
 
-    layer = asked(data_section(data, target_column, client_column, split_by), method, graph, rounds=rounds)
+    layer = asked(data, method, graph, rounds=rounds)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     check_empty(folder)
     check_start(config)

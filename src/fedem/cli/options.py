@@ -1,5 +1,8 @@
 """What the commands have in common: options, and how they are read."""
 
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,12 +10,13 @@ from typer import Argument, Option
 
 from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
-from fedem.data.tables import READERS
+from fedem.data.encoding import IMPUTE
+from fedem.data.tables import DECIMALS, ENDINGS, READERS, SEPARATORS
 from fedem.models.losses import CLASSES, NUMBERS
 from fedem.models.metrics import METRICS
 from fedem.runs.config import Sections, Values
 
-_FILES = f"a file ending in {', '.join(READERS)}, or a folder of such files"
+_FILES = f"a file ending in {ENDINGS}, or a folder of such files"
 
 _CLASSES, _NUMBERS = (
     ", ".join(metric.name for metric in METRICS.values() if metric.task == task) for task in (CLASSES, NUMBERS)
@@ -33,6 +37,16 @@ SplitBy = Annotated[
     str | None,
     Option(help="For your own file: a column of numbers or dates in whose order each client's rows are cut."),
 ]
+Separator = Annotated[
+    str | None,
+    Option(help=f"For CSV: what stands between fields: {', or '.join(SEPARATORS)}; found out when not given."),
+]
+Decimal = Annotated[str | None, Option(help=f"For CSV: the decimal sign, {' or '.join(DECIMALS)}; likewise.")]
+TextEncoding = Annotated[str | None, Option("--encoding", help="For CSV: utf-8, cp1252, utf-16, ...; likewise.")]
+Impute = Annotated[
+    str | None,
+    Option(help=f"For your own file: what becomes of missing values, {', '.join(IMPUTE)}. Refused when not given."),
+]
 Data = Annotated[str | None, Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
 Rounds = Annotated[int | None, Option(help="Communication rounds.")]
 ClientsPerRound = Annotated[
@@ -43,24 +57,66 @@ _METRICS = f"For classes: {_CLASSES}; for numbers: {_NUMBERS}."
 Metrics = Annotated[
     str | None, Option(help=f"What to score by, with commas between them; the first decides what is best. {_METRICS}")
 ]
+References = Annotated[
+    bool,
+    Option("--references", help="Also score plain predictors on the same rows: a constant, linear models, boosting."),
+]
 TrainingDevice = Annotated[str | None, Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 Assignments = Annotated[
     list[str] | None, Option("--set", help="Any setting (fedem settings): section.key=value. May be repeated.")
 ]
 
 
-def data_section(
-    data: Data = None, target_column: OwnTarget = None, client_column: OwnClient = None, split_by: SplitBy = None
+def taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
+    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
+
+    @wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
+
+    # What must be given comes first.
+    parameters = sorted([*read, *own[1:]], key=lambda option: option.default is not option.empty)
+    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
+    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
+    return wrapped
+
+
+def dialect(separator: Separator = None, decimal: Decimal = None, encoding: TextEncoding = None) -> Values:
+    """Return what these options say of how a file is written."""
+    return given(separator=separator, decimal=decimal, encoding=encoding)
+
+
+@partial(taking, dialect)
+def own_table(
+    dialect: Values,
+    target_column: OwnTarget = None,
+    client_column: OwnClient = None,
+    split_by: SplitBy = None,
+    impute: Impute = None,
 ) -> Values:
+    """Return what these options say of a table of the user's own."""
+    return {
+        **given(target_column=target_column, client_column=client_column, split_by=split_by, impute=impute),
+        **dialect,
+    }
+
+
+@partial(taking, own_table)
+def data_section(own: Values, data: Data = None) -> Values:
     """Return the [data] section that these options ask for."""
-    columns = given(target_column=target_column, client_column=client_column, split_by=split_by)
+    return named_data(own, data)
+
+
+def named_data(own: Values, data: str | None) -> Values:
+    """Return the [data] section of data by their name or path, with what options say of a table."""
     if data is None:
-        return columns
+        return own
     if data in DATA:
-        return {"name": data, **columns}
+        return {"name": data, **own}
     if not Path(data).is_dir() and not data.lower().endswith(tuple(READERS)):
         raise unknown("data", data, (*DATA, _FILES))
-    return {"name": "file", "path": str(Path(data).absolute()), **columns}
+    return {"name": "file", "path": str(Path(data).absolute()), **own}
 
 
 def check_new(force: bool, *paths: Path) -> None:

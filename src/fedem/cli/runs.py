@@ -1,6 +1,8 @@
 """Commands on runs: ``fedem show``, ``evaluate``, ``personalize``, ``predict``, ``export``, ``report``, ``plot``."""
 
 import io
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,21 +11,36 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fedem.cli import options
-from fedem.cli.options import ClientColumn, DataFile, Device, Metrics, Quiet, RunArgument, TargetColumn, Which, listed
+from fedem.cli.options import (
+    ClientColumn,
+    DataFile,
+    Device,
+    Metrics,
+    Quiet,
+    RunArgument,
+    TargetColumn,
+    Which,
+    dialect,
+    listed,
+    taking,
+)
 from fedem.core.errors import UserError, counted, unknown
-from fedem.core.files import write_atomically, write_json
+from fedem.core.files import write_atomically, write_csv, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
-from fedem.data.tables import Table, read_table
+from fedem.data.files import FromFile
+from fedem.data.tables import Dialect, Table, read_table, stem_of
 from fedem.deploy.kept import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
-from fedem.report.console import aside, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.described import known_clients
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
 from fedem.report.runs import gather
+from fedem.runs.config import Values
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
@@ -43,19 +60,33 @@ def show(run_folder: RunArgument) -> None:
     show_run(RunFolder(run_folder).check())
 
 
+@partial(taking, dialect)
 def evaluate(
+    written: Values,
     run_folder: RunArgument,
-    out: Annotated[Path | None, Option(help="Also write the scores to this JSON file.")] = None,
+    data: Annotated[
+        Path | None, Option("--data", help="Score these labelled rows, and not the run's own data: a file or folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="Also write the scores to this JSON file; those of --data by client, to a .csv.")
+    ] = None,
     fine_tune_epochs: Annotated[
         int | None, Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
     fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
     metrics: Metrics = None,
+    which: Annotated[str | None, Option(help="For --data, the state to use: last, or best by validation.")] = None,
+    target_column: TargetColumn = None,
+    client_column: ClientColumn = None,
     device: Device = "auto",
     force: options.Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a run's data again and score its saved states afresh; the run stays as it is.
+    """Make a run's data again and score its saved states afresh, or score new rows; the run stays as it is.
+
+    With --data each row is predicted by its own client's model. Clients that took no part in training are scored by
+    what the method has for a client without samples, such as the mean of all mixture weights; where it has nothing,
+    they are left out. In the averages clients count by their rows.
 
     Examples:
       fedem evaluate runs/first
@@ -63,9 +94,20 @@ def evaluate(
       fedem evaluate runs/first --metrics accuracy,roc_auc
 
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
+
+      fedem evaluate runs/shops --data today.csv --out today-by-shop.csv
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
+    if data is not None:
+        _refuse("with --data", fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate)
+        if out is not None and out.suffix != ".csv":
+            raise UserError(f"--out is {out}; allowed with --data: a file ending in .csv.")
+        result = _loaded(run_folder, device)
+        read = _read(result, data, target_column, client_column, written, quiet)
+        _evaluate_rows(result, read, out, which, metrics, quiet)
+        return
+    _refuse("without --data", which=which, target_column=target_column, client_column=client_column, **written)
     other = options.given(fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, metrics=metrics)
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, **other)
@@ -76,7 +118,54 @@ def evaluate(
             write_json(out, result.summary)
 
 
+def _refuse(when: str, **values: object) -> None:
+    """Refuse options that mean nothing ``when`` others are given, or are not."""
+    for name in options.given(**values):
+        raise UserError(f"--{name.replace('_', '-')} is given {when}, where it has no meaning; leave it out.")
+
+
+def _evaluate_rows(
+    result: Result, read: tuple[Table, Array], out: Path | None, which: str | None, metrics: str | None, quiet: bool
+) -> None:
+    """Score labelled rows, by client and over all."""
+    table, inputs = read
+    check_here(result.names)
+    targets, owners, state = _targets(result, table), table.owners(), which or "last"
+    if owners is None:
+        source = table.pieces[0].source
+        raise UserError(f"{source} has no column {table.client!r} of clients' names (see --client-column).")
+    if new := sorted(set(owners.tolist()) - set(result.names)):
+        said = f"note: {counted(len(new), 'client')} took no part in training ({some(list(map(repr, new)))})"
+        try:
+            result.newcomer(state)
+            aside(f"{said}: scored by what the method has for a client without samples.")
+        except UserError as error:
+            aside(f"{said}: left out. {error}")
+            known = ~np.isin(owners, new)
+            if not known.any():
+                raise UserError("No row is left to score.") from None
+            inputs, targets, owners = inputs[known], targets[known], owners[known]
+    with waiting("Scoring", quiet):
+        figures, rows = result.score_encoded(inputs, targets, owners, state, metrics or "")
+    if not quiet:
+        display(client_scores_table(figures, rows))
+    if out:
+        with writing(out):
+            write_csv(out, rows[0], rows)
+
+
+def _targets(result: Result, table: Table) -> Array:
+    """Return a table's targets, encoded as in training."""
+    if table.target not in table.columns:
+        source, why = table.pieces[0].source, "they are needed to fit a model, or to score one"
+        raise UserError(f"{source} has no targets; {why} (see --target-column).")
+    encoding = result.recipe.format.encoding
+    return plain_targets(table) if encoding is None else encoding.target.encode(table)
+
+
+@partial(taking, dialect)
 def personalize(
+    written: Values,
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Folder to write the new clients' models to.")],
@@ -96,18 +185,18 @@ def personalize(
 ) -> None:
     """Give clients unseen in training a model of their own, by the method's rule; what others share stays as it is.
 
-    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others.
+    For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others. Clients that took
+    part in training are fitted as if they were new, and named.
 
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
     result = _loaded(run_folder, device)
-    table, inputs = _read(result, data, target_column, client_column, quiet)
-    if table.target not in table.columns:
-        raise UserError(f"{data} has no targets; they are needed to fit a model (see --target-column).")
-    owners, encoding = table.owners(), result.recipe.format.encoding
-    clients = np.full(len(table), data.stem) if owners is None else owners
-    targets = plain_targets(table) if encoding is None else encoding.target.encode(table)
+    table, inputs = _read(result, data, target_column, client_column, written, quiet)
+    targets, owners = _targets(result, table), table.owners()
+    clients = np.full(len(table), stem_of(data)) if owners is None else owners
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
+    if not quiet and (known := known_clients(federation.names, run_folder, result.names)):
+        aside(f"note: {known}")
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         fitted = result.with_unseen(federation, iterations, which, beside, **epochs)
@@ -118,7 +207,9 @@ def personalize(
     say(f"Run folder: {out}")
 
 
+@partial(taking, dialect)
 def predict(
+    written: Values,
     run_folder: RunArgument,
     data: DataFile,
     out: Annotated[Path, Option(help="Where to write the predictions (.csv or .npz).")],
@@ -144,7 +235,7 @@ def predict(
     options.check_new(force, out)
     result = _loaded(run_folder, device)
     check_here(result.names)
-    table, inputs = _read(result, data, target_column, client_column, quiet)
+    table, inputs = _read(result, data, target_column, client_column, written, quiet)
     owners = table.owners() if client is None else None
     if client is not None:
         predictions = result.predict(client, inputs, which).numpy()
@@ -208,14 +299,26 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     return frame.to_csv(index=False, na_rep="nan", lineterminator="\n").encode()
 
 
-def _read(result: Result, path: Path, target: str | None, client: str | None, quiet: bool) -> tuple[Table, Array]:
+def _read(
+    result: Result, path: Path, target: str | None, client: str | None, written: Values, quiet: bool
+) -> tuple[Table, Array]:
     """Read a file, with the columns of training unless others are named, and encode its inputs as in training."""
+    source = result.config.data
+    usual = source if isinstance(source, FromFile) else FromFile()
+    how = replace(usual, **written)
+    form = Dialect(how.separator, how.decimal, how.encoding)
     if (encoding := result.recipe.format.encoding) is None:
-        table = read_table(path, target or "y", client or "client")
+        table = read_table(path, target or "y", client or "client", dialect=form)
         return table, table.stacked()
-    table = read_table(path, target or encoding.target.name, client or encoding.client)
+    table = read_table(path, target or encoding.target.name, client or encoding.client, dialect=form)
     inputs = encoding.inputs(table)
-    for name, categories in ({} if quiet else encoding.unseen(table)).items():
+    if quiet:
+        return table, inputs
+    for line in table.notes:
+        aside(f"note: {path}: {line}.")
+    if surplus := encoding.surplus(table):
+        aside(f"note: columns that training had not are left out: {', '.join(map(repr, surplus))}.")
+    for name, categories in encoding.unseen(table).items():
         new = f"{counted(len(categories), 'category', 'categories')} that training had not ({some(categories)})"
         aside(f"note: column {name!r} has {new}, taken for none of those known.")
     return table, inputs

@@ -1,30 +1,32 @@
 """Commands that train: ``fedem train``, ``compare``, ``experiment``, ``tune`` and ``theory``."""
 
-import inspect
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from typer import Argument, Option, Typer
 
 from fedem.cli import options
-from fedem.cli.options import data_section, given, listed, read_seeds
+from fedem.cli.options import data_section, given, listed, read_seeds, taking
 from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
+from fedem.data.encoding import some
 from fedem.engines.processes import Team, joined
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
 from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
+from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies import comparison, experiments, sweep, tuning
 from fedem.studies.experiments import Experiment
+from fedem.studies.references import beside, check_references
 from fedem.studies.sweep import Entry, SharedData
 from fedem.studies.theory import OUTCOMES, SMALL, assumed, study
 
@@ -37,6 +39,10 @@ _LONGER = "With a constant schedule, it may have more --rounds."
 _GRIDS = "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
 _SAMPLED = "A grid is tried as a whole; the others draw numbers between the least and the largest value."
 
+_RetryFailed = Annotated[
+    bool, Option("--retry-failed", help="With --resume: train again, from the start, what failed before.")
+]
+
 
 class _Run(NamedTuple):
     folder: Path
@@ -44,14 +50,12 @@ class _Run(NamedTuple):
     begun: bool  # whether it is taken up again
 
 
+@partial(taking, data_section)
 def train(
+    data: Values,
     config: Annotated[
         Path | None, Argument(help="A TOML file, such as a run's config.toml; options win over it.")
     ] = None,
-    data: options.Data = None,
-    target_column: options.OwnTarget = None,
-    client_column: options.OwnClient = None,
-    split_by: options.SplitBy = None,
     method: Annotated[str | None, Option(help=f"One of: {', '.join(METHODS)}.")] = None,
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
@@ -72,6 +76,7 @@ def train(
         str | None,
         Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
     ] = None,
+    references: options.References = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a federation and write its run to a folder.
@@ -85,15 +90,16 @@ def train(
 
       torchrun --nproc-per-node 4 -m fedem train --data synthetic
     """
+    if references:
+        check_references()
     with joined() as team:
         runs = None
         if team.leads:  # it reads files and decides; the others are told
-            own = data_section(data, target_column, client_column, split_by)
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
-            asked = options.asked(own, method, graph, components, **run, seed=seed, device=device)
+            asked = options.asked(data, method, graph, components, **run, seed=seed, device=device)
             layers: list[Layer] = [asked, *map(parse_assignment, settings or [])]
             runs = _plan(config, layers, listed(baselines), out, resume)
-        _carry_out(team.tell(runs), team, quiet or not team.leads)
+        _carry_out(team.tell(runs), team, quiet or not team.leads, references)
 
 
 def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path | None, resume: bool) -> list[_Run]:
@@ -125,12 +131,20 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
     return runs
 
 
-def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
-    """Make the data, prepare all runs, and only then train."""
+def _carry_out(runs: list[_Run], team: Team, quiet: bool, references: bool) -> None:
+    """Make the data, prepare all runs, and only then train; references of the same rows come last."""
     with waiting("Making the data", quiet), team.leader_first():
         dataset = runs[0].config.make_data()
     if dataset.encoding is not None and not quiet:
         aside(f"note: {dataset.encoding.describe()}")
+        for line in dataset.encoding.notes:
+            aside(f"  - {line}")
+    testless = [
+        name for name, size in zip(dataset.federation.names, dataset.federation.test.sizes, strict=True) if not size
+    ]
+    if testless and runs[0].config.data.cut.get("test") and not quiet:
+        few = f"{counted(len(testless), 'client has', 'clients have')} too few samples for a test part"
+        aside(f"note: {few} and no part in its scores: {some(testless)}.")
     with waiting("Preparing", quiet):
         trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
     for run, trainer in zip(runs, trainers, strict=True):
@@ -143,27 +157,16 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool) -> None:
         if run.config.run.diagnose_every and team.leads:
             reports.plot_diagnostics(RunFolder(run.folder).metrics(), run.folder / "diagnostics.png")
     folder = RunFolder(runs[0].folder)
+    if references and team.leads:
+        with waiting("Fitting the references", quiet), writing(folder.path):
+            folder.save_references([each.record | {"clients": each.clients} for each in beside(trainers[0])])
     if not quiet:
         show_run(folder)
     if team.leads:
         say(f"Run folder: {folder.path}")
 
 
-def _taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of ``reader`` too; its first argument then is what the reader makes of them."""
-    read, own = (list(inspect.signature(each).parameters.values()) for each in (reader, command))
-
-    @wraps(command)
-    def wrapped(**values: Any) -> Any:
-        return command(reader(**{option.name: values.pop(option.name) for option in read}), **values)
-
-    parameters = [*read, *own[1:]]
-    wrapped.__annotations__ = {option.name: option.annotation for option in parameters}
-    vars(wrapped)["__signature__"] = inspect.Signature(parameters)  # which typer reads
-    return wrapped
-
-
-@partial(_taking, data_section)
+@partial(taking, data_section)
 def _asked(
     data: Values,
     rounds: options.Rounds = None,
@@ -178,7 +181,7 @@ def _asked(
     return {"run": run, "data": data}, word
 
 
-@partial(_taking, _asked)
+@partial(taking, _asked)
 def compare(
     asked: tuple[Layer, str],
     methods: Annotated[
@@ -188,10 +191,12 @@ def compare(
         str, Option(help="How many seeds (3 is 0, 1 and 2), or which: 0,4,7. The seed 4 alone is written 4,")
     ] = "3",
     settings: Annotated[list[str] | None, Option("--set", help=f"Any setting. {_ALL_METHODS} {_ONE_METHOD}")] = None,
+    references: options.References = False,
     out: Annotated[Path | None, Option(help="Where all is written; runs/compare-DATA when not given.")] = None,
     resume: Annotated[
         bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
     ] = False,
+    retry_failed: _RetryFailed = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
@@ -199,13 +204,21 @@ def compare(
     Each method has the settings shipped for it. OUT/METHOD-seedS is a run like any other. The table is saved as
     comparison.md, .csv and .json, and the test scores against the rounds as accuracy.png and .svg.
 
+    A method that diverges or can't be trained on these data has failed: the table says so, and the others go on. The
+    exit code is 0 as long as one method comes to an end.
+
     Examples:
       fedem compare --methods local,fedavg,fedem --seeds 3 --unseen 0.2
 
       fedem compare --methods all --set fedem:schedule.learning_rate=0.5
 
       fedem compare --data mine.csv --out runs/mine --resume
+
+      fedem compare --data mine.csv --out runs/mine --resume --retry-failed --set fedem:schedule.learning_rate=0.01
     """
+    _check_retry(retry_failed, resume)
+    if references:
+        check_references()
     names = comparison.resolve_methods(listed(methods))
     shared, own = comparison.sort_settings(settings or [], names)
     numbers = read_seeds(seeds)
@@ -214,24 +227,39 @@ def compare(
     entries = comparison.plan(place, names, numbers, [layer, *shared], own)
     sweep.check_folder("comparison", place, resume, begun=place.is_dir())
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
-    failed = _work(entries, sweep.check, SharedData(most=len(numbers)), quiet, titles)
+    data_of = SharedData(most=len(numbers))
+    stopped = _work(entries, sweep.check, data_of, quiet, retry_failed, titles)
     left_out: dict[str, str] = {}
     for entry in entries:
-        if entry.title in failed:
-            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {failed[entry.title]}")
-    complete = [entry for entry in entries if entry.labels["method"] not in left_out]
-    if complete:
-        found, command = comparison.summarize(complete), _command()
+        if entry.title in stopped:
+            left_out.setdefault(entry.labels["method"], f"{entry.folder.path}: {stopped[entry.title]}")
+    over = [entry for entry in entries if entry.labels["method"] not in left_out]
+    if over:
+        plain = {}
+        if references:
+            with waiting("Fitting the references", quiet):
+                plain = _references([entry for entry in over if entry.is_complete], data_of)
+        found, command = comparison.summarize(over, plain), _command()
         with writing(place):
             found.save(place, command)
             write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
             for ending, content in reports.draw(found).items():
                 write_atomically(place / f"{found.metric}.{ending}", content)
         if not quiet:
-            display(reports.comparison_table(found), *reports.comparison_remarks(found))
+            display(*reports.comparison_tables(found), *reports.comparison_remarks(found))
+        _tell_failed(len(found.failed), len(names), "method", place)
     if left_out:
         raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
     say(f"Comparison: {place}")
+
+
+def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Record]]:
+    """Return the figures of each seed's references, which are the same for all methods."""
+    first: dict[int, Config] = {}
+    for entry in entries:
+        first.setdefault(entry.seed, entry.config)
+    trainers = {seed: Trainer.prepare(config, data.of(config), fresh=False) for seed, config in first.items()}
+    return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 
 experiment_group = Typer(
@@ -277,12 +305,13 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
-def run(planned: _Planned, quiet: options.Quiet = False) -> None:
+@partial(taking, _experiment)
+def run(planned: _Planned, retry_failed: _RetryFailed = False, quiet: options.Quiet = False) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
     All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
-    may share the work.
+    may share the work. A run that diverges or can't be trained has failed: the table says so, and the others go on. The
+    exit code is 0 as long as one run comes to an end.
 
     Examples:
       fedem experiment run table2 --data Synthetic --seeds 3
@@ -290,42 +319,49 @@ def run(planned: _Planned, quiet: options.Quiet = False) -> None:
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
     """
     experiment, entries, folder = planned
-    failed = _work(entries, experiments.check, SharedData(), quiet)
+    stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
     lines = experiments.tabulate(experiment, entries)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "table.md", reports.experiment_markdown(experiment, lines).encode())
+    failed = [entry for entry in entries if entry.failure is not None]
+    if len(failed) == len(entries):
+        raise UserError(f"No run came to an end. {' '.join(reports.experiment_remarks(experiment, lines))}")
     if not quiet:
-        display(reports.experiment_table(experiment, lines))
-    if failed:
+        display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
+    _tell_failed(len(failed), len(entries), "run", folder)
+    if stopped:
         titles: dict[str, list[str]] = {}  # of the runs with which the same went wrong
-        for title, message in failed.items():
+        for title, message in stopped.items():
             titles.setdefault(message, []).append(title)
         others = {
             message: f" and {counted(len(own) - 1, 'other run')}" if own[1:] else "" for message, own in titles.items()
         }
         raise UserError(" ".join(f"{own[0]}{others[message]}: {message}" for message, own in titles.items()))
-    if left := sum(not entry.is_complete for entry in entries):
+    if left := sum(not entry.is_over for entry in entries):
         aside(f"{counted(left, 'run is', 'runs are')} being trained by other processes.")
     say(f"Experiment: {folder}")
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
+@partial(taking, _experiment)
 def status(planned: _Planned) -> None:
     """Show how far each run has come."""
+    sweep.check_failed(planned[1])
     display(reports.status_table(planned[1]))
 
 
 @experiment_group.command()
-@partial(_taking, _experiment)
+@partial(taking, _experiment)
 def table(planned: _Planned) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
     experiment, entries, _ = planned
-    display(reports.experiment_table(experiment, experiments.tabulate(experiment, entries)))
+    sweep.check_failed(entries)
+    lines = experiments.tabulate(experiment, entries)
+    display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
 
 
-@partial(_taking, _asked)
+@partial(taking, _asked)
 def tune(
     asked: tuple[Layer, str],
     method: Annotated[str, Option(help=f"One of: {', '.join(METHODS)}.")] = "fedem",
@@ -340,6 +376,7 @@ def tune(
     resume: Annotated[
         bool, Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
     ] = False,
+    retry_failed: _RetryFailed = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Choose settings by the validation part; the test part is dropped before training.
@@ -354,6 +391,7 @@ def tune(
 
       fedem train runs/tune-synthetic-fedem/chosen.toml
     """
+    _check_retry(retry_failed, resume)
     name, (layer, data) = resolve_method(method), asked
     elsewhere = {"run.seed": "--seeds", "method.name": "--method"}
     further = [sweep.read_setting(text, elsewhere)[-1] for text in settings or []]
@@ -365,7 +403,7 @@ def tune(
     place = _folder("search", f"tune-{data}-{name}", out, resume)
     total = search.count * len(search.seeds) * search.base.run.rounds
     with progress(METHODS[name].title, total, quiet) as listener:
-        tuned = tuning.tune(search, place, resume=resume, listener=listener)
+        tuned = tuning.tune(search, place, resume=resume, retry_failed=retry_failed, listener=listener)
     with writing(place):
         write_json(place / "tune.json", {"command": _command(), **tuned.record()})
         if tuned.best is not None:
@@ -379,7 +417,7 @@ def tune(
     say(f"Chosen settings: {place / 'chosen.toml'}")
 
 
-@partial(_taking, data_section)
+@partial(taking, data_section)
 def theory(
     data: Values,
     method: Annotated[
@@ -451,20 +489,41 @@ def _work(
     check: Callable[[Sequence[Entry], SharedData], list[str]],
     data: SharedData,
     quiet: bool,
+    retry_failed: bool,
     titles: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Check all runs and train those that are not complete, shown by ``titles``; returns what went wrong, by entry."""
-    pending = [entry for entry in entries if not entry.is_complete]
-    if not quiet and len(pending) < len(entries):
-        aside(f"{len(entries) - len(pending)} of {counted(len(entries), 'run is', 'runs are')} complete already.")
+    """Check all runs and train those that are not over, shown by ``titles``; returns what stopped some, by entry."""
+    if retry_failed:
+        sweep.clear_failed(entries)
+    pending = [entry for entry in entries if not entry.is_over]
+    if not quiet and (complete := sum(entry.is_complete for entry in entries)):
+        aside(f"{complete} of {counted(len(entries), 'run is', 'runs are')} complete already.")
     with waiting("Making the data, checking every run", quiet):
         notes = check(entries, data)
     for text in notes:
         aside(f"note: {text}")
+    refused = {entry.title: failure.message for entry in pending if (failure := entry.failure) is not None}
+    for message in dict.fromkeys(refused.values()):
+        same = [title for title, other in refused.items() if other == message]
+        more = f" and {counted(len(same) - 1, 'other run')}" if same[1:] else ""
+        aside(f"note: {same[0]}{more} can't be trained: {message}")
+    pending = [entry for entry in pending if entry.title not in refused]
     with reports.runs_progress(pending, quiet, titles or {}) as watch:
         return sweep.work_off(entries, watch, data)
 
 
+def _check_retry(retry_failed: bool, resume: bool) -> None:
+    if retry_failed and not resume:
+        raise UserError("--retry-failed is given without --resume; allowed: both, to go on with what is in --out.")
+
+
+def _tell_failed(number: int, total: int, what: str, place: Path) -> None:
+    if number:
+        mend = "--retry-failed trains them again, perhaps with other settings"
+        aside(f"{number} of {counted(total, what)} failed; the table in {place} says why. {mend}.")
+
+
 def _command() -> str:
     """Return the command that was called, but for what is said of going on."""
-    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word != "--resume")])
+    going_on = ("--resume", "--retry-failed")
+    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word not in going_on)])

@@ -1,8 +1,11 @@
 """How a table's columns become inputs and targets: learnt from the training rows, kept with the run.
 
-- Numbers are standardised by the mean and deviation of the training rows.
+- Numbers are standardised by the mean and deviation of the training rows; where these are 0 and 1 alone, they stay.
 - Text is one-hot over the categories of the training rows; a category that was not there becomes all zeros.
+- Dates are days since the first training row's, standardised, and their places in the year, the week and, where there
+  are times, the day: sine and cosine of each.
 - true and false are 1 and 0.
+- Missing values are refused, or filled by what the training rows have; an input of its own may say where.
 - Targets are classes (text, booleans, few different whole numbers) or numbers to regress on, standardised as well.
 
 Shapes: n rows, d inputs, D target dimensions.
@@ -11,8 +14,9 @@ Shapes: n rows, d inputs, D target dimensions.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -21,12 +25,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError, counted
+from fedem.data.recognition import ISO, date_forms, read_dates, ungrouped
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
 Rows = NDArray[np.int64]  # positions of rows of a table
+DATE = "date"  # what a column of text may hold, too
 TASKS = ("auto", "classification", "regression")
+IMPUTE = ("refuse", "median", "mode", "indicator")  # what becomes of missing values
 _NAMED = 5  # names that a message lists
 _FEW = 20  # distinct numbers that may well be classes
+_SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
+_EACH = 5  # rows that each of the numbers between must have to be a class
+_LATER = ("form", "first", "cycles", "fill", "indicator", "guess", "notes")  # fields that older encodings have not
+_DAY = np.timedelta64(1, "D")
 
 
 @dataclass(frozen=True)
@@ -34,30 +45,89 @@ class Feature:
     """How one column becomes inputs."""
 
     name: str
-    kind: str  # boolean, number or text
+    kind: str  # boolean, number, text or date
     mean: float = 0.0
     deviation: float = 1.0
     categories: tuple[str, ...] = ()
+    form: str = ""  # how dates are written, as strptime has it, or ISO8601
+    first: str = ""  # the training rows' first date
+    cycles: tuple[str, ...] = ()  # of dates: year, week, day
+    fill: float | str | None = None  # what stands for a missing value; None: they are refused
+    indicator: bool = False  # whether an input says where values were missing
 
     @classmethod
-    def fit(cls, table: Table, name: str, rows: Rows, standardize: bool, max_categories: int) -> Feature:
-        if (column := table.columns[name]).kind == BOOLEAN:
-            return cls(name, BOOLEAN)
-        if column.kind == TEXT:
-            texts = column.texts(TEXT)
+    def fit(
+        cls,
+        table: Table,
+        name: str,
+        rows: Rows,
+        standardize: bool,
+        max_categories: int,
+        impute: str = "refuse",
+        recognize: bool = True,
+    ) -> Feature:
+        column = table.columns[name]
+        forms = date_forms(column) if recognize and column.kind == TEXT else ()
+        made = cls(name, DATE, form=forms[0]) if len(forms) == 1 else cls(name, _KINDS[column.kind])
+        if impute != "refuse":
+            missing = column.missing[rows]
+            fill = made._typical(table, rows[~missing], impute)
+            made = replace(made, fill=fill, indicator=impute == "indicator" and bool(missing.any()))
+            table = table.filled({name: fill})
+        if made.kind == DATE:
+            dates = made._dates(table)[rows]
+            has_times = bool((dates != dates.astype("datetime64[D]")).any())
+            made = replace(made, first=str(dates.min()), cycles=("year", "week", *(["day"] if has_times else [])))
+            days = made._days(table)[rows]
+            return made._scaled(days) if standardize else made
+        if made.kind == TEXT:
+            texts = table.columns[name].texts(TEXT)
             categories = tuple(sorted({texts[row] for row in rows.tolist()}))
             if len(categories) > max_categories:
-                raise _too_many(table, name, len(categories), max_categories)
-            return cls(name, TEXT, categories=categories)
-        numbers = table.numbers(name)
-        return cls(name, NUMBER, *(_scale_of(numbers[rows]) if standardize else (0.0, 1.0)))
+                raise _too_many(table, name, len(categories), max_categories, forms)
+            return replace(made, categories=categories)
+        if made.kind == BOOLEAN:
+            return made
+        numbers = table.numbers(name)[rows]
+        as_it_is = not standardize or (recognize and _is_binary(numbers[~column.missing[rows]]))
+        return made if as_it_is else made._scaled(numbers)
+
+    def _scaled(self, values: NDArray[np.float64]) -> Feature:
+        mean, deviation = _scale_of(values)
+        return replace(self, mean=mean, deviation=deviation)
+
+    def _typical(self, table: Table, rows: Rows, impute: str) -> float | str:
+        """Return the median of ``rows``, none of which is missing, or what most of them have."""
+        column = table.columns[self.name]
+        if not len(rows):
+            raise UserError(
+                f"Column {self.name!r} has no value in the training rows; data.ignore={self.name} leaves it out."
+            )
+        if self.kind == NUMBER and impute != "mode":
+            return float(np.median(column.parsed[rows]))
+        if self.kind == DATE and impute != "mode":
+            dates = self._dates(table)
+            return str(column.values[sorted(rows.tolist(), key=dates.__getitem__)[(len(rows) - 1) // 2]])
+        values = column.parsed.tolist() if self.kind == NUMBER else column.texts(self.kind)
+        counts = Counter(values[row] for row in rows.tolist())
+        return max(sorted(counts), key=counts.__getitem__)
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(f"{self.name}={category}" for category in self.categories) if self.kind == TEXT else (self.name,)
+        names: tuple[str, ...] = (self.name,)
+        if self.kind == TEXT:
+            names = tuple(f"{self.name}={category}" for category in self.categories)
+        elif self.kind == DATE:
+            waves = (f"{self.name}: {wave} of the {cycle}" for cycle in self.cycles for wave in ("sine", "cosine"))
+            names = (f"{self.name}: days", *waves)
+        return (*names, f"{self.name} is missing") if self.indicator else names
 
     def encode(self, table: Table, out: NDArray[np.float32]) -> None:
         """Write the column to ``out`` ``[n, inputs]``, which holds zeros."""
+        if self.fill is not None:
+            if self.indicator:
+                out[:, -1] = table.columns[self.name].missing
+            table = table.filled({self.name: self.fill})
         if self.kind == TEXT:
             places = {category: place for place, category in enumerate(self.categories)}
             codes = np.array([places.get(text, -1) for text in table.columns[self.name].texts(TEXT)], dtype=np.int64)
@@ -67,10 +137,47 @@ class Feature:
             out[:, 0] = table.booleans(self.name)
         else:
             with np.errstate(over="ignore"):
-                scaled = (table.numbers(self.name) - self.mean) / self.deviation
+                numbers = self._days(table) if self.kind == DATE else table.numbers(self.name)
+                scaled = (numbers - self.mean) / self.deviation
             if (large := np.abs(scaled) > LARGEST).any():
                 raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
             out[:, 0] = scaled
+        if self.kind == DATE:
+            for place, phase in enumerate(self._phases(table)):
+                out[:, 2 * place + 1], out[:, 2 * place + 2] = np.sin(2 * np.pi * phase), np.cos(2 * np.pi * phase)
+
+    def _dates(self, table: Table) -> NDArray[np.datetime64]:
+        """Read the column as dates, ``[n]``, NaT where it is missing; the form of training, or ISO's."""
+        column = table.columns[self.name]
+        texts = column.texts(TEXT)
+        dates, iso = read_dates(texts, self.form), read_dates(texts, ISO)
+        dates = np.where(np.isnat(dates), iso, dates)
+        if (wrong := np.isnat(dates) & ~column.missing).any():
+            how = "2024-05-31" if self.form == ISO else f"2024-05-31, or as {self.form} says"
+            raise table.refusal(self.name, int(wrong.argmax()), f"is not a date such as {how}")
+        return dates
+
+    def _days(self, table: Table) -> NDArray[np.float64]:
+        """Return days since the training rows' first date, ``[n]``."""
+        return (self._dates(table) - np.datetime64(self.first)) / _DAY
+
+    def _phases(self, table: Table) -> list[NDArray[np.float64]]:
+        """Return how much of the year, the week (from Thursday on) and the day has gone at each date, ``[n]`` each."""
+        dates = self._dates(table)
+        days, years = dates.astype("datetime64[D]"), dates.astype("datetime64[Y]")
+        gone = {
+            "year": (days - years) / np.timedelta64(1, "D") / 365.25,
+            "week": days.astype(np.int64) % 7 / 7,
+            "day": (dates - days) / _DAY,
+        }
+        return [gone[cycle] for cycle in self.cycles]
+
+
+_KINDS = {BOOLEAN: BOOLEAN, WHOLE: NUMBER, NUMBER: NUMBER, TEXT: TEXT}  # what features of a column's kind are
+
+
+def _is_binary(values: NDArray[np.float64]) -> bool:
+    return bool(np.isin(values, (0.0, 1.0)).all())
 
 
 def _scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
@@ -80,10 +187,12 @@ def _scale_of(values: NDArray[np.float64]) -> tuple[float, float]:
     return float(values.mean()), float(values.std()) or 1.0  # it is 0 where squares are too small for a float
 
 
-def _too_many(table: Table, name: str, count: int, allowed: int) -> UserError:
+def _too_many(table: Table, name: str, count: int, allowed: int, forms: Sequence[str] = ()) -> UserError:
     column = table.columns[name]
-    hint = f"such as {column.values[0]!r}; dates and identifiers are text as well"
-    if column.written and (numbers := np.isfinite(column.parsed)).any():
+    hint = f"such as {column.values[0]!r}; identifiers are text as well"
+    if forms:
+        hint = f"dates such as {column.values[0]!r} may be meant as {' or '.join(forms)}; 2024-05-31 is clear"
+    elif column.written and (numbers := np.isfinite(column.parsed)).any():
         odd = table.place(int((~numbers).argmax()))
         hint = f"{numbers.sum():,} of its values are numbers; the first that is none: {odd}"
     said = f"Column {name!r} is text with {count:,} categories ({hint})"
@@ -96,6 +205,16 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
+def _unclear(values: NDArray[np.float64]) -> tuple[bool, str]:
+    """Decide of whole numbers ``[n]`` that are neither few nor many: whether they are to be regressed on, and why."""
+    found, counts = np.unique(values, return_counts=True)
+    if found[0] not in (0, 1) or found[-1] - found[0] != len(found) - 1:
+        return True, "which don't count from 0 or 1 without gaps"
+    if counts.min() < _EACH:
+        return True, f"some in fewer than {_EACH} rows"
+    return False, f"they count from {found[0]:.0f} without gaps and each has {_EACH} rows or more"
+
+
 @dataclass(frozen=True)
 class Target:
     """How the column of targets becomes classes or numbers."""
@@ -106,10 +225,16 @@ class Target:
     classes: tuple[str, ...] | None  # names of the classes, whose positions are the targets; None for regression
     mean: float = 0.0
     deviation: float = 1.0  # how large an error of 1 is in the targets' own units
+    guess: str = ""  # why they were taken for what they are, where that was not clear
 
     @classmethod
-    def fit(cls, table: Table, *, task: str = "auto", max_categories: int = 100) -> Target:
-        """Find out from all rows what the targets are: classes that no training row has are classes too."""
+    def fit(cls, table: Table, *, task: str = "auto", max_categories: int = 100, recognize: bool = True) -> Target:
+        """Find out from all rows what the targets are: classes that no training row has are classes too.
+
+        ``recognize``: up to 10 different whole numbers are classes and more than 30 are not. Those between are if they
+        count from 0 or 1 without gaps and each has five rows. Without it, and beside inputs that are an array, whose
+        targets usually are labels, ``max_categories`` of them are.
+        """
         name = table.target
         column = table.complete([name]).columns[name]
         kind = column.kind
@@ -122,16 +247,20 @@ class Target:
             table.numbers(name)  # raises, naming the first value that is not a number
         if task == "auto" and kind == TEXT and len(found) > max_categories:
             raise _too_many(table, name, len(found), max_categories)
-        many = kind == NUMBER or (kind == WHOLE and len(found) > max_categories)
+        many, guess = kind == NUMBER or (kind == WHOLE and len(found) > max_categories), ""
+        if task == "auto" and kind == WHOLE and recognize and table.array is None:
+            many = len(found) > _SURELY
+            if _SURELY < len(found) <= _HARDLY:
+                many, guess = _unclear(column.parsed)
         regression = task == "regression" or (task == "auto" and many)
         if len(found) < 2:
             value, least = next(iter(found), None), "at least two"
             least += "" if regression else " classes, or numbers (data.task=regression)"
             raise UserError(f"The target column {name!r} has one value only ({value!r}); allowed: {least}.")
         if regression:
-            return cls(name, kind, len(found), None)
+            return cls(name, kind, len(found), None, guess=guess)
         order = sorted(found) if kind in (TEXT, BOOLEAN) else sorted(found, key=lambda text: (float(text), text))
-        return cls(name, kind, len(found), tuple(order))
+        return cls(name, kind, len(found), tuple(order), guess=guess)
 
     def scaled(self, table: Table, rows: Rows) -> Target:
         """Standardise numbers by the training ``rows``, as the E-step's Gaussian of variance 1 wants them."""
@@ -144,7 +273,7 @@ class Target:
         """Return positions of classes, ``[n]`` int64, or numbers, float32; the table says which column it is."""
         if (name := table.target) not in table.columns:
             raise UserError(f"There is no column {name!r} of targets.")
-        table = table.as_text([name]) if self.kind == TEXT else table
+        table = table.as_text([name]) if self.kind == TEXT else ungrouped(table, [name])[0]
         column = table.complete([name]).columns[name]
         if self.classes is None:
             return ((table.numbers(name) - self.mean) / self.deviation).astype(np.float32)
@@ -158,9 +287,11 @@ class Target:
 
     def describe(self) -> str:
         if self.classes is not None:
-            return f"target {self.name!r}: {counted(len(self.classes), 'class', 'classes')} ({some(self.classes)})"
+            said = f"target {self.name!r}: {counted(len(self.classes), 'class', 'classes')} ({some(self.classes)})"
+            return f"{said}, for {self.guess}; data.task=regression regresses on them" if self.guess else said
         why = "whole numbers" if self.kind == WHOLE else "numbers"
         if self.kind == WHOLE or self.distinct <= _FEW:
+            why += f", {self.guess}" if self.guess else ""
             why += "; data.task=classification makes them classes"
         said, size = f"target {self.name!r}: regression ({self.distinct:,} distinct {why})", f"{self.deviation:.4g}"
         if (self.mean, self.deviation) == (0.0, 1.0):
@@ -176,24 +307,34 @@ class Encoding:
     target: Target
     client: str = "client"  # name of the column of clients
     ignored: tuple[str, ...] = ()  # names of columns that are left out
+    notes: tuple[str, ...] = ()  # what was made of the columns beyond that, a sentence each
 
     @classmethod
     def fit(
-        cls, table: Table, rows: Rows, target: Target | None = None, standardize: bool = True, max_categories: int = 100
+        cls,
+        table: Table,
+        rows: Rows,
+        target: Target | None = None,
+        standardize: bool = True,
+        max_categories: int = 100,
+        impute: str = "refuse",
+        recognize: bool = True,
     ) -> Encoding:
         """Learn from the training rows; ``target`` is found out from the table when it is not given."""
-        target = target or Target.fit(table, max_categories=max_categories)
+        target = target or Target.fit(table, max_categories=max_categories, recognize=recognize)
         target = target.scaled(table, rows) if standardize else target
         if table.array is not None:
             return cls(None, target, table.client)
-        names = table.complete(table.features).features
-        features = tuple(Feature.fit(table, name, rows, standardize, max_categories) for name in names)
-        return cls(features, target, table.client)
+        names = table.features if impute != "refuse" else table.complete(table.features).features
+        how = (standardize, max_categories, impute, recognize)
+        features = tuple(Feature.fit(table, name, rows, *how) for name in names)
+        return cls(features, target, table.client, notes=tuple(_notes(table, features, rows, recognize)))
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all that was learnt: 32 hexadecimal digits."""
-        content = json.dumps(self.to_json(), sort_keys=True)
+        """A hash of all that was learnt, whatever words there are for it: 32 hexadecimal digits."""
+        learnt = replace(self, notes=(), target=replace(self.target, guess=""))
+        content = json.dumps(learnt.to_json(), sort_keys=True)
         return blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     @property
@@ -202,18 +343,33 @@ class Encoding:
         features = self.features
         return None if features is None else tuple(name for feature in features for name in feature.inputs)
 
+    def taken(self, table: Table) -> Table:
+        """Return the columns of a new table that training had, each as what it was: text stays text."""
+        features = {feature.name: feature.kind for feature in self.features or ()}
+        own = table.without([name for name in (*self.ignored, *self.surplus(table)) if name != table.order])
+        own = own.as_text([name for name, kind in features.items() if kind in (TEXT, DATE)])
+        return ungrouped(own, [name for name, kind in features.items() if kind == NUMBER])[0]
+
+    def surplus(self, table: Table) -> tuple[str, ...]:
+        """Return the columns of a new table that training had not, which are left out."""
+        if self.features is None:
+            return ()
+        known = {*self.ignored, *(feature.name for feature in self.features)}
+        return tuple(name for name in table.features if name not in known)
+
     def inputs(self, table: Table) -> NDArray[np.generic]:
-        """Encode a table's features, ``[n, d]`` float32; columns are found by their names."""
+        """Encode a table's features, ``[n, d]`` float32; columns are found by their names, others are left out."""
         if self.features is None:
             return table.stacked()
-        # What was text stays so, also where the new rows have numbers only.
-        own = table.without(self.ignored).as_text([f.name for f in self.features if f.kind == TEXT])
+        own = self.taken(table)
         names = tuple(feature.name for feature in self.features)
         if table.array is not None:
             raise UserError(f"The inputs are an array without names; allowed: the columns {some(names)}.")
-        if set(own.features) != set(names):
-            raise UserError(f"The columns are {', '.join(own.features)}; allowed: {', '.join(names)}, as in training.")
-        own.complete(names)
+        if missing := [name for name in names if name not in own.features]:
+            found = ", ".join(name for name in table.features if name not in self.ignored)
+            wanted = f"{', '.join(names)}, as in training; missing: {', '.join(missing)}"
+            raise UserError(f"The columns are {found}; allowed: {wanted}.")
+        own.complete([feature.name for feature in self.features if feature.fill is None])
         widths = [len(feature.inputs) for feature in self.features]
         inputs = np.zeros((len(table), sum(widths)), dtype=np.float32)
         for feature, end, width in zip(self.features, np.cumsum(widths).tolist(), widths, strict=True):
@@ -239,8 +395,10 @@ class Encoding:
 
     def unseen(self, table: Table) -> dict[str, list[str]]:
         """Return, by column, the categories that no training row had; their inputs are all zeros."""
+        fills = {feature.name: feature.fill for feature in self.features or () if feature.fill is not None}
+        own = self.taken(table).filled(fills)
         found = {
-            feature.name: sorted(set(table.columns[feature.name].texts(TEXT)) - set(feature.categories))
+            feature.name: sorted(set(own.columns[feature.name].texts(TEXT)) - set(feature.categories))
             for feature in self.features or ()
             if feature.kind == TEXT
         }
@@ -251,7 +409,7 @@ class Encoding:
             return f"{self.target.describe()}; inputs as they are"
         said = [
             counted(count, f"{word} feature")
-            for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN))
+            for word, kind in (("numeric", NUMBER), ("true/false", BOOLEAN), ("date", DATE))
             if (count := sum(feature.kind == kind for feature in self.features))
         ]
         kinds = {f.name: len(f.categories) for f in self.features if f.kind == TEXT}
@@ -260,15 +418,45 @@ class Encoding:
         return f"{self.target.describe()}; {', '.join(said)}; {counted(len(self.input_names or ()), 'input')} in all"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        features = None if self.features is None else [_needed(feature) for feature in self.features]
+        return _needed(self) | {"features": features, "target": _needed(self.target)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Encoding:
         features, target = content["features"], content["target"]
         if features is not None:
-            features = tuple(Feature(**{**entry, "categories": tuple(entry["categories"])}) for entry in features)
-        classes = None if target["classes"] is None else tuple(target["classes"])
-        return cls(features, Target(**{**target, "classes": classes}), content["client"], tuple(content["ignored"]))
+            features = tuple(Feature(**{key: _frozen(value) for key, value in entry.items()}) for entry in features)
+        target = Target(**{key: _frozen(value) for key, value in target.items()})
+        return cls(features, target, content["client"], tuple(content["ignored"]), tuple(content.get("notes", ())))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _needed(entry: Feature | Target | Encoding) -> dict[str, Any]:
+    """Return what an encoding says: of the fields that older ones have not, those that are not as in these."""
+    defaults = {each.name: each.default for each in fields(entry) if each.name in _LATER}
+    return {name: value for name, value in asdict(entry).items() if name not in defaults or value != defaults[name]}
+
+
+def _notes(table: Table, features: Sequence[Feature], rows: Rows, recognize: bool) -> Iterator[str]:
+    """Say which columns are treated in ways of their own."""
+    dates = [f"{feature.name!r} ({', '.join(feature.cycles)})" for feature in features if feature.kind == DATE]
+    if dates:
+        yield f"dates, as days since the first and as places in cycles: {some(dates)}"
+    for name in table.features if recognize else ():
+        if len(forms := date_forms(table.columns[name])) > 1:
+            yield f"{name!r} is text: its dates may be meant as {' or '.join(forms)}; 2024-05-31 is clear"
+    numbers = {each.name: table.columns[each.name] for each in features if each.kind == NUMBER}
+    binary = [name for name, own in numbers.items() if _is_binary(own.parsed[rows][~own.missing[rows]])]
+    if recognize and binary:
+        yield f"nothing but 0 and 1, which stay as they are: {some(list(map(repr, binary)))}"
+    gone = {each.name: int(table.columns[each.name].missing.sum()) for each in features if each.fill is not None}
+    filled = [f"{each.name!r} ({gone[each.name]:,} by {each.fill})" for each in features if gone.get(each.name)]
+    if filled:
+        more = ", each with an input that says where" if any(each.indicator for each in features) else ""
+        yield f"missing values, filled: {some(filled)}{more}"
 
 
 def plain_targets(table: Table) -> NDArray[np.generic]:

@@ -18,11 +18,28 @@ from torch.utils.data import IterableDataset
 from fedem.core.errors import UserError, check_known, needed
 from fedem.core.random import client_keys
 from fedem.data.dataset import Dataset, Pooled
-from fedem.data.encoding import TASKS, Encoding, Target
+from fedem.data.encoding import IMPUTE, TASKS, Encoding, Target
 from fedem.data.federation import PARTS, Federation, check_names
 from fedem.data.partitions import Collection, Natural, Partition, fingerprint, from_arrays
+from fedem.data.recognition import ungrouped, unneeded
 from fedem.data.samples import Pool, check_finite, check_inputs
-from fedem.data.tables import BOOLEAN, READERS, TEXT, Column, Piece, Table, frame_column, joined, read_frame, read_table
+from fedem.data.tables import (
+    AUTO,
+    BOOLEAN,
+    DECIMALS,
+    ENDINGS,
+    SEPARATORS,
+    TEXT,
+    Column,
+    Dialect,
+    Piece,
+    Table,
+    check_encoding,
+    frame_column,
+    joined,
+    read_frame,
+    read_table,
+)
 
 _NAMED = 30  # columns of a table that an error lists
 
@@ -38,12 +55,21 @@ class FromFile(Pooled):
             ordered and then cut: the first are for training, the next for validation, the last for testing. The column
             is no input. Empty: rows are split at random, which lets a model of a series see what comes later.
         ignore: names of columns to leave out, with commas between.
+        keep: names of columns to take whatever they look like, with commas between.
+        recognize: whether columns are taken for what they look like. Numbers may have thousands separators; dates
+            become days and places in cycles; numbers that are 0 and 1 alone stay as they are; identifiers, saved
+            indices and columns of one value are left out; whole numbers as targets are classes by rules of their own.
         task: what the targets are, when the guess is wrong. "auto" takes text, true and false, and few different whole
             numbers for classes, and other numbers for a regression.
+        impute: what becomes of features' missing values. "median" fills in that of the training rows, and for text the
+            most frequent value; "mode" always the latter; "indicator" is the first of these, and an input for each
+            column that says where.
         standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
             the targets of a regression as well.
-        max_categories: different values that a column of text may have, and that whole numbers may have to be guessed
-            classes.
+        max_categories: different values that a column of text may have.
+        separator: what stands between the fields of a CSV file; "auto": found out.
+        decimal: the decimal sign of its numbers; likewise.
+        encoding: of its text, such as utf-8, cp1252 or utf-16; likewise.
         path: where the file or folder is; ``--data PATH`` sets it.
         table: what was read already, in place of a path.
     """
@@ -52,18 +78,29 @@ class FromFile(Pooled):
     client_column: str = "client"
     split_by: str = ""
     ignore: str = ""
+    keep: str = ""
+    recognize: bool = field(default=True, metadata={"before": False})
     task: str = field(default="auto", metadata={"choices": TASKS})
+    impute: str = field(default="refuse", metadata={"choices": IMPUTE})
     standardize: bool = True
     max_categories: int = field(default=100, metadata={"min": 2})
+    separator: str = field(default=AUTO, metadata={"choices": (AUTO, *SEPARATORS), "before": ","})
+    decimal: str = field(default=AUTO, metadata={"choices": (AUTO, *DECIMALS), "before": "."})
+    encoding: str = field(default=AUTO, metadata={"before": "utf-8"})
     path: str = ""
     table: Table | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_encoding(self.encoding)
 
     def read(self) -> Table:
         if self.table is not None:
             return replace(self.table, order=self.split_by)
         if not self.path:
-            raise UserError(f"data.path is empty; allowed: a file ending in {', '.join(READERS)}, or a folder of such.")
-        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by)
+            raise UserError(f"data.path is empty; allowed: a file ending in {ENDINGS}, or a folder of such files.")
+        dialect = Dialect(self.separator, self.decimal, self.encoding)
+        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by, dialect)
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -72,15 +109,16 @@ class FromFile(Pooled):
     def make(self, seed: int, partition: Partition | None = None, unseen: float = 0.0) -> Dataset:
         """Read, deal to clients, split, and encode by what the training rows of clients that train say."""
         partition = partition or Natural(min_samples=1)
-        table, target = self._checked(owned=isinstance(partition, Natural))
+        table, target, dropped = self._checked(owned=isinstance(partition, Natural))
         collection = _collection(table, target)
         assignment = partition.assign(collection, seed)
         federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
-        rows, limit = train_rows.numpy(), self.max_categories
-        encoding = Encoding.fit(table, rows, target, standardize=self.standardize, max_categories=limit)
-        encoding = replace(encoding, ignored=(*self._ignored, *([self.split_by] if self.split_by else [])))
+        how = (self.standardize, self.max_categories, self.impute, self.recognize)
+        encoding = Encoding.fit(table, train_rows.numpy(), target, *how)
+        ignored = (*_names(self.ignore, but=self.split_by), *dropped, *([self.split_by] if self.split_by else []))
+        encoding = replace(encoding, ignored=ignored, notes=(*table.notes, *encoding.notes))
         made = Dataset(_encoded(federation, table, encoding), encoding=encoding, seed=seed, unseen=unseen)
         made = made._replace(partition_hash=fingerprint(assignment, collection))
         return made._replace(feature_names=encoding.input_names, label_names=encoding.target.classes)
@@ -88,32 +126,36 @@ class FromFile(Pooled):
     def make_by(self, encoding: Encoding, seed: int, owner: str | None = None) -> Federation:
         """Read and split as :meth:`make` does, but fit nothing; ``owner`` has the rows where no column says whose."""
         # What was text among all rows stays so among a few, and rows go by their content.
-        texts = [feature.name for feature in encoding.features or () if feature.kind == TEXT]
-        table = self.read().without([name for name in encoding.ignored if name != self.split_by]).as_text(texts)
+        table = encoding.taken(self.read())
         self._check_columns(table, "the name of the client is needed then" if owner is None else "")
         if owner is not None and table.client not in table.columns:
             table = table.owned_by(owner)
         collection = _collection(table, replace(encoding.target, mean=0.0, deviation=1.0))
         return _encoded(self._split(collection, Natural(min_samples=1).assign(collection, seed), seed), table, encoding)
 
-    def _checked(self, *, owned: bool) -> tuple[Table, Target]:
+    def _checked(self, *, owned: bool) -> tuple[Table, Target, tuple[str, ...]]:
+        """Return the table as it is taken, what its targets are, and the columns that say nothing of a row."""
         if owned and (both := self.target_column) == self.client_column:
             raise UserError(f"data.target_column and data.client_column are both {both!r}; allowed: two columns.")
         table = self.read()
         self._check_columns(table, "clients are needed, or a partition that deals the rows" if owned else "")
         if not len(table):
             raise UserError("A federation needs at least one client; got none.")
-        if strange := [name for name in self._ignored if name not in table.columns or name == table.target]:
-            raise UserError(f"data.ignore names {strange[0]!r}; allowed: {', '.join(table.features) or 'none'}.")
-        table = table.without(self._ignored)
+        ignored, kept = _names(self.ignore, but=self.split_by), _names(self.keep)
+        for key, names in (("ignore", ignored), ("keep", kept)):
+            if strange := [name for name in names if name not in table.columns or name == table.target]:
+                raise UserError(f"data.{key} names {strange[0]!r}; allowed: {', '.join(table.features) or 'none'}.")
+        table = table.without(ignored)
         if table.array is None and not table.features:
             raise UserError(f"data.ignore is {self.ignore!r}, which are all features; at least one is needed.")
-        table.complete(list(table.columns))
-        return table, Target.fit(table, task=self.task, max_categories=self.max_categories)
-
-    @property
-    def _ignored(self) -> tuple[str, ...]:
-        return tuple(name for part in self.ignore.split(",") if (name := part.strip()) not in ("", self.split_by))
+        dropped: dict[str, str] = {}
+        if self.recognize and table.array is None:
+            table, grouped = ungrouped(table, [*table.features, table.target])
+            dropped = {name: why for name, why in unneeded(table) if name not in kept}
+            table = _told(table.without([*dropped]), grouped, dropped)
+        table.complete([name for name in table.columns if self.impute == "refuse" or name not in table.features])
+        limit, recognize = self.max_categories, self.recognize
+        return table, Target.fit(table, task=self.task, max_categories=limit, recognize=recognize), tuple(dropped)
 
     def _check_columns(self, table: Table, clients: str) -> None:
         """Refuse a table without targets, what orders its rows or, where there is a reason, ``clients``."""
@@ -134,6 +176,23 @@ class FromFile(Pooled):
         option = option or "data.target_column, --target-column, and data.client_column, --client-column"
         said = f"{f'{self.path} has' if self.path else 'The data have'} no column {column!r} (see {option}); {why}"
         raise UserError(f"{said}. There are: {', '.join([*table.columns][:_NAMED])}.{hint}")
+
+
+def _names(text: str, but: str = "") -> tuple[str, ...]:
+    """Return the names that are listed with commas."""
+    return tuple(name for part in text.split(",") if (name := part.strip()) not in ("", but))
+
+
+def _told(table: Table, grouped: Sequence[str], dropped: Mapping[str, str]) -> Table:
+    """Note what was recognised; refuse a table of which nothing is left."""
+    reasons = [f"{name!r} ({why})" for name, why in dropped.items()]
+    named = ",".join(filter(None, dropped))
+    said = ", ".join(reasons) + (f"; data.keep={named} takes them all the same" if named else "")
+    if not table.features:
+        raise UserError(f"No column is left as a feature: {said}.")
+    notes = [f"numbers with thousands separators: {', '.join(map(repr, grouped))}"] if grouped else []
+    notes += [f"left out: {said}"] if dropped else []
+    return replace(table, notes=(*table.notes, *notes))
 
 
 def _encoded(federation: Federation, table: Table, encoding: Encoding) -> Federation:
@@ -157,8 +216,13 @@ def _collection(table: Table, target: Target) -> Collection:
 
 
 def _words(table: Table, name: str) -> NDArray[np.generic]:
-    """Return a column as words of eight bytes: numbers, and text by its hash. ``[n]``."""
-    if (column := table.columns[name]).kind == BOOLEAN:
+    """Return a column as words of eight bytes: numbers, and text by its hash; one for all missing values. ``[n]``."""
+    if (missing := (column := table.columns[name]).missing).any():
+        neutral = "false" if column.kind == BOOLEAN else "" if column.kind == TEXT else 0.0
+        words = _words(table.filled({name: neutral}), name).view(np.int64).copy()
+        words[missing] = np.iinfo(np.int64).min
+        return words
+    if column.kind == BOOLEAN:
         return table.booleans(name)
     if column.kind != TEXT:
         return column.parsed

@@ -1,6 +1,7 @@
 """Tables of named columns, read from files and data frames: what is wrong is said by column and line.
 
-- CSV with a header, and Parquet: a column of targets, a column of client names, every other column a feature.
+- CSV with a header, and Parquet: a column of targets, a column of client names, every other column a feature. How a CSV
+  file is written (separator, decimal sign, encoding, compression) is found out, or told by a :class:`Dialect`.
 - npz: arrays ``x`` (inputs), ``y`` (targets, optional where only predictions are wanted), ``client`` (optional); one
   that orders the rows in time, where it is named.
 - A folder of files of one of these kinds: without a column of client names each file is a client, named by its stem.
@@ -15,8 +16,11 @@ Shapes: n rows, d features, D target dimensions.
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import io
+import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +43,14 @@ _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
 _NAMED = 5  # columns with missing values that an error lists
+AUTO = "auto"
+SEPARATORS = {",": ",", ";": ";", "tab": "\t", "|": "|"}  # between the fields of a CSV file, by their names
+DECIMALS = (".", ",")
+_LOOKED_AT = 20  # lines that say which separator a file has
+_PACKED = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
+_POINT = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d*)?)(?:[eE][+-]?\d+)?")
+_COMMA = re.compile(r"[+-]?(?:\d+,?\d*|,\d+|\d{1,3}(?:[.' \u00a0\u202f]\d{3})+(?:,\d*)?)(?:[eE][+-]?\d+)?")
+_WITH_POINT = str.maketrans({",": "."} | dict.fromkeys(".' \u00a0\u202f", None))
 # What numpy and zipfile raise for an archive that is damaged; the last for a password or an unknown compression.
 DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
 
@@ -60,7 +72,7 @@ class Column:
         """``[n]``, where no value stands, or a word for that (NA, None, ?, ...) among numbers, or true and false."""
         if not self.written:
             return self.blank
-        missing = self.blank | np.array([_is_nothing(text) for text in self.values], dtype=bool)
+        missing = self.blank | np.array([is_nothing(text) for text in self.values], dtype=bool)
         return missing if missing.all() or self._kind_of(~missing) != TEXT else self.blank
 
     @cached_property
@@ -97,6 +109,17 @@ class Column:
         ]
 
 
+class Dialect(NamedTuple):
+    """How a CSV file is written; "auto": to be found out."""
+
+    separator: str = AUTO
+    decimal: str = AUTO
+    encoding: str = AUTO
+
+
+_FOUND_OUT = Dialect()
+
+
 class Piece(NamedTuple):
     """Where some rows stand that follow each other."""
 
@@ -115,6 +138,7 @@ class Table:
     pieces: tuple[Piece, ...]  # where the rows come from
     array: NDArray[np.generic] | None = None  # [n, ...], inputs that have no columns
     order: str = ""  # name of the column that orders the rows in time, which is no feature; empty: none does
+    notes: tuple[str, ...] = ()  # what was found out of how the files are written, where it is not the usual
 
     def __len__(self) -> int:
         return sum(piece.rows for piece in self.pieces)
@@ -150,8 +174,22 @@ class Table:
                 for name, rows in islice(missing.items(), _NAMED)
             )
             more = f" and {len(missing) - _NAMED} columns more" if len(missing) > _NAMED else ""
-            raise UserError(f"Missing values: {found}{more}. Fill them in, or leave those rows or columns out.")
+            mend = "Fill them in, or leave those rows or columns out"
+            if set(missing) <= set(self.features):
+                mend += "; training with --impute median, mode or indicator (data.impute) fills them"
+            raise UserError(f"Missing values: {found}{more}. {mend}.")
         return self
+
+    def filled(self, fills: Mapping[str, float | str]) -> Table:
+        """Put a value, by the column's name, where none stands."""
+        columns = dict(self.columns)
+        for name, value in fills.items():
+            if (missing := (column := columns[name]).missing).any():
+                texts = np.array(column.texts(TEXT), dtype=object)
+                texts[missing] = _written(value)
+                written = column.written or column.values.dtype != object or isinstance(value, float)
+                columns[name] = Column(texts, np.zeros(len(texts), dtype=bool), written)
+        return replace(self, columns=columns)
 
     def owners(self) -> NDArray[np.str_] | None:
         """Return the client of each row, ``[n]``; None without such a column."""
@@ -225,7 +263,9 @@ def joined(tables: Sequence[Table]) -> Table:
     if len(kinds) > 1:
         raise UserError(f"The arrays of inputs differ in shape or type: {', '.join(sorted(map(str, kinds)))}.")
     places = tuple(piece for table in tables for piece in table.pieces)
-    return replace(first, columns=columns, pieces=places, array=np.concatenate(arrays) if arrays else None)
+    notes = tuple(dict.fromkeys(note for table in tables for note in table.notes))
+    stacked = np.concatenate(arrays) if arrays else None
+    return replace(first, columns=columns, pieces=places, array=stacked, notes=notes)
 
 
 def _parse(text: str) -> float:
@@ -235,7 +275,8 @@ def _parse(text: str) -> float:
         return float("nan")
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
+    """Whether this is a word for no value."""
     return isinstance(value, str) and value.strip().lower() in _NOTHING
 
 
@@ -247,27 +288,49 @@ def _written(value: Any) -> str:
     return str(int(value) if is_whole else value)
 
 
-def read_table(path: Path, target: str = "y", client: str = "client", order: str = "") -> Table:
+def read_table(
+    path: Path, target: str = "y", client: str = "client", order: str = "", dialect: Dialect = _FOUND_OUT
+) -> Table:
     """Read a file of samples, whose ending says how, or a folder of such files."""
     if path.is_dir():
         # Names that start with a dot or an underscore are bookkeeping of whatever wrote the folder.
         paths = sorted(inside for inside in path.iterdir() if not inside.name.startswith((".", "_")))
-        endings = sorted({inside.suffix.lower() for inside in paths})
+        endings = sorted(set(map(ending_of, paths)))
         if len(endings) != 1 or endings[0] not in READERS:
-            found, allowed = ", ".join(map(repr, endings)) or "no", f"files of one kind, {', '.join(READERS)}"
+            found, allowed = ", ".join(map(repr, endings)) or "no", f"files of one kind, {ENDINGS}"
             raise UserError(f"The folder {path} holds {found} files; allowed: {allowed}.")
-        tables = [read_table(inside, target, client, order) for inside in paths]
+        tables = [read_table(inside, target, client, order, dialect) for inside in paths]
         whole = joined(tables)
-        owners = [inside.stem for inside, table in zip(paths, tables, strict=True) for _ in range(len(table))]
+        owners = [stem_of(inside) for inside, table in zip(paths, tables, strict=True) for _ in range(len(table))]
         return whole if client in whole.columns else whole.owned_by(owners)
-    if path.suffix.lower() not in READERS:
-        raise UserError(f"{path} ends in {path.suffix!r}; allowed: {', '.join(READERS)}, or a folder of such files.")
+    if (ending := ending_of(path)) not in READERS:
+        raise UserError(f"{path} ends in {ending!r}; allowed: {ENDINGS}, or a folder of such files.")
     if not path.is_file():
         raise UserError(f"There is no file {path}.")
-    return READERS[path.suffix.lower()](path, target, client, order)
+    return READERS[ending](path, target, client, order, dialect)
 
 
-def _read_npz(path: Path, target: str, client: str, order: str) -> Table:
+def check_encoding(name: str) -> None:
+    """Refuse an encoding of text that there is not."""
+    try:
+        if name != AUTO:
+            "".encode(name)
+    except (LookupError, ValueError):
+        raise UserError(f"data.encoding is {name!r}; allowed: auto, utf-8, cp1252, utf-16, ...") from None
+
+
+def ending_of(path: Path) -> str:
+    """Return a file's ending in small letters, with that of its content before that of a compression: .csv.gz."""
+    last = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + last if last in _PACKED else last
+
+
+def stem_of(path: Path) -> str:
+    """Return a file's name without its ending."""
+    return path.name[: len(path.name) - len(ending_of(path))]
+
+
+def _read_npz(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             found = {name: np.asarray(archive[name]) for name in ("x", target, client, order) if name in archive}
@@ -306,52 +369,133 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
     return Column(array, blank.any(tuple(range(1, array.ndim))))
 
 
-def _read_csv(path: Path, target: str, client: str, order: str) -> Table:
+def _read_csv(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
     import pyarrow
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
 
+    content, encoding = _read_text(path, dialect.encoding)
     try:
-        content = path.read_bytes()
-        header = next((fields for _, fields in _lines(content)), [])
+        separator = SEPARATORS.get(dialect.separator) or _separator_of(content)
+        header = next((fields for _, fields in _lines(content, separator)), [])
         table = read_csv(
             pyarrow.BufferReader(content),
             ReadOptions(block_size=min(max(len(content), 1), 1 << 30)),  # a row must lie in one block
-            ParseOptions(newlines_in_values=True),
+            ParseOptions(delimiter=separator, newlines_in_values=True),
             ConvertOptions(column_types=dict.fromkeys(header, pyarrow.string()), strings_can_be_null=False),
         )
         if content.count(b'"') % 2:  # a quotation mark without its end, or one inside a word
-            _check_lines(path, content)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            _check_lines(path, content, separator)
+    except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} can't be read as CSV: {error}.") from None
     except pyarrow.ArrowException as error:
-        _check_lines(path, content)
+        _check_lines(path, content, separator)
         raise UserError(f"{path} can't be read as CSV: {error}.") from None
     if not len(table):
         raise UserError(f"{path} has {len(header[:1])} lines; allowed: a header and at least one row.")
+    texts = {name: values.to_numpy() for name, values in zip(header, table.columns, strict=True)}
+    commas = _decimal_commas({name: own for name, own in texts.items() if name != client}, dialect.decimal, separator)
     columns = {}
-    for name, values in zip(header, table.columns, strict=True):
-        texts = values.to_numpy()
+    for name, own in (texts | commas).items():
         # A client may well be called Null, or a blank.
-        empty = [(text if name == client else text.strip()) == "" for text in texts]
-        columns[name] = Column(texts, np.array(empty, dtype=bool), written=name != client)
-    return _checked(Piece(str(path), len(table), partial(_line_of, path)), header, columns, target, client, order)
+        empty = [(text if name == client else text.strip()) == "" for text in own]
+        columns[name] = Column(own, np.array(empty, dtype=bool), written=name != client)
+    line = partial(_line_of, path, encoding, separator)
+    made = _checked(Piece(str(path), len(table), line), header, columns, target, client, order)
+    named = next(name for name, sign in SEPARATORS.items() if sign == separator)
+    notes = [f"fields are separated by {named}"] if separator != "," else []
+    notes += [f"the text is in {encoding}"] if encoding != "utf-8" else []
+    notes += [f"numbers have decimal commas: {', '.join(map(repr, islice(commas, _NAMED)))}"] if commas else []
+    return replace(made, notes=tuple(notes))
 
 
-def _lines(content: bytes, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
+def _read_text(path: Path, encoding: str) -> tuple[bytes, str]:
+    """Return a file's text in UTF-8, unpacked, and the encoding that it was in."""
+    unpack = _PACKED.get(path.suffix.lower(), bytes)
+    try:
+        content = unpack(path.read_bytes())
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{path} can't be read as CSV: {error}.") from None
+    if encoding == AUTO:
+        # Two bytes before the text say that it is UTF-16, which spreadsheets call Unicode.
+        encoding = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
+        if encoding == "utf-8" and not _is_utf8(path, content):
+            encoding = "cp1252" if not set(content) & {0x81, 0x8D, 0x8F, 0x90, 0x9D} else "latin-1"
+    try:
+        return content if encoding == "utf-8" else content.decode(encoding).encode(), encoding
+    except UnicodeError as error:
+        line = 1 + content[: getattr(error, "start", 0)].count(b"\n")
+        raise UserError(f"{path}, line {line}: the bytes are no text in {encoding} (data.encoding).") from None
+
+
+def _is_utf8(path: Path, content: bytes) -> bool:
+    """Whether these bytes are UTF-8; bytes that are damaged, or no text, are refused."""
+    try:
+        content.decode()
+        return True
+    except UnicodeDecodeError as error:
+        line = 1 + content[: error.start].count(b"\n")
+    text = content.decode(errors="replace")
+    wrong = text.count("\ufffd")
+    if b"\0" in content or sum(not sign.isascii() for sign in text) > 2 * wrong:
+        why = "no text" if b"\0" in content else "not in UTF-8, as the rest of the file is"
+        raise UserError(f"{path} can't be read as CSV: line {line} has bytes that are {why} (see --encoding).")
+    return False
+
+
+def _separator_of(content: bytes) -> str:
+    """Find out what separates the fields: a comma where it can, else what gives all of the first lines most fields."""
+    counts = {}
+    for separator in SEPARATORS.values():
+        counts[separator] = [len(fields) for _, fields in islice(_lines(content, separator), _LOOKED_AT)] or [0]
+    even = {separator: own[0] for separator, own in counts.items() if own[0] > 1 and len(set(own)) == 1}
+    if "," in even:
+        return ","
+    return max(even, key=even.__getitem__) if even else max(counts, key=lambda separator: counts[separator][0])
+
+
+def _decimal_commas(texts: Mapping[str, NDArray[Any]], decimal: str, separator: str) -> dict[str, NDArray[Any]]:
+    """Return the columns that hold numbers with decimal commas, with points instead.
+
+    Where it is to be found out, they do if one of them is no number otherwise and no column needs a decimal point. If
+    all could as well have thousands separators, they do where something else than commas separates the fields.
+    """
+    if decimal == "." or not any("," in text for own in texts.values() for text in own):
+        return {}
+    values = {
+        name: [text for each in own if (text := each.strip()) and not is_nothing(text)] for name, own in texts.items()
+    }
+    found = {name for name, own in values.items() if own and all(map(_COMMA.fullmatch, own))}
+    signed = {name for name in found if any("," in text for text in values[name])}
+    if decimal == AUTO:
+        points = [all(map(_POINT.fullmatch, values[name])) for name in signed]
+        needed = any(values[name] and all(map(_POINT.fullmatch, values[name])) for name in set(values) - found)
+        if needed or not signed or (all(points) and separator == ","):
+            return {}
+    return {
+        name: np.array(
+            [text.translate(_WITH_POINT) if _COMMA.fullmatch(text.strip()) else text for text in own], dtype=object
+        )
+        for name, own in texts.items()
+        if name in found and not all(map(_WHOLE.fullmatch, values[name]))
+    }
+
+
+def _lines(content: bytes, separator: str, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
     """Go through the rows of a CSV file, the header among them: the line where each ends, and its fields."""
     # utf-8-sig: spreadsheets put a mark before the first column's name.
-    reader = csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline=""), strict=strict)
+    text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
+    reader = csv.reader(text, strict=strict, delimiter=separator)
     return ((reader.line_num, fields) for fields in reader if fields)
 
 
-def _line_of(path: Path, row: int) -> int:
-    return next(line for line, _ in islice(_lines(path.read_bytes()), row + 1, None))
+def _line_of(path: Path, encoding: str, separator: str, row: int) -> int:
+    return next(line for line, _ in islice(_lines(_read_text(path, encoding)[0], separator), row + 1, None))
 
 
-def _check_lines(path: Path, content: bytes) -> None:
+def _check_lines(path: Path, content: bytes, separator: str) -> None:
     """Refuse the first line of a CSV file that is not like the others."""
     try:
-        rows = list(_lines(content, strict=True))
+        rows = list(_lines(content, separator, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} can't be read as CSV: {error}.") from None
     for line, fields in rows:
@@ -359,7 +503,7 @@ def _check_lines(path: Path, content: bytes) -> None:
             raise UserError(f"{path}, line {line}: {len(fields)} fields; allowed: {len(rows[0][1])}, as in the header.")
 
 
-def _read_parquet(path: Path, target: str, client: str, order: str) -> Table:
+def _read_parquet(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -411,7 +555,7 @@ def frame_column(source: str, name: str, series: Any, *, text: bool = False) -> 
         kind = type(strange).__name__
         raise UserError(f"{source}, column {name!r} holds a {kind}; allowed: numbers, true or false, text.")
     # In a column of Python objects the values say what they are.
-    gone = np.array([value is None or _is_nothing(value) for value in values], dtype=bool)
+    gone = np.array([value is None or is_nothing(value) for value in values], dtype=bool)
     kinds = {type(value) for value, nothing in zip(values, gone, strict=True) if not nothing}
     numbers: list[Any] = [0 if nothing else value for value, nothing in zip(values, gone, strict=True)]
     if kinds and not text and all(issubclass(kind, bool) for kind in kinds):
@@ -447,4 +591,11 @@ def _checked(piece: Piece, header: list[str], columns: dict[str, Column], *named
     return table
 
 
-READERS = {".csv": _read_csv, ".parquet": _read_parquet, ".npz": _read_npz}
+_TEXTS = (".csv", ".tsv", ".txt")
+READERS = {
+    **dict.fromkeys(_TEXTS, _read_csv),
+    ".parquet": _read_parquet,
+    ".npz": _read_npz,
+    **dict.fromkeys([text + packed for text in _TEXTS for packed in _PACKED], _read_csv),
+}
+ENDINGS = f"{', '.join(_TEXTS)} (packed: {', '.join(_PACKED)}), .parquet, .npz"  # in words

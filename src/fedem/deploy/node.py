@@ -19,7 +19,7 @@ from fedem.core.tree import Tree, tree_index, tree_repeat, tree_to
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import PARTS, Federation
 from fedem.data.files import FromFile
-from fedem.data.tables import read_table
+from fedem.data.tables import Dialect, read_table
 from fedem.deploy.plan import Plan
 from fedem.engines import Cohort, OneByOne
 from fedem.methods.mixer import RoundPlan, Served, Star
@@ -29,6 +29,7 @@ from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import LocalTraining, State, first_personal
 
 _UNSEEN = "Column %r of %s has %s that the plan has not (%s), taken for none of those known."
+_SURPLUS = "Columns of %s that the plan has not are left out: %s."
 log = logging.getLogger("flwr")  # on a peer, where Flower is not at work, Python shows its warnings all the same
 
 
@@ -170,8 +171,11 @@ def read_clients(plan: Plan, path: Path, name: str | None = None) -> Federation:
     encoding, seed, data = plan.format.encoding, plan.config.run.seed, plan.config.values("data")
     if encoding is not None:
         split = {key: data[key] for key in ("validation", "test", "split_by") if key in data}
-        table = read_table(path, encoding.target.name, encoding.client, split.get("split_by", ""))
+        dialect = Dialect(**{key: data[key] for key in Dialect._fields if key in data})
+        table = read_table(path, encoding.target.name, encoding.client, split.get("split_by", ""), dialect)
         federation = FromFile(path=str(path), table=table, **split).make_by(encoding, seed, owner=name)
+        if surplus := encoding.surplus(table):
+            log.warning(_SURPLUS, path, ", ".join(map(repr, surplus)))
         for column, categories in encoding.unseen(table).items():
             log.warning(_UNSEEN, column, path, counted(len(categories), "category", "categories"), some(categories))
         return federation

@@ -8,7 +8,7 @@ Shapes: n samples, K outputs, M components.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -58,12 +58,18 @@ class Model:
         loss: the negative log-likelihood of its outputs.
         dtype: of the parameters; floating inputs are converted to it. Inputs of type uint8 are divided by 255.
         precision: of products; "bfloat16" computes in that type where torch deems it safe.
+        class_weights: what a sample of each class counts in training, ``[K]``; None: all the same.
     """
 
     def __init__(
-        self, source: nn.Module | Builder, loss: Loss, dtype: torch.dtype = torch.float32, precision: str = "tf32"
+        self,
+        source: nn.Module | Builder,
+        loss: Loss,
+        dtype: torch.dtype = torch.float32,
+        precision: str = "tf32",
+        class_weights: Sequence[float] | None = None,
     ):
-        self.loss = loss
+        self.loss, self.class_weights = loss, class_weights
         self.dtype, self.precision = dtype, precision
         self.build = rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
@@ -167,10 +173,16 @@ class Model:
     ) -> tuple[Tensor, Tree]:
         """Negative log-likelihood of each sample in training mode, ``[n]``, and the buffers as the pass left them.
 
+        That is times the weight of its class, where classes have some: this alone is what local steps minimise.
         ``mask`` ``[n]`` is false where a row is padding (None: nowhere); layers that draw do so by ``key`` (int64).
         """
         outputs, buffers = self.training_outputs(parameters, inputs, mask, key)
-        return self.loss.negative_log_likelihood(outputs, self._targets(targets)), buffers
+        losses = self.loss.negative_log_likelihood(outputs, self._targets(targets))
+        if self.class_weights is not None:
+            # By plain numbers: a tensor of weights made or moved under grad or vmap could not be kept.
+            shares = [weight * (targets == label).to(losses.dtype) for label, weight in enumerate(self.class_weights)]
+            losses = losses * sum(shares[1:], shares[0])
+        return losses, buffers
 
     def training_outputs(
         self, parameters: Tree, inputs: Tensor, mask: Tensor | None, key: Tensor

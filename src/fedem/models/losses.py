@@ -60,7 +60,30 @@ def _check_classes(targets: Tensor, num_classes: int) -> None:
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Loss):
+class Classification(Loss, ABC):
+    """The negative log-likelihood of a class.
+
+    Attributes:
+        class_weights: what a sample counts in the local steps. "none": all the same; "balanced": n / (K n_k) for one of
+            the n_k among all n training samples that are of its class, of K classes. Responsibilities, mixture weights
+            and scores go by likelihoods as they are.
+    """
+
+    class_weights: str = field(default="none", metadata={"choices": ("none", "balanced")})
+
+    def weights_of(self, targets: Tensor, num_classes: int) -> tuple[float, ...] | None:
+        """Return what a sample of each class counts, given all training targets; None where all count the same."""
+        if self.class_weights == "none":
+            return None
+        _check_classes(targets, num_classes)
+        counts = targets.bincount(minlength=num_classes)
+        there = int((counts > 0).sum())
+        # A class without samples has none to weigh.
+        return tuple(len(targets) / (there * count) if count else 1.0 for count in counts.tolist())
+
+
+@dataclass(frozen=True)
+class CrossEntropy(Classification):
     """-log softmax(outputs)[target] for outputs ``[n, K]``."""
 
     def num_outputs(self, targets: Tensor) -> int:
@@ -80,7 +103,7 @@ class CrossEntropy(Loss):
 
 
 @dataclass(frozen=True)
-class Logistic(Loss):
+class Logistic(Classification):
     """-log sigmoid(+-output) for two classes and outputs ``[n, 1]``."""
 
     def num_outputs(self, targets: Tensor) -> int:

@@ -24,6 +24,9 @@ from fedem.models.losses import CLASSES, NUMBERS, Loss
 
 _TOP = re.compile(r"top_([1-9]\d*)_accuracy")
 _BINS = 15
+# What people also decide by. A class is rare below this share of what it would have if all were equally frequent.
+_FURTHER = {NUMBERS: ("r2", "rmse", "mae"), CLASSES: ("roc_auc", "average_precision", "recall", "f1")}
+_RARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Metric:
         title: in tables and sentences.
         needs_sklearn: whether it is scikit-learn's, which the extra "metrics" brings.
         least_classes: the smallest number of classes for which it says anything.
+        has_units: whether it is in the targets' units, in which targets that were standardised are not.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Metric:
     title: str = ""
     needs_sklearn: bool = False
     least_classes: int = 2
+    has_units: bool = False
 
     def __post_init__(self) -> None:
         if (self.per_sample is None) == (self.over_client is None):
@@ -135,6 +140,29 @@ def _by_guess(score: str, predictions: Tensor, targets: Tensor) -> float:
     return float(getattr(metrics, score)(targets.numpy(), guesses, average="macro", zero_division=0, **only))
 
 
+def _recall(predictions: Tensor, targets: Tensor) -> float | None:
+    hits, _, there = _counted(predictions, targets)
+    return _over_classes(hits, there)
+
+
+def _f1(predictions: Tensor, targets: Tensor) -> float | None:
+    hits, guessed, there = _counted(predictions, targets)
+    return _over_classes(2 * hits, guessed + there)
+
+
+def _counted(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many samples of each class are found, guessed and there, ``[K]`` each; of two classes the second."""
+    guessed, there = (one_hot(each, predictions.shape[1]) for each in (predictions.argmax(1), targets))
+    first = 1 if predictions.shape[1] == 2 else 0
+    return (guessed * there).sum(0)[first:], guessed.sum(0)[first:], there.sum(0)[first:]
+
+
+def _over_classes(parts: Tensor, wholes: Tensor) -> float | None:
+    """Return the mean share over the classes that have a whole; undefined where none has."""
+    known = wholes > 0
+    return float((parts[known] / wholes[known].double()).mean()) if bool(known.any()) else None
+
+
 def _is_among(k: int, predictions: Tensor, targets: Tensor) -> Tensor:
     return (predictions.topk(k, -1).indices == targets.unsqueeze(-1)).any(-1).to(predictions.dtype)
 
@@ -156,12 +184,14 @@ METRICS: dict[str, Metric] = {
         _of_sklearn("roc_auc", _by_class, "roc_auc_score", title="ROC-AUC"),
         _of_sklearn("average_precision", _by_class, "average_precision_score"),
         _of_sklearn("macro_f1", _by_guess, "f1_score", title="macro F1", in_percent=True),
+        Metric("recall", CLASSES, None, _recall, in_percent=True),
+        Metric("f1", CLASSES, None, _f1, title="F1", in_percent=True),
         _top(5),
         Metric("log_loss", CLASSES, _surprise, larger_is_better=False),
         Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
         Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False),
-        Metric("rmse", NUMBERS, None, _rmse, title="root mean squared error", larger_is_better=False),
-        Metric("mae", NUMBERS, _absolute, title="mean absolute error", larger_is_better=False),
+        Metric("rmse", NUMBERS, None, _rmse, title="root mean squared error", larger_is_better=False, has_units=True),
+        Metric("mae", NUMBERS, _absolute, title="mean absolute error", larger_is_better=False, has_units=True),
         Metric("r2", NUMBERS, None, _r2, title="R2"),
     )
 }
@@ -191,7 +221,24 @@ def choose_metrics(names: str, loss: Loss, num_outputs: int) -> tuple[Metric, ..
             what = f"{num_classes} classes" if loss.task == CLASSES else NUMBERS
             why = f"does not fit the task, which is to predict {what}; allowed: {', '.join(fitting)}."
             raise UserError(f"Metric {metric.name!r} {why}")
-        if metric.needs_sklearn and importlib.util.find_spec("sklearn") is None:
+        if metric.needs_sklearn and not _has_sklearn():
             why = "needs the package scikit-learn, which is not installed: pip install 'fedem[metrics]'."
             raise UserError(f"Metric {metric.name!r} {why}")
     return tuple({metric.name: metric for metric in chosen}.values())
+
+
+def further_metrics(loss: Loss, targets: Tensor) -> tuple[Metric, ...]:
+    """Return what else a table is judged by, given its targets: of classes where one is rare, or numbers.
+
+    Those that need a package which is not installed are left out.
+    """
+    if loss.task == CLASSES:
+        counts = targets.bincount()
+        if int(counts[counts > 0].min()) >= _RARE * len(targets) / max(2, int((counts > 0).sum())):
+            return ()
+    metrics = (METRICS[name] for name in _FURTHER[loss.task])
+    return tuple(metric for metric in metrics if not metric.needs_sklearn or _has_sklearn())
+
+
+def _has_sklearn() -> bool:
+    return importlib.util.find_spec("sklearn") is not None

@@ -12,15 +12,17 @@ from rich.table import Table
 from rich.text import TextType
 
 from fedem.core.errors import UserError, counted
+from fedem.core.files import plain
 from fedem.data.federation import PARTS
-from fedem.models.metrics import Metric
-from fedem.runs.evaluate import has_diverged, metrics_of
+from fedem.models.metrics import Metric, known_metric
+from fedem.runs.evaluate import LEFT_OUT, has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
 from fedem.studies.comparison import run_title
 
 Summary = Mapping[str, Any]
 Rows = Iterable[Iterable[str]]  # cells of a table
 
+_SHOWN = 30  # clients that a table lists one by one
 _IDLE = 0.01  # a mean mixture weight below which a component is hardly used
 
 console = Console()
@@ -74,7 +76,10 @@ def show_run(folder: RunFolder) -> None:
     """Print a run's table, with its baselines; or where it stands when it is not complete."""
     if (summary := folder.summary()) is not None:
         others = [other for place in folder.baselines() if (other := place.summary()) is not None]
-        display(*summary_pages([summary, *others]))
+        display(*summary_pages([summary, *others, *folder.references()]))
+        return
+    if (failure := folder.failure()) is not None:
+        display(f"This run failed: {failure.message}")
         return
     lines, rounds = folder.metrics(), folder.config().run.rounds
     done = lines[-1]["round"] if lines else 0
@@ -117,6 +122,10 @@ def writing(path: Path) -> Iterator[None]:
 def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
     """Yield the scores of the runs' last states, by further metrics too; then the first's best state and remarks."""
     first, *others = metrics_of(summaries[0])
+    further = [(metric, f"test_{metric.name}") for metric in others]
+    every = [(first, f"test_{first.name}"), *further]
+    pooled = [(metric, f"{name}_pooled") for metric, name in every if f"{name}_pooled" in summaries[0]]
+    rate = summaries[0].get("test_base_rate") if first.name == "accuracy" else None
     unseen = any(f"unseen_test_{first.name}" in summary for summary in summaries)
     rows = [
         {
@@ -130,15 +139,15 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
         }
         for summary in summaries
     ]
-    further = [{metric.unit: _score(summary, metric, "test") for metric in others} for summary in summaries]
     known = (summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None)
     if oracle := next(known, None):
         decile, loss = first.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
         rows.append({"average": _score(oracle, first, "oracle"), "bottom decile": decile, "loss": loss})
-        further.append({metric.unit: _score(oracle, metric, "oracle") for metric in others})
-    yield _scores_table(f"Test scores after the last round, {first.unit}", summaries, rows)
-    if others:
-        yield _scores_table("Test scores by further metrics", summaries, further)
+    base = "" if rate is None else f" (base rate {first.text(rate)})"
+    yield _scores_table(f"Test scores after the last round, {first.unit}{base}", summaries, rows)
+    for title, named in ((", averages over clients", further), (" of all clients' test rows together", pooled)):
+        if named:
+            yield _scores_table(f"Test scores{title}", summaries, _further(summaries, named, oracle))
     last = summaries[0]
     if best := last.get("best"):
         headings = ("part", f"last (round {last['rounds']})", f"best (round {best['round']})")
@@ -148,7 +157,15 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
             if names[0] in last:
                 table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
         yield table
+    if count := last.get(LEFT_OUT):
+        few = f"{count:,} of {counted(last['num_clients'], 'client')}"
+        yield f"The bottom decile leaves out clients with fewer than five test samples: {few}."
     yield from remarks(last)
+    yield from (
+        f"{run_title(summary)}: {summary['note']}"
+        for summary in summaries[1:]
+        if "title" in summary and "note" in summary
+    )
 
 
 def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mapping[str, str]]) -> Table:
@@ -163,6 +180,43 @@ def _scores_table(title: str, summaries: Sequence[Summary], rows: Sequence[Mappi
     return table
 
 
+def client_scores_table(figures: Summary, rows: Sequence[Summary]) -> Table:
+    """Return the scores of clients on new samples, if there are not too many, and those over all."""
+    metrics = [metric for name in figures if (metric := known_metric(name)) is not None]
+    table = figures_table("Scores of new samples", "client", "samples", *(metric.unit for metric in metrics), "loss")
+
+    def add(name: str, record: Summary) -> None:
+        scores = (metric.text(plain(record[metric.name]), plain=".4f") for metric in metrics)
+        table.add_row(name, f"{record['samples']:,}", *scores, _number(plain(record["loss"])))
+
+    if len(rows) > _SHOWN:
+        table.caption = "--out FILE.csv writes a row for each client."
+    for row in rows if len(rows) <= _SHOWN else ():
+        add(row["client"] + ("" if row["role"] == "known" else " (took no part)"), row)
+    table.add_section()
+    add(f"all {counted(figures['clients'], 'client')}", figures)
+    return table
+
+
+def _further(
+    summaries: Sequence[Summary], named: Sequence[tuple[Metric, str]], oracle: Summary | None
+) -> list[dict[str, str]]:
+    """Return a row of cells for each summary, in the targets' own units where they are known, and for the oracle."""
+    columns = {metric.unit: (metric, name) for metric, name in named}
+    for metric, name in named:
+        if f"{name}_in_units" in summaries[0]:
+            columns[metric.unit] = (metric, f"{name}_in_units")
+    told = {unit: f"{unit}, own units" if name.endswith("_in_units") else unit for unit, (_, name) in columns.items()}
+    rows = [
+        {told[unit]: metric.text(summary.get(name), plain=".4f") for unit, (metric, name) in columns.items()}
+        for summary in summaries
+    ]
+    truth = {metric.unit: name.replace("test_", "oracle_", 1) for metric, name in named}
+    if oracle is not None and any(name in oracle for name in truth.values()):
+        rows.append({metric.unit: _score(oracle, metric, "oracle") for metric, _ in named})
+    return rows
+
+
 def _score(summary: Summary, metric: Metric, part: str) -> str:
     return metric.text(summary.get(f"{part}_{metric.name}"), plain=".4f")
 
@@ -171,8 +225,11 @@ def remarks(summary: Summary) -> Iterator[str]:
     """Yield what else there is to say of a run, a line each."""
     means = summary.get("weights_mean") or []
     idle = [f"{m} ({100 * mean:.2g}%)" for m, mean in enumerate(means) if mean < _IDLE]
-    known: dict[str, Any] = {"metrics": metrics_of(summary), "diverged": has_diverged(summary), "counted": counted}
-    yield from rendered("run.txt", summary=summary, idle=idle, **known).splitlines()
+    metrics = metrics_of(summary)
+    counts = {metric.title: summary.get(f"test_{metric.name}_undefined") for metric in metrics}
+    undefined = [f"{title} ({count})" for title, count in counts.items() if count]
+    known: dict[str, Any] = {"metrics": metrics, "diverged": has_diverged(summary), "counted": counted}
+    yield from rendered("run.txt", summary=summary, idle=idle, undefined=undefined, **known).splitlines()
     if note := summary.get("note"):
         yield str(note)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fedem.core.errors import counted
 from fedem.data.dataset import Dataset
+from fedem.data.encoding import some
 from fedem.data.federation import PARTS, Federation
 from fedem.report.console import figures_table, rendered
 from fedem.report.pictures.canvas import COLOURS, FORMATS, SETTINGS, saved
@@ -82,6 +84,8 @@ class Description:
     sizes: Counts  # samples of each client in each part, [T, 3]
     inputs: str  # shape and type of one input
     columns: str | None  # what was made of a table's columns, if it was one
+    notes: tuple[str, ...]  # ... and what is unusual about them
+    filled: bool  # whether missing values are filled, and not refused
     counts: Counts | None = None  # of labels, [T, K]; None for regression
     labels: tuple[str, ...] = ()  # names of the K labels
     between: float | None = None  # for regression: the share of the targets' variance between clients
@@ -94,7 +98,11 @@ def describe(dataset: Dataset, title: str) -> Description:
     sizes = np.stack([federation.part(part).sizes.numpy() for part in PARTS], axis=1)
     pool = federation.train.pool
     inputs = f"{list(pool.inputs.shape[1:])} {str(pool.inputs.dtype).removeprefix('torch.')}"
-    common = (title, federation.names, sizes, inputs, None if encoding is None else encoding.describe())
+    columns: tuple[str | None, tuple[str, ...], bool] = (None, (), False)
+    if encoding is not None:
+        filled = any(feature.fill is not None for feature in encoding.features or ())
+        columns = (encoding.describe(), encoding.notes, filled)
+    common = (title, federation.names, sizes, inputs, *columns)
     if not pool.targets.is_floating_point():
         known = dataset.label_names or ()
         counts = label_counts(federation, len(known))
@@ -110,6 +118,16 @@ def describe(dataset: Dataset, title: str) -> Description:
     own = np.split(values[np.argsort(owners, kind="stable")], ends)
     quartiles = np.array([np.quantile(column, (0.25, 0.5, 0.75)) for column in own])
     return Description(*common, between=between_share(values, owners), quartiles=quartiles)
+
+
+def known_clients(names: Sequence[str], run: Path, trained: Sequence[str]) -> str:
+    """Say which of the clients called ``names`` a run has trained already; empty where it has none of them."""
+    there = set(trained)
+    known = [name for name in names if name in there]
+    if not known:
+        return ""
+    number = f"{len(known):,} of {counted(len(names), 'client')} took part in the training of {run} already"
+    return f"{number} ({some(list(map(repr, known)))}); `fedem predict` uses the models that they have there."
 
 
 def sizes_table(description: Description) -> Table:

@@ -1,10 +1,12 @@
 """Runs -> one page that needs nothing else: no network, no script, no font. Its markup lies in ``templates/``."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 
 from markupsafe import Markup
 
 from fedem.methods import title_of
+from fedem.report.answer import answer
 from fedem.report.console import remarks, rendered
 from fedem.report.pictures import FIGURES
 from fedem.report.pictures.canvas import COLOURS, inline, paint
@@ -12,7 +14,11 @@ from fedem.report.runs import Gathered
 from fedem.report.studies import comparison_remarks, comparison_rows
 
 # The same hues as COLOURS, light enough for a dark ground.
-_LIT = ("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3e6", "#e3cf3c", "#a9b5be", "#f3a3d3")
+_LIT = (
+    *("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3e6", "#e3cf3c", "#a9b5be", "#f3a3d3"),
+    *("#ab00f3", "#7e6387", "#007ec6", "#127e00", "#996cfc", "#75fc90", "#7e87bd", "#ea0000", "#c6636c", "#fc00ab"),
+    *("#cf1b75", "#c61bb4", "#ea24ea", "#f36c2d"),
+)
 _NAMED = 6  # methods in the title; more are counted
 
 
@@ -22,7 +28,10 @@ def build_page(sets: Sequence[Gathered]) -> str:
     listed = ", ".join(methods) if len(methods) <= _NAMED else f"{len(methods)} methods"
     title = f"{', '.join(data.comparison.data for data in sets)}: {listed}"
     makers = {"scores": _scores, "remarks": _remarks, "figures": _figures, "runs": _runs}
-    parts = [{"data": data, **{name: list(make(data)) for name, make in makers.items()}} for data in sets]
+    parts = [
+        {"data": data, "answer": answer(data), **{name: list(make(data)) for name, make in makers.items()}}
+        for data in sets
+    ]
     return rendered("page.html", title=title, parts=parts, light=COLOURS, dark=_LIT)
 
 
@@ -35,14 +44,15 @@ def _figures(data: Gathered) -> Iterator[dict[str, str]]:
 
 
 def _scores(data: Gathered) -> Iterator[dict[str, str]]:
-    counts = [str(len(runs)) for runs in data.runs.values()]
-    for row, count in zip(comparison_rows(data.comparison, brief=True), [*counts, ""], strict=False):
+    counts = chain((str(len(runs)) for runs in data.runs.values()), repeat(""))  # failed methods and oracle have none
+    for row, count in zip(comparison_rows(data.comparison, brief=True), counts, strict=False):
         seeds = {} if data.has_equal_seeds else {"seeds": count}
         yield {heading.replace("\n", " "): cell for heading, cell in row.items()} | seeds
 
 
 def _remarks(data: Gathered) -> Iterator[str]:
     yield from comparison_remarks(data.comparison)
+    yield from data.notes
     for title, places in data.differences.items():
         yield f"The rows of {title} differ in {', '.join(places)}."
     for method, runs in data.runs.items():

@@ -1,4 +1,4 @@
-"""Folders of complete runs -> figures by data, then method and settings, then seed. Shapes: T clients, M components."""
+"""Folders of runs that are over -> figures by data, method and settings, then seed. Shapes: T clients, M components."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric
-from fedem.report.pictures.canvas import look
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import MANIFEST, RunFolder
-from fedem.studies.comparison import Comparison, summarize
-from fedem.studies.sweep import Entry
+from fedem.studies.comparison import Comparison, data_name, summarize
+from fedem.studies.sweep import Entry, failures, reason
 
 Numbers = NDArray[np.float64]
 Settings = Mapping[str, Any]  # values of a configuration by section.key
@@ -43,7 +42,7 @@ class Clients:
 
 @dataclass(frozen=True)
 class Run:
-    """A complete run."""
+    """A run that is over; one that failed has no outcome, and no clients."""
 
     method: str
     seed: int
@@ -54,6 +53,10 @@ class Run:
     clients: Clients  # those that took part in training
     fingerprint: str | None  # of the samples; None where the checkpoint was removed
     command: str | None  # what makes the run again; None for data or models passed from Python
+
+    @property
+    def entry(self) -> Entry:
+        return Entry({"method": self.method}, self.seed, self.config, self.folder)
 
     @cached_property
     def sent(self) -> Numbers:
@@ -90,9 +93,13 @@ def _folders(path: Path) -> list[RunFolder]:
 
 
 def _read(folder: RunFolder, command: str | None) -> Run:
-    """Read a run that is complete; ``command`` made it and others, where that is known."""
+    """Read a run that is over; ``command`` made it and others, where that is known."""
     if (summary := folder.summary()) is None:
-        raise UserError(f"The run in {folder.path} is not complete; go on with it first (--resume).")
+        if folder.failure() is None:
+            raise UserError(f"The run in {folder.path} is not complete; go on with it first (--resume).")
+        config, nothing = folder.config(), np.zeros(0)
+        nobody = Clients((), nothing, nothing, np.zeros((0, 0)))
+        return Run(config.name("method"), config.run.seed, folder, config, {}, [], nobody, None, command)
     everybody = folder.clients()
     rows = [row for row in everybody if row["role"] == "train"]
     if everybody and not rows:
@@ -135,6 +142,7 @@ class Gathered:
     runs: dict[str, list[Run]]  # of each entry, seed by seed; the best entry first
     looks: dict[str, dict[str, Any]]  # each entry's colour, line and marker, the same for all data
     place: str  # a word for ids and folders; empty where the report has no other data
+    notes: tuple[str, ...] = ()  # what else is to be said, such as of data on which every run failed
 
     @property
     def titles(self) -> dict[str, str]:
@@ -197,7 +205,19 @@ class Gathered:
 
 def gather(paths: Sequence[Path]) -> list[Gathered]:
     """Read the runs below ``paths`` and sort them; those on the same data come together."""
-    sorted_runs = [_entries(runs) for runs in _grouped(read_runs(paths), _data_of)]
+    from fedem.report.pictures.canvas import look  # pictures are of what is read here
+
+    sorted_runs, notes = list[dict[str, list[Run]]](), list[str]()
+    for entries in (_entries(runs) for runs in _grouped(read_runs(paths), _data_of)):
+        failed = {name: failures(run.entry for run in runs) for name, runs in entries.items()}
+        if all(failed.values()):
+            on = data_name(next(iter(entries.values()))[0].config)
+            each = ((f"{name} on {on}", by_seed) for name, found in failed.items() for by_seed in found.values())
+            notes += starmap(reason, each)
+        else:
+            sorted_runs.append(entries)
+    if not sorted_runs:
+        raise UserError(f"No run came to an end. {' '.join(notes)}")
     comparisons = [_compare(entries) for entries in sorted_runs]
     names = _names([comparison.data for comparison in comparisons], sorted_runs)
     methods = {entry: runs[0].method for entries in sorted_runs for entry, runs in entries.items()}
@@ -205,10 +225,11 @@ def gather(paths: Sequence[Path]) -> list[Gathered]:
     plain = all(entry == method for entry, method in methods.items())
     looks = {entry: look(entry, METHODS if plain else methods) for entry in methods}
     sets = zip(names, _places(names), comparisons, sorted_runs, strict=True)
-    return [
+    gathered = [
         Gathered(replace(found, data=name), {row.method: entries[row.method] for row in found.rows}, looks, place)
         for name, place, found, entries in sets
     ]
+    return [replace(gathered[0], notes=tuple(notes)), *gathered[1:]]
 
 
 def _settings_of(run: Run) -> Settings:
@@ -235,7 +256,7 @@ def _grouped(runs: Sequence[Run], key: Callable[[Run], Settings]) -> list[list[R
 def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Sort runs on the same data by method and settings, then by seed; refuse what nothing would distinguish."""
     by_seed: dict[int, Run] = {}
-    for run in runs:
+    for run in (run for run in runs if run.summary):
         first = by_seed.setdefault(run.seed, run)
         if (
             first.clients.names != run.clients.names
@@ -285,7 +306,9 @@ def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
     runs = sorted(((name, run) for name, runs in entries.items() for run in runs), key=lambda pair: pair[1].seed)
     found = summarize([Entry({"method": name}, run.seed, run.config, run.folder) for name, run in runs])
     titles = {name: _name(name, runs[0].method) for name, runs in entries.items() if name != runs[0].method}
-    return replace(found, rows=[replace(row, title=titles.get(row.method, row.title)) for row in found.rows])
+    rows = [replace(row, title=titles.get(row.method, row.title)) for row in found.rows]
+    failed = [replace(each, title=titles.get(each.method, each.title)) for each in found.failed]
+    return replace(found, rows=rows, failed=failed)
 
 
 def _name(entry: str, method: str) -> str:

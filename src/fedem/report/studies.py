@@ -11,7 +11,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedem.core.errors import counted
+from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
@@ -23,12 +23,13 @@ from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
-from fedem.studies.sweep import Entry, Gap, Spread
+from fedem.studies.sweep import Entry, Gap, Spread, reason
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
+_DECISIVE = "test\naverage"
 _PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
 _NAMES = {
@@ -108,6 +109,9 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
             try:
                 yield listen
                 outcome = score_text(latest) or "done"
+            except UserError:
+                outcome = "failed"
+                raise
             finally:
                 done.append(entry.config.run.rounds)
                 if not quiet:
@@ -116,21 +120,33 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
         yield watch
 
 
-def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[str, str]]:
-    """Return the methods' cells by their headings, then the oracle's; if ``brief``, costs are without deviations."""
-    decisive, (unit, size), known = comparison.metric, _bytes_unit(comparison), comparison.rows[0].figures
-    metrics = {name: known_metric(name.removeprefix("test_")) for name in known if name.startswith("test_")}
-    further = {name: metric for name, metric in metrics.items() if metric is not None and metric.name != decisive}
+def _columns(comparison: Comparison) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Return figures by headings: of the deciding metric and costs; of further ones; of all test rows together."""
+    decisive, (unit, _), known = comparison.metric, _bytes_unit(comparison), comparison.rows[0].figures
     columns = {
-        "test\naverage": f"test_{decisive}",
+        _DECISIVE: f"test_{decisive}",
         "bottom\ndecile": "bottom_decile",
         "unseen\naverage": f"unseen_test_{decisive}",
         "train\naverage": f"train_{decisive}",
-        **{f"test\n{metric.unit}": name for name, metric in further.items()},
         "s per\nround": "seconds_per_round",
         f"{unit}\nup": "bytes_up_per_round",
         f"{unit}\ndown": "bytes_down_per_round",
     }
+    further, pooled = dict[str, str](), dict[str, str]()
+    for name in known:
+        metric = known_metric(name.removeprefix("test_")) if name.startswith("test_") else None
+        for key, place, where in ((name, further, "test"), (f"{name}_pooled", pooled, "all test rows")):
+            if metric is None or key not in known or key == f"test_{decisive}":
+                continue
+            own = f"{key}_in_units" if f"{key}_in_units" in known else ""
+            place[f"{where}\n{metric.unit}{', own units' if own else ''}"] = own or key
+    return {heading: name for heading, name in columns.items() if name in known}, further, pooled
+
+
+def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[str, str]]:
+    """Return cells by headings: of methods, failed ones, references, the oracle; ``brief`` costs lack deviations."""
+    (_, size), decisive = _bytes_unit(comparison), find_metric(comparison.metric)
+    columns, further, pooled = _columns(comparison)
 
     def amount(value: float) -> str:
         return f"{value / size:,.0f}" if value / size >= 100 else f"{value / size:.1f}"
@@ -141,24 +157,36 @@ def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[st
         if name.startswith(("seconds", "bytes")):
             cost = figures[name]._replace(deviation=None) if brief else figures[name]
             return _spread(cost, "{:.3f}".format if name.startswith("seconds") else amount)
-        metric = further.get(name) or find_metric(decisive)
+        plain = name.removeprefix("test_").removesuffix("_in_units").removesuffix("_pooled")
+        metric = known_metric(plain) or decisive
         return _spread(figures[name], partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
 
-    rows = [(row.title, row.figures) for row in comparison.rows]
-    return [
-        {"method": title} | {heading: cell(name, figures) for heading, name in columns.items() if name in known}
-        for title, figures in [*rows, *([("oracle", comparison.oracle)] if comparison.oracle else [])]
-    ]
+    def cells(title: str, figures: Mapping[str, Spread]) -> dict[str, str]:
+        shown = {heading: cell(name, figures) for heading, name in (columns | further | pooled).items()}
+        return {"method": title} | shown
+
+    rows = [cells(row.title, row.figures) for row in comparison.rows]
+    nothing = dict.fromkeys(comparison.rows[0].figures, Spread(None, None))
+    rows += [cells(each.title, nothing) | {_DECISIVE: each.phrase} for each in comparison.failed]
+    rows += [cells(row.title, row.figures) for row in comparison.references]
+    return rows + ([cells("oracle", comparison.oracle)] if comparison.oracle else [])
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Return one row per method, and the oracle's when it is known; eighty columns hold it."""
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """Return a row for each method, reference and the oracle, in eighty columns; tables of further metrics follow."""
     # There is no room for the deviations of a round's costs; the files have them.
     rows = comparison_rows(comparison, brief=True)
-    table = _table(_comparison_title(comparison), rows[0], map(dict.values, rows), ["method"], "method")
-    if comparison.oracle:
-        table.rows[-2].end_section = True
-    return table
+    titles, tables = (_comparison_title(comparison), "Averages over clients", "All clients' test rows together"), []
+    for chosen, title in zip(_columns(comparison), titles, strict=True):
+        cells = [[row["method"], *(row[heading] for heading in chosen)] for row in rows]
+        if chosen:
+            headings = [heading if title == titles[0] else heading.partition("\n")[2] for heading in chosen]
+            tables.append(_table(title, ["method", *headings], cells, ["method"], "method"))
+    for table in tables:
+        tried = len(comparison.rows) + len(comparison.failed)
+        for end in (tried, tried + len(comparison.references)):
+            table.rows[end - 1].end_section = end < len(rows)
+    return tables
 
 
 def comparison_markdown(comparison: Comparison, command: str) -> str:
@@ -174,7 +202,7 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     """Return what the table does not say by itself, a line each."""
     rows, metric, unseen = comparison.rows, find_metric(comparison.metric), f"unseen_test_{comparison.metric}"
     silent = [row.title for row in rows if unseen in row.figures and row.figures[unseen].mean is None]
-    paired = {row.title: comparison.gaps[row.method] for row in rows[1:]}
+    paired = {row.title: comparison.gaps[row.method] for row in (*rows[1:], *comparison.references)}
     gaps = [f"{title} {_gap(gap, metric)}" for title, gap in paired.items() if gap.error is not None]
     differing = []  # the value that most methods have, and who has another
     for key in dict.fromkeys(key for row in rows for key in row.training):
@@ -185,13 +213,23 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
         if others:
             exceptions = ", ".join(f"{value} for {', '.join(holders[value])}" for value in others)
             differing.append(f"{key} is {usual}, but {exceptions}")
-    known = {"gaps": gaps, "silent": silent, "differing": differing}
-    return rendered("comparison.txt", best=rows[0].title, **known).splitlines()
+    failed = [reason(each.title, each.failures) for each in comparison.failed]
+    known = {"gaps": gaps, "silent": silent, "differing": differing, "failed": failed, "notes": comparison.notes}
+    few = _left_out(*comparison.left_out, comparison.num_clients)
+    return rendered("comparison.txt", best=rows[0].title, left_out=few, **known).splitlines()
+
+
+def _left_out(fewest: int, most: int, clients: int) -> str:
+    """Say how many clients the bottom decile leaves out; empty where it is none."""
+    number = f"{fewest:,} to {most:,}" if fewest < most else f"{most:,}"
+    return f"{number} of {counted(clients, 'client')}" if most else ""
 
 
 def _comparison_title(comparison: Comparison) -> str:
-    unit, over = find_metric(comparison.metric).unit, _over(comparison.seeds)
-    return f"{comparison.data}, {counted(comparison.rounds, 'round')}: {unit}, {over}"
+    metric, over = find_metric(comparison.metric), _over(comparison.seeds)
+    rate = comparison.rows[0].figures.get("test_base_rate") if metric.name == "accuracy" else None
+    base = "" if rate is None else f" (base rate {metric.text(rate.mean)})"
+    return f"{comparison.data}, {counted(comparison.rounds, 'round')}: {metric.unit}{base}, {over}"
 
 
 def _bytes_unit(comparison: Comparison) -> tuple[str, int]:
@@ -251,6 +289,8 @@ def status_table(entries: Sequence[Entry]) -> Table:
         lines = entry.folder.metrics() if entry.folder.exists() else []
         done = lines[-1]["round"] if lines else 0
         state = "complete" if entry.is_complete else "begun" if entry.folder.exists() else "to do"
+        if (failure := entry.failure) is not None:
+            state = f"failed: {failure.phrase}"
         rows.append((entry.title, f"{done} of {entry.config.run.rounds}", state))
     return _table("", headings, rows, headings)
 
@@ -264,7 +304,18 @@ def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return the same for a README."""
     rows = _experiment_rows(experiment, lines)
-    return "\n".join(_markdown(_headings(experiment, lines), rows, experiment.axes)) + "\n"
+    table = _markdown(_headings(experiment, lines), rows, experiment.axes)
+    return "\n".join([*table, *(f"\n{remark}" for remark in experiment_remarks(experiment, lines))]) + "\n"
+
+
+def experiment_remarks(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
+    """Return what the table does not say by itself: why choices failed, whom the bottom deciles leave out."""
+    remarks = [reason(SLASH.join(line.labels.values()), line.failed) for line in lines if line.failed]
+    most = max((line.left_out for line in lines), default=0)
+    if most and any(name.endswith("bottom_decile") for name in experiment.figures):
+        few = counted(most, "client has", "clients have")
+        remarks.append(f"Bottom deciles leave out clients with fewer than five test samples: up to {few} so few.")
+    return remarks
 
 
 def _headings(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
@@ -298,7 +349,10 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
             if ours.mean is not None and paper is not None:
                 difference = f"{100 * ours.mean - paper:+.1f}" if share else f"{ours.mean - paper:+.2g}"
             beside = (_NONE if paper is None else f"{paper:g}", difference) if experiment.paper else ()
-            cells += [_spread(ours, *ways), *beside]
+            shown = _spread(ours, *ways)
+            if line.failed and name == experiment.figures[0]:
+                shown = f"failed: {next(iter(line.failed.values())).phrase}"
+            cells += [shown, *beside]
         yield cells
 
 

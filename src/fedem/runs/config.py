@@ -65,9 +65,10 @@ class RunSettings(Settings):
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
-            what is best; empty: accuracy for classes, mean_squared_error for numbers. For classes there are also
-            balanced_accuracy, roc_auc, average_precision, macro_f1, top_5_accuracy (or another number), log_loss and
-            calibration_error, for numbers rmse, mae and r2.
+            what is best; empty: accuracy for classes, mean_squared_error for numbers, and after training on a table
+            also what else people decide by. For classes there are also balanced_accuracy, roc_auc, average_precision,
+            macro_f1, recall, f1, top_5_accuracy (or another number), log_loss and calibration_error, for numbers rmse,
+            mae and r2.
         measure_alpha_every: rounds between measurements of alpha, the part of the way to the optimum that local solvers
             leave; 0: never.
         diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.

@@ -28,6 +28,8 @@ from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
 _PREDICT_ROWS = 1 << 13
+LEFT_OUT = "bottom_decile_left_out"
+_LEAST = 5  # test samples of a client that has a place in the deciles: the share right of fewer is hardly a score
 _ABSURD = 100.0  # nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes
 
 _Pair = tuple[Tensor, Tensor]  # a client's predictions and targets, on the CPU
@@ -75,9 +77,15 @@ class Scores:
 
     @property
     def bottom_decile(self) -> float:
-        """The (T/10)-th worst client's metric, T/10 rounded up."""
-        scored = self.values[self._scored].sort(descending=not self.larger_is_better).values
+        """The (T/10)-th worst client's metric, T/10 rounded up, of the T clients with five samples or more."""
+        there = self._scored & (self.counts >= _LEAST)
+        scored = self.values[there].sort(descending=not self.larger_is_better).values
         return float(scored[math.ceil(len(scored) / 10) - 1]) if len(scored) else math.nan
+
+    @property
+    def num_left_out(self) -> int:
+        """The number of clients that have samples, but too few for the bottom decile."""
+        return int(((self.counts > 0) & (self.counts < _LEAST)).sum())
 
     @property
     def larger_is_better(self) -> bool:
@@ -95,20 +103,42 @@ def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     return torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
 
 
+def _judge(
+    model: Model, mixture: Mixture, inputs: Tensor, targets: Tensor, metrics: Sequence[Metric]
+) -> tuple[Tensor, Tree]:
+    """Return a mixture's predictions ``[n, K]``, and its loss and the metrics that go by sample, ``[n]`` each."""
+    outputs = model.component_outputs(mixture.components, inputs)
+    losses = vmap(model.loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
+    predictions = mix(model.loss.probabilities(outputs), mixture.log_weights)
+    per_sample = {"loss": negative_log_likelihood(losses, mixture.log_weights)}
+    per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+    return predictions, per_sample
+
+
+def evaluate_each(model: Model, mixtures: Sequence[Mixture], samples: Samples, metrics: Sequence[Metric]) -> Scores:
+    """Score T predictors one by one, each on its own client's samples; clients count by these."""
+    pairs: list[_Pair] = []
+    sums: dict[str, list[float]] = {}
+    for position, mixture in enumerate(mixtures):
+        pieces = [each.split(_PREDICT_ROWS) for each in samples.client(position).to(mixture.log_weights.device)]
+        with torch.no_grad():
+            judged = [_judge(model, mixture, x, y, metrics) for x, y in zip(*pieces, strict=True)]
+        pairs.append((torch.cat([each for each, _ in judged]).double().cpu(), torch.cat(pieces[1]).cpu()))
+        for name in judged[0][1]:
+            sums.setdefault(name, []).append(sum(float(found[name].sum(dtype=torch.float64)) for _, found in judged))
+    means = {name: torch.tensor(totals, dtype=torch.float64) / samples.sizes for name, totals in sums.items()}
+    return _by_metric(metrics, samples.sizes, samples.sizes, means, pairs)
+
+
 def evaluate(
     algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
 ) -> dict[str, Scores]:
     """Score every client's own predictor on each part of its data that there is; by default with the loss's metric."""
-    model, loss = algorithm.model, algorithm.model.loss
-    metrics = metrics or (METRICS[loss.metric],)
+    model = algorithm.model
+    metrics = metrics or (METRICS[model.loss.metric],)
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        components, log_weights = algorithm.predictor(shared, personal)
-        outputs = model.component_outputs(components, inputs)
-        losses = vmap(loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
-        predictions = mix(loss.probabilities(outputs), log_weights)
-        per_sample = {"loss": negative_log_likelihood(losses, log_weights)}
-        per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
+        _, per_sample = _judge(model, algorithm.predictor(shared, personal), inputs, targets, metrics)
         return {name: (mask * values).sum(dtype=torch.float64) for name, values in per_sample.items()}
 
     scores: dict[str, Scores] = {}
@@ -168,20 +198,40 @@ def evaluate_oracle(truth: Truth, federation: Federation, metrics: Sequence[Metr
     inputs, targets = samples.inputs.cpu(), samples.targets.cpu()
     pieces = zip(inputs.split(_ORACLE_ROWS), weights.cpu().split(_ORACLE_ROWS), strict=True)
     predictions = torch.cat([truth.predict(*piece) for piece in pieces])
-    owner = torch.repeat_interleave(torch.arange(federation.num_clients), samples.sizes)
-    per_sample = {"loss": -predictions.gather(1, targets[:, None]).squeeze(1).double().log()}
+    losses = -predictions.gather(1, targets[:, None]).squeeze(1).double().log()
+    return judge(predictions, losses, samples, federation.train.sizes, metrics)
+
+
+def judge(predictions: Tensor, losses: Tensor, samples: Samples, weights: Tensor, metrics: Sequence[Metric]) -> Scores:
+    """Score given predictions ``[N, ...]`` of a part's samples, with a loss ``[N]`` each; clients have ``weights``."""
+    targets, nothing = samples.targets.cpu(), torch.zeros(samples.num_clients, dtype=torch.float64)
+    owner = torch.repeat_interleave(torch.arange(samples.num_clients), samples.sizes)
+    per_sample = {"loss": losses}
     per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
-    nothing = torch.zeros(federation.num_clients, dtype=torch.float64)
     means = {name: nothing.index_add(0, owner, values.double()) / samples.sizes for name, values in per_sample.items()}
     pairs = zip(*(column.split(samples.sizes.tolist()) for column in (predictions.double(), targets)), strict=True)
-    return _by_metric(metrics, federation.train.sizes, samples.sizes, means, list(pairs))
+    return _by_metric(metrics, weights, samples.sizes, means, list(pairs))
 
 
-def name_scores(scores: Mapping[str, Scores]) -> Record:
+def base_rate(federation: Federation) -> float | None:
+    """Return the test accuracy of always guessing the most frequent class of the training rows, averaged likewise."""
+    if not len(federation.test):
+        return None
+    guess = int(federation.train.targets.cpu().bincount().argmax())
+    guesses = torch.zeros(len(federation.test), guess + 1, dtype=torch.float64)
+    guesses[:, guess] = 1
+    return judge(guesses, guesses[:, 0], federation.test, federation.train.sizes, (METRICS["accuracy"],)).average
+
+
+def name_scores(scores: Mapping[str, Scores], deviation: float | None = None) -> Record:
     """Name every figure: ``test_accuracy``, ``test_loss``, ... and the test part's ``bottom_decile``.
 
+    ``bottom_decile_left_out`` is the number of clients, if any, with fewer than five test samples: the decile is of
+    the others.
+
     Where a metric is not a mean over samples, ``test_roc_auc_pooled`` is that of all clients' samples together, and
-    ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined.
+    ``test_roc_auc_undefined`` the number of clients, if any, for which it is undefined. Where targets were standardised
+    by a ``deviation``, ``test_mae_in_units`` is in their own units.
     """
     record: Record = {}
     for part, entry in scores.items():
@@ -193,8 +243,13 @@ def name_scores(scores: Mapping[str, Scores]) -> Record:
                 record[f"{name}_pooled"] = each.pooled
             if each.undefined is not None and (count := int(each.undefined.sum())):
                 record[f"{name}_undefined"] = count
+            if deviation is not None and find_metric(each.metric).has_units:
+                own = [key for key in (name, f"{name}_pooled") if key in record]
+                record |= {f"{key}_in_units": deviation * record[key] for key in own}
     if "test" in scores:
         record["bottom_decile"] = scores["test"].bottom_decile
+        if count := scores["test"].num_left_out:
+            record[LEFT_OUT] = count
         record |= {f"bottom_decile_{each.metric}": each.bottom_decile for each in scores["test"].others}
     return record
 

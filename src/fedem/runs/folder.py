@@ -3,7 +3,9 @@
 config.toml               the complete configuration; runs again as it is
 metrics.jsonl             one line per round
 summary.json              the outcome, once the run is complete
+failed.json               why it can't come to an end, where it can't
 clients.csv               each client's scores and mixture weights
+references.json           scores of plain predictors on the same rows, if they were asked for
 checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
 tensorboard/              the metrics as TensorBoard events
 
@@ -17,10 +19,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,9 +35,18 @@ from fedem.runs.rounds import State
 from fedem.solvers.schedules import SCHEDULES
 
 MANIFEST = "checkpoint.json"
+DIVERGED = "diverged"  # phrase of a failure
+_FAILED = "failed.json"
 _TREES = ("shared", "personal", "memory")
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
 _FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
+
+
+class Failure(NamedTuple):
+    """Why a run can't come to an end."""
+
+    phrase: str  # for a table
+    message: str
 
 
 class RunFolder:
@@ -48,7 +60,7 @@ class RunFolder:
 
     def prepare(self, resume: bool = False) -> None:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
-        traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json")
+        traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json", _FAILED)
         if not resume and any((self.path / name).exists() for name in traces):
             raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
@@ -138,6 +150,26 @@ class RunFolder:
         write_csv(self.path / "clients.csv", columns, clients)
         write_json(self.path / "summary.json", summary)
 
+    def fail(self, failure: Failure | None) -> None:
+        """Write down why the run can't come to an end; None where it is tried again."""
+        if failure is None:
+            (self.path / _FAILED).unlink(missing_ok=True)
+        else:
+            write_json(self.path / _FAILED, failure._asdict())
+
+    def failure(self) -> Failure | None:
+        """Read why the run can't come to an end; None where nothing is known of that."""
+        content = _read_json(self.path / _FAILED)
+        return None if content is None else Failure(str(content.get("phrase")), str(content.get("message")))
+
+    def clear(self) -> None:
+        """Remove what a failed run has written, so that it can be trained from its start."""
+        for name in ("checkpoints", "tensorboard"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in ("summary.json", "clients.csv", "metrics.jsonl", "config.toml"):
+            (self.path / name).unlink(missing_ok=True)
+        self.fail(None)
+
     def config(self) -> Config:
         path = self.check().path / "config.toml"
         with naming(path):
@@ -160,13 +192,15 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """Read summary.json; None when the run is not complete."""
-        path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8")) or None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"{path} can't be read: {error}.") from None
+        return _read_json(self.path / "summary.json")
+
+    def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
+        write_json(self.path / "references.json", records)
+
+    def references(self) -> list[dict[str, Any]]:
+        """Read what plain predictors score on the run's rows; nothing where nobody asked for it."""
+        path = self.path / "references.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
     def clients(self) -> list[dict[str, str]]:
         path = self.path / "clients.csv"
@@ -195,6 +229,16 @@ class RunFolder:
     def baselines(self) -> list[RunFolder]:
         """Runs of other methods on the same data, in folders below."""
         return [RunFolder(path.parent) for path in sorted(self.path.glob("baselines/*/config.toml"))]
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Read a file; None where there is none, or nothing in it."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) or None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} can't be read: {error}.") from None
 
 
 def check_here(names: Sequence[str]) -> None:

@@ -82,6 +82,8 @@ def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = Fal
         problem = f"{run} can't be diagnosed, as f counts clients by samples"
     elif compressed:
         problem, allowed = "A run with compressed messages can't be diagnosed", "[compression] off"
+    elif algorithm.model.class_weights is not None:
+        problem, allowed = "A run with weights of classes can't be diagnosed", 'loss.class_weights = "none"'
     if problem:
         raise UserError(f"{problem}; allowed: {allowed}.")
 
@@ -276,6 +278,8 @@ def check_measurable(algorithm: Algorithm, compressed: bool = False) -> None:
         problem += f"losses: {names}, without label shares"
     elif compressed:
         problem = "with compressed messages; allowed: [compression] off"
+    elif model.class_weights is not None:
+        problem = 'with weights of classes; allowed: loss.class_weights = "none"'
     elif model.num_parameters > MOST_PARAMETERS:
         most = f"at most {MOST_PARAMETERS}, as the exact solution needs a Hessian"
         problem = f"for a model of {model.num_parameters} trained numbers; allowed: {most}"

@@ -30,7 +30,7 @@ from fedem.methods.mixer import Mixer, Settled
 from fedem.methods.wrappers.compression import Codec
 from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import Model
-from fedem.models.losses import LOSSES, Loss, guess_loss
+from fedem.models.losses import LOSSES, Classification, Loss, guess_loss
 from fedem.models.metrics import Metric, choose_metrics
 from fedem.runs.config import Config
 from fedem.runs.defaults import curvature, settle_batches
@@ -53,6 +53,14 @@ class SampleFormat:
     features: tuple[str, ...] | None = None  # names of the input columns, when they came from a table
     encoding: Encoding | None = None  # how a table becomes inputs and targets
     labels: tuple[str, ...] | None = None  # names of the classes, where they have some
+    class_weights: tuple[float, ...] | None = None  # what a training sample of each class counts, where that differs
+
+    @property
+    def deviation(self) -> float | None:
+        """By which a table's targets were standardised; None for classes and where there is no table."""
+        if self.encoding is None or self.encoding.target.classes is not None:
+            return None
+        return self.encoding.target.deviation
 
     def conform(self, name: str, values: Any) -> Tensor:
         """Check a client's new inputs; they must be of the kind that was trained on."""
@@ -72,6 +80,7 @@ class SampleFormat:
             "feature_names": self.features and list(self.features),
             "encoding": self.encoding and self.encoding.to_json(),
             "labels": self.labels and list(self.labels),
+            **({} if self.class_weights is None else {"class_weights": list(self.class_weights)}),
         }
 
     @classmethod
@@ -79,7 +88,9 @@ class SampleFormat:
         names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
         shape, dtype = tuple(content["input_shape"]), getattr(torch, content["input_dtype"])
         known = encoding and Encoding.from_json(encoding)
-        return cls(shape, dtype, content["num_outputs"], names and tuple(names), known, labels and tuple(labels))
+        weights = content.get("class_weights")
+        texts = (names and tuple(names), known, labels and tuple(labels))
+        return cls(shape, dtype, content["num_outputs"], *texts, weights and tuple(weights))
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +129,7 @@ class Recipe:
             raise UserError("run.precision is 'bfloat16' but run.dtype is 'float64'; allowed: run.dtype float32.")
         if run.label_shares:
             source = shifted(source, self.format.outputs)
-        return Model(source, self.loss, dtype, run.precision)
+        return Model(source, self.loss, dtype, run.precision, self.format.class_weights)
 
     @cached_property
     def method(self) -> Assembled:
@@ -266,7 +277,8 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     if labels is not None and outputs > 1:
         outputs = len(labels)  # some may have no sample among these clients
     shape, features, encoding = federation.input_shape, dataset.feature_names, dataset.encoding
-    recipe = Recipe(config, SampleFormat(shape, inputs.dtype, outputs, features, encoding, labels), source)
+    weights = loss.weights_of(federation.train.targets, max(2, outputs)) if isinstance(loss, Classification) else None
+    recipe = Recipe(config, SampleFormat(shape, inputs.dtype, outputs, features, encoding, labels, weights), source)
     algorithm, model, mixer = recipe.algorithm, recipe.model, recipe.mixer
     _ = recipe.metrics  # refused here if they do not fit
     recipe.check_samples(inputs, targets, federation)

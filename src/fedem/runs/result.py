@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedem.core.errors import UserError, counted, unknown
@@ -18,12 +20,15 @@ from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool, Samples
+from fedem.data.tables import is_frame, read_frame
 from fedem.methods.base import Mixture, find_method
 from fedem.methods.mixer import Settled
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
+from fedem.models.losses import CLASSES
+from fedem.models.metrics import choose_metrics
 from fedem.runs.config import Config
-from fedem.runs.evaluate import client_rows, evaluate, name_scores, predict
+from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, name_scores, predict
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.personalize import Predictors
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
@@ -56,6 +61,17 @@ class PersonalModel:
             problem = f"The model can't take inputs of shape {shape}; allowed: [{allowed}], as in training."
             raise UserError(problem) from error
         return found if self.format.encoding is None else self.format.encoding.decode(found)
+
+    @property
+    def classes(self) -> tuple[Any, ...]:
+        """Names of the K classes, in the order of the probabilities; their positions where they have no names."""
+        if self.model.loss.task != CLASSES:
+            raise UserError("The model predicts numbers, which have no classes; allowed: models of classes.")
+        return self.format.labels or tuple(range(max(2, self.format.outputs)))
+
+    def predict_classes(self, inputs: Any) -> NDArray[Any]:
+        """Return the name of the most probable class, ``[n]``, for inputs ``[n, ...]``; see :attr:`classes`."""
+        return np.array(self.classes)[self.predict(inputs).argmax(1).numpy()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +146,75 @@ class Result:
     def predict(self, client: str, inputs: Any, which: str = "last") -> Tensor:
         """Predict for a client that took part in training: class probabilities ``[n, K]``, or means ``[n, D]``."""
         return self.client(client, which).predict(inputs)
+
+    def predict_classes(self, client: str, inputs: Any, which: str = "last") -> NDArray[Any]:
+        """Return the names of the most probable classes, ``[n]``, for a client that took part in training."""
+        return self.client(client, which).predict_classes(inputs)
+
+    def newcomer(self, which: str = "last") -> PersonalModel:
+        """Return the predictor of a client of which nothing is known: what the method has for one without samples.
+
+        Where clients mix components, they are mixed by the mean of all clients' weights.
+        """
+        sample_format = self.recipe.format
+        nothing = torch.zeros(0, *sample_format.inputs, dtype=sample_format.input_dtype)
+        personal = self.personalize(nothing, (), which=which)
+        if not find_method(self.config.method.name).algorithm.is_mixture:
+            return personal
+        mean = torch.stack([self.client(name, which).mixture.log_weights.exp() for name in self.names]).mean(0)
+        return replace(personal, mixture=personal.mixture._replace(log_weights=mean.log()))
+
+    def score(
+        self, inputs: Any, targets: Any = None, client: Any = None, *, which: str = "last", metrics: str = ""
+    ) -> Record:
+        """Score new labelled samples, each by its own client's predictor; returns the figures over all of them.
+
+        Args:
+            inputs: a data frame with the columns of training, those of targets and clients among them; or inputs as
+                :meth:`predict` takes them, with ``targets`` and ``client`` beside them.
+            targets: ``[n]``, names of classes or numbers, as in training.
+            client: the client of all samples, or of each one, ``[n]``. Who took no part in training is a newcomer
+                (:meth:`newcomer`).
+            which: "last" or "best".
+            metrics: names of metrics with commas between them; those of the run when not given.
+        """
+        encoding = self.recipe.format.encoding
+        if targets is None and encoding is not None and is_frame(inputs):
+            table = read_frame(inputs, encoding.target.name, encoding.client)
+            x, y, owners = encoding.inputs(table), encoding.target.encode(table), table.owners()
+            client = owners if client is None else client
+        elif targets is None:
+            raise UserError("The targets are not given; allowed: score(inputs, targets, client), or a run's own frame.")
+        else:
+            x = self.recipe.format.conform("(new samples)", inputs).numpy()
+            y = np.asarray(targets) if encoding is None else encoding.accept_targets(targets)
+        if client is None:
+            raise UserError("The clients are not given; allowed: client, the name of one or one name per sample.")
+        names = np.broadcast_to(np.asarray(client).astype(str), (len(x),)) if np.ndim(client) == 0 else client
+        return self.score_encoded(x, y, names, which, metrics)[0]
+
+    def score_encoded(
+        self, inputs: Any, targets: Any, clients: Any, which: str = "last", metrics: str = ""
+    ) -> tuple[Record, list[Record]]:
+        """Score samples whose inputs and targets are encoded already; returns figures over all, and by client.
+
+        Clients count by their samples in the averages, those of a name that ends in ``_unweighted`` alike.
+        """
+        recipe, part = self.recipe, "new"
+        chosen = choose_metrics(metrics, recipe.loss, recipe.format.outputs) if metrics else recipe.metrics
+        federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
+        samples, known = federation.train, set(self.names)
+        recipe.check_samples(samples.inputs, samples.targets)
+        newcomer = None if known.issuperset(federation.names) else self.newcomer(which)
+        models = [newcomer if newcomer and name not in known else self.client(name, which) for name in federation.names]
+        with recipe.products():
+            scores = {part: evaluate_each(recipe.model, [each.mixture for each in models], samples, chosen)}
+        weights = torch.stack([each.mixture.log_weights for each in models])
+        rows = client_rows("known", federation.names, scores, weights)
+        figures = {"samples": len(samples), "clients": federation.num_clients, **name_scores(scores)}
+        return _unprefixed(part, figures), [
+            _unprefixed(part, row) | {"role": "known" if row["client"] in known else "unknown"} for row in rows
+        ]
 
     def personalize(
         self,
@@ -239,3 +324,8 @@ class Result:
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
         return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned)
+
+
+def _unprefixed(part: str, record: Mapping[str, Any]) -> Record:
+    """Leave out the name of the one part that figures are of."""
+    return {key.removeprefix(f"{part}_"): value for key, value in record.items()}

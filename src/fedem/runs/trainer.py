@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,17 +22,27 @@ from fedem.core.errors import UserError
 from fedem.core.random import CURVATURE, choose
 from fedem.core.tree import tree_index
 from fedem.data.dataset import Dataset, Truth
-from fedem.data.federation import Federation
+from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import Samples, thinned
 from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Shared, Team, joined
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models import MODELS
+from fedem.models.metrics import Metric, further_metrics
 from fedem.runs import measures
 from fedem.runs.config import GIVEN, Config, route
-from fedem.runs.evaluate import Record, Scores, client_rows, evaluate, evaluate_oracle, name_scores, name_weights
-from fedem.runs.folder import RunFolder, check_here
+from fedem.runs.evaluate import (
+    Record,
+    Scores,
+    base_rate,
+    client_rows,
+    evaluate,
+    evaluate_oracle,
+    name_scores,
+    name_weights,
+)
+from fedem.runs.folder import DIVERGED, Failure, RunFolder, check_here
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
@@ -121,6 +131,8 @@ def carry_out(
                 raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
             stack.enter_context(folder.locked())
             restored = _restore(trainer, folder) if resume and folder.reopen(config, longer=True) else None
+            folder.fail(None)
+            stack.enter_context(_failing(folder))
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
         with _recording(folder, progress.state.round, listener if team.leads else None) as record:
@@ -134,6 +146,16 @@ def carry_out(
                 result.save_states(folder)
             folder.finish(result.summary, result.clients)
         return result
+
+
+@contextmanager
+def _failing(folder: RunFolder) -> Iterator[None]:
+    """Write down that training diverged, so that whoever reads the folder knows why there is no outcome."""
+    try:
+        yield
+    except DivergedError as error:
+        folder.fail(Failure(DIVERGED, str(error)))
+        raise
 
 
 def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
@@ -266,8 +288,21 @@ class Trainer:
         with torch.no_grad():
             return self.personalizer.predictors(state, there, seen)
 
-    def scores(self, found: Predictors) -> dict[str, Scores]:
-        return evaluate(self.recipe.algorithm, self.engine, found, self.federation, self.recipe.metrics)
+    @cached_property
+    def shown(self) -> tuple[Metric, ...]:
+        """What final states are scored by: the run's metrics and, of a table where none are named, further ones."""
+        known, named = self.recipe.metrics, self.config.run.metrics
+        if named or self.recipe.format.encoding is None:
+            return known
+        groups = [self.federation] + ([self.federation.unseen] if self.federation.unseen else [])
+        # All rows, whatever their part: with another seed the same table is judged by the same metrics.
+        targets = torch.cat([group.part(part).targets for group in groups for part in PARTS])
+        return known + further_metrics(self.recipe.loss, targets)
+
+    def scores(self, found: Predictors, metrics: Sequence[Metric] = ()) -> dict[str, Scores]:
+        """Score every client; by the run's metrics where no others are given."""
+        metrics = metrics or self.recipe.metrics
+        return evaluate(self.recipe.algorithm, self.engine, found, self.federation, metrics)
 
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
@@ -359,7 +394,7 @@ class Trainer:
             return replace(self, recipe=self.recipe.slowed_by(progress.slowed)).conclude(progress)
         algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run
         found = {role: self.predictors(state) for role, state in progress.states.items()}
-        scores = {role: self.scores(entry) for role, entry in found.items()}
+        scores = {role: self.scores(entry, self.shown) for role, entry in found.items()}
         weights = found["last"].log_weights(algorithm)
         summary = self._summary(progress, found["last"], scores) | name_weights(weights)
         clients = client_rows("train", federation.names, scores["last"], weights)
@@ -370,9 +405,10 @@ class Trainer:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
                 fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
-            theirs = evaluate(algorithm, self.engine, fitted, unseen, self.recipe.metrics)
+            theirs = evaluate(algorithm, self.engine, fitted, unseen, self.shown)
             weights = fitted.log_weights(algorithm)
-            summary |= {f"unseen_{key}": value for key, value in (name_scores(theirs) | name_weights(weights)).items()}
+            named = name_scores(theirs, self.recipe.format.deviation) | name_weights(weights)
+            summary |= {f"unseen_{key}": value for key, value in named.items()}
             clients += client_rows("unseen", unseen.names, theirs, weights)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         states = progress.states
@@ -386,7 +422,7 @@ class Trainer:
         return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
-        history, unseen = progress.history, self.federation.unseen
+        history, unseen, deviation = progress.history, self.federation.unseen, self.recipe.format.deviation
         seconds = [line["seconds"] for line in history]
         sent = {way: [line[way] for line in history] for way in ("bytes_up", "bytes_down")}
         summary: Record = {
@@ -394,9 +430,9 @@ class Trainer:
             "num_clients": self.federation.num_clients,
             "num_unseen_clients": unseen.num_clients if unseen else 0,
             "engine": type(self.training.engine).__name__,
-            **name_scores(scores["last"]),
+            **name_scores(scores["last"], deviation),
             # The test part took no part in choosing it.
-            "best": {"round": progress.best.round, **name_scores(scores["best"])} if progress.best else None,
+            "best": {"round": progress.best.round, **name_scores(scores["best"], deviation)} if progress.best else None,
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": round(statistics.mean(each)) if each else None for way, each in sent.items()},
         }
@@ -407,17 +443,18 @@ class Trainer:
         if any("dissimilarity" in line for line in history):
             summary |= measures.estimate_dissimilarity(history).record()
         if self.truth is not None:
-            if (oracle := evaluate_oracle(self.truth, self.federation, self.recipe.metrics)) is not None:
+            if (oracle := evaluate_oracle(self.truth, self.federation, self.shown)) is not None:
                 summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             if (recovery := self._recovery(found)) is not None:
                 summary["recovery"] = {key: value for key, value in vars(recovery).items() if key != "matching"}
                 if (optimal := measures.optimal_distance(self.truth, self.federation)) is not None:
                     summary["recovery"]["optimal_weight_distance"] = optimal
-        encoding = self.recipe.format.encoding
-        if encoding is not None and encoding.target.classes is None:
+        if deviation is not None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
-            summary["target_deviation"] = encoding.target.deviation
+            summary["target_deviation"] = deviation
+        elif self.recipe.format.encoding is not None and (rate := base_rate(self.federation)) is not None:
+            summary["test_base_rate"] = rate
         if self.config.schedule.backtrack:
             summary["learning_rate"] = progress.slowed * self.config.schedule.learning_rate
             summary["halvings"] = round(-math.log2(progress.slowed))

@@ -5,6 +5,7 @@ All methods of a seed have the same data and the same clients held out; each has
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_csv, write_json
 from fedem.methods import METHODS, resolve_method, title_of
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
-from fedem.runs.evaluate import Record, metrics_of
+from fedem.runs.evaluate import LEFT_OUT, Record, metrics_of
+from fedem.runs.folder import Failure
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Gap, Labels, Spread, outcomes, read_setting
+from fedem.studies.sweep import Entry, Gap, Labels, Spread, failures, outcomes, read_setting, reason
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "solver", "schedule")
@@ -24,6 +26,7 @@ _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _TRAINING = ("batching", "solver", "schedule")
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
+_VARIANTS = ("_pooled", "_in_units", "_pooled_in_units")  # of a test score, where a run has them
 _COSTS = ("seconds_per_round", "bytes_up_per_round", "bytes_down_per_round")
 _ORACLE = {"test_{}": "oracle_{}", "bottom_decile": "oracle_bottom_decile", "test_loss": "oracle_loss"}
 
@@ -102,8 +105,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """A method of which some run failed."""
+
+    method: str
+    title: str
+    failures: dict[int, Failure]  # by seed
+    runs: list[Record]  # one record per seed
+
+    @property
+    def phrase(self) -> str:
+        return f"failed: {next(iter(self.failures.values())).phrase}"
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """The result: one row per method, the best first."""
+    """The result: one row per method, the best first; methods that failed are apart."""
 
     data: str
     metric: str
@@ -113,12 +130,16 @@ class Comparison:
     seeds: list[int]
     rows: list[Row]
     oracle: dict[str, Spread]  # empty when the truth is not known
-    runs: list[Record]  # one record per method and seed
+    runs: list[Record]  # one record per method and seed, then per reference and seed
+    failed: list[Failed] = field(default_factory=list)
+    left_out: tuple[int, int] = (0, 0)  # fewest and most clients that the bottom decile of a seed leaves out
+    references: list[Row] = field(default_factory=list)  # plain predictors on the same rows, the best first
+    notes: list[str] = field(default_factory=list)  # what there is to say of them
 
     @property
     def gaps(self) -> dict[str, Gap]:
-        """How far each method's test score is from the first one's."""
-        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in self.rows}
+        """How far each method's test score, and each reference's, is from the first method's."""
+        scores: dict[str, dict[int, float | None]] = {row.method: {} for row in (*self.rows, *self.references)}
         for run in self.runs:
             scores[run["method"]][run["seed"]] = run.get(f"test_{self.metric}")
         first = next(iter(scores.values()))
@@ -126,30 +147,46 @@ class Comparison:
 
     def save(self, folder: Path, command: str) -> None:
         """Write comparison.csv, one line per method and seed, and comparison.json, their means and deviations."""
-        write_csv(folder / "comparison.csv", self.runs[0], self.runs)
-        names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds")
+        lost = [run for failed in self.failed for run in failed.runs]
+        write_csv(folder / "comparison.csv", [*self.runs[0], "failed"], [*self.runs, *lost])
+        names = ("data", "metric", "rounds", "num_clients", "num_unseen_clients", "seeds", "left_out")
         content = {"command": command} | {name: getattr(self, name) for name in names}
         gaps = self.gaps
-        methods = [
-            {"method": row.method, "title": row.title, "figures": _records(row.figures)}
-            | {"to_the_best": gaps[row.method]._asdict()}
-            | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
-            for row in self.rows
+        methods, references = (
+            [
+                {"method": row.method, "title": row.title, "figures": _records(row.figures)}
+                | {"to_the_best": gaps[row.method]._asdict()}
+                | {"curve": [{"round": number} | spread._asdict() for number, spread in row.curve.items()]}
+                for row in rows
+            ]
+            for rows in (self.rows, self.references)
+        )
+        failed = [
+            {"method": each.method, "title": each.title}
+            | {"seeds": {str(seed): failure._asdict() for seed, failure in each.failures.items()}}
+            for each in self.failed
         ]
-        oracle = _records(self.oracle) or None
-        write_json(folder / "comparison.json", content | {"methods": methods, "oracle": oracle})
+        content |= {"methods": methods, "failed": failed, "oracle": _records(self.oracle) or None}
+        write_json(folder / "comparison.json", content | ({"references": references} if references else {}))
 
 
 def _records(spreads: Mapping[str, Spread]) -> Record:
     return {name: spread._asdict() for name, spread in spreads.items()}
 
 
-def summarize(entries: Sequence[Entry]) -> Comparison:
-    """Read the figures of runs that are all complete; a method may lack some of the seeds."""
-    if (missing := next((entry for entry in entries if not entry.is_complete), None)) is not None:
+def summarize(entries: Sequence[Entry], beside: Mapping[int, Sequence[Record]] | None = None) -> Comparison:
+    """Read the figures of runs that are all over; a method may lack some of the seeds, or have failed with some.
+
+    The references of each seed may stand ``beside``, with figures by the same names.
+    """
+    if (missing := next((entry for entry in entries if not entry.is_over), None)) is not None:
         raise UserError(f"The run in {missing.folder.path} is not complete.")
-    summaries = {method: by_seed for (method,), by_seed in outcomes(entries).items()}
-    seeds = list(dict.fromkeys(entry.seed for entry in entries))
+    lost = {method: by_seed for (method,), by_seed in failures(entries).items()}
+    everything = {method: by_seed for (method,), by_seed in outcomes(entries).items()}
+    summaries = {method: by_seed for method, by_seed in everything.items() if method not in lost}
+    if not summaries:
+        raise UserError(f"No method came to an end. {' '.join(starmap(reason, lost.items()))}")
+    seeds = list(dict.fromkeys(entry.seed for entry in entries if entry.labels["method"] in summaries))
     # What does not depend on the method can be read of any.
     baseline = {seed: summary for by_seed in summaries.values() for seed, summary in by_seed.items()}
     first = baseline[seeds[0]]
@@ -157,7 +194,9 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     score, unseen = f"test_{metric}", f"unseen_test_{metric}"
     known = (f"test_{each.name}" for by_seed in summaries.values() for each in metrics_of(next(iter(by_seed.values()))))
     further = [name for name in dict.fromkeys(known) if name != score]
-    names = [*(name.format(metric) for name in _SCORES), *further, "test_loss", *_COSTS]
+    variants = [f"{name}{ending}" for name in (score, *further) for ending in _VARIANTS if f"{name}{ending}" in first]
+    names = [*(name.format(metric) for name in _SCORES), *further, *variants, "test_loss", *_COSTS]
+    names += ["test_base_rate"] if "test_base_rate" in first else []
     if not any(unseen in summary for by_seed in summaries.values() for summary in by_seed.values()):
         names.remove(unseen)
     rows = []
@@ -174,14 +213,35 @@ def summarize(entries: Sequence[Entry]) -> Comparison:
     truth = {name.format(metric): key for name, other in _ORACLE.items() if (key := other.format(metric)) in first}
     truth |= {name: key for name in further if (key := name.replace("test", "oracle", 1)) in first}
     oracle = {name: Spread.of(baseline[seed].get(key) for seed in seeds) for name, key in truth.items()}
-    runs = [
-        {"method": row.method, "seed": seed, "rounds": summary["rounds"]}
-        | {name: summary.get(name) for name in (*names, *truth.values())}
-        for row in rows
-        for seed, summary in summaries[row.method].items()
-    ]
+
+    def record(method: str, seed: int, summary: Record) -> Record:
+        found = {"method": method, "seed": seed, "rounds": summary.get("rounds")}
+        return found | {name: summary.get(name) for name in (*names, *truth.values())}
+
+    runs = [record(row.method, seed, summary) for row in rows for seed, summary in summaries[row.method].items()]
+    failed = []
+    for method, causes in lost.items():
+        tried = [entry.seed for entry in entries if entry.labels["method"] == method]
+        why = {seed: causes[seed].message if seed in causes else None for seed in tried}
+        lines = [record(method, seed, everything[method].get(seed, {})) | {"failed": why[seed]} for seed in tried]
+        title = next(entry.config.name("method") for entry in entries if entry.labels["method"] == method)
+        failed.append(Failed(method, title_of(title), causes, lines))
+    others: dict[str, dict[int, Record]] = {}
+    for seed, records in (beside or {}).items():
+        for each in records:
+            others.setdefault(each["method"], {})[seed] = each
+    plain = []
+    for name, own_records in others.items():
+        spreads = {key: Spread.of(each.get(key) for each in own_records.values()) for key in names if key not in _COSTS}
+        plain.append(Row(name, run_title(next(iter(own_records.values()))), spreads, {}))
+    plain.sort(key=lambda row: row.figures[score].rank(metric))
+    runs += [record(row.method, seed, each) for row in plain for seed, each in others[row.method].items()]
+    noted = (each for own in others.values() for each in own.values() if "note" in each)
+    notes = list(dict.fromkeys(f"{run_title(each)}: {each['note']}" for each in noted))
     sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
-    return Comparison(data_name(entries[0].config), metric, *sizes, seeds, rows, oracle, runs)
+    counts = [summary.get(LEFT_OUT, 0) for summary in baseline.values()]
+    left_out, name = (min(counts), max(counts)), data_name(entries[0].config)
+    return Comparison(name, metric, *sizes, seeds, rows, oracle, runs, failed, left_out, plain, notes)
 
 
 def data_name(config: Config) -> str:
@@ -191,5 +251,7 @@ def data_name(config: Config) -> str:
 
 def run_title(summary: Mapping[str, Any]) -> str:
     """Return what a run's method is called in a table, with its number of components if there are several."""
+    if "title" in summary:
+        return str(summary["title"])
     components = f" (M={summary['num_components']})" if summary["num_components"] > 1 else ""
     return title_of(summary["method"]) + components

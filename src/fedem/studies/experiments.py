@@ -15,9 +15,10 @@ from fedem.core.errors import UserError, check_known, unknown
 from fedem.data.store import Public
 from fedem.models.metrics import Metric, known_metric
 from fedem.runs.config import Layer
-from fedem.runs.evaluate import Record
+from fedem.runs.evaluate import LEFT_OUT, Record
+from fedem.runs.folder import Failure
 from fedem.studies import sweep
-from fedem.studies.sweep import Entry, Gap, Labels, SharedData, Spread, outcomes
+from fedem.studies.sweep import Entry, Gap, Labels, SharedData, Spread, failures, outcomes
 
 FILE = "experiment.toml"
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
@@ -175,8 +176,8 @@ def sort_settings(experiment: Experiment, assignments: Sequence[str]) -> tuple[l
 
 
 def check(entries: Sequence[Entry], data: SharedData) -> list[str]:
-    """Prepare every run that is not complete; refuse all where one can't be trained, or its data are not prepared."""
-    pending = [entry for entry in entries if not entry.is_complete]
+    """Prepare every run that is not over; refuse all where none can be trained, or some data are not prepared."""
+    pending = [entry for entry in entries if not entry.is_over]
     # All data sets that are missing at once, before any is made.
     missing: dict[str, set[str]] = {}
     for entry in pending:
@@ -190,7 +191,7 @@ def check(entries: Sequence[Entry], data: SharedData) -> list[str]:
         hint = f" To run what is there: --data {','.join(sorted(there))}" if there else ""
         raise UserError(" ".join(f"{message}." for message in missing) + hint)
     # In this order the data of the first run are those at hand when its turn comes.
-    return sweep.check(reversed(pending), data, shared=True)
+    return sweep.check(entries[::-1], data, shared=True)
 
 
 class Line(NamedTuple):
@@ -200,15 +201,17 @@ class Line(NamedTuple):
     seeds: tuple[int, ...]  # complete ones
     ours: dict[str, Spread]
     paper: dict[str, float | None]
+    failed: dict[int, Failure]  # by seed; with one of them a line has no figures, which would flatter it
+    left_out: int  # clients whom the bottom decile of some seed leaves out, at most
     gap: Gap | None = None  # to the best of all methods, by the first figure if that is a score
 
 
 def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
     """Put our figures, over the seeds that are complete, beside the paper's."""
-    known, lines = outcomes(entries), []
+    known, failed, lines = outcomes(entries), failures(entries), []
     for choice, by_seed in known.items():
         labels = dict(zip(experiment.axes, choice, strict=True))
-        ours = {}
+        ours, lost = {}, failed.get(choice, {})
         for name in experiment.figures:
             figure, slash, reference = name.partition(SLASH)
             values = [_figure(summary, figure) for summary in by_seed.values()]
@@ -217,9 +220,11 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
                 others = known.get(tuple((labels | {axis: reference}).values()), {})
                 below = [_figure(others.get(seed, {}), figure) for seed in by_seed]
                 values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]
-            ours[name] = Spread.of(values)
+            ours[name] = Spread.of([None] if lost else values)
         theirs = experiment.paper.get(SLASH.join(choice), (None,) * len(experiment.figures))
-        lines.append(Line(labels, tuple(by_seed), ours, dict(zip(experiment.figures, theirs, strict=True))))
+        seeds = tuple(seed for seed in by_seed if seed not in lost)
+        left_out = max((summary.get(LEFT_OUT, 0) for summary in by_seed.values()), default=0)
+        lines.append(Line(labels, seeds, ours, dict(zip(experiment.figures, theirs, strict=True)), lost, left_out))
     decisive = experiment.figures[0]
     metric = metric_of(decisive) if _METHODS in experiment.axes and SLASH not in decisive else None
     if metric is None:
@@ -232,7 +237,7 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
     for line in lines:
         rivals = [other for other in lines if {**other.labels, _METHODS: ""} == {**line.labels, _METHODS: ""}]
         best = min(rivals, key=lambda other: other.ours[decisive].rank(metric.name))
-        found.append(line if best is line else line._replace(gap=Gap.of(scores(line), scores(best))))
+        found.append(line if best is line or line.failed else line._replace(gap=Gap.of(scores(line), scores(best))))
     return found
 
 

@@ -1,8 +1,8 @@
 """A set of runs: planned from axes and seeds, checked before any work starts, worked off, and read over the seeds.
 
 A comparison is such a set with one axis, the methods; a declared experiment has several; a search of settings draws its
-axis while it goes on. Each entry is an ordinary run in a folder of its own. What is complete is never run again, and
-several processes may work on one set.
+axis while it goes on. Each entry is an ordinary run in a folder of its own. What is complete is never run again, what
+failed only where that is asked for, and several processes may work on one set.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scipy.special import stdtrit
+
 from fedem.core.errors import UserError, naming
 from fedem.core.files import locked
 from fedem.data.dataset import Dataset
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, parse_assignment
-from fedem.runs.evaluate import Record
-from fedem.runs.folder import RunFolder
+from fedem.runs.evaluate import Record, has_diverged
+from fedem.runs.folder import DIVERGED, Failure, RunFolder
+from fedem.runs.rounds import DivergedError
 from fedem.runs.trainer import Listener, Trainer, carry_out
 
 Labels = Mapping[str, str]  # the label of the choice on each axis
@@ -47,6 +50,19 @@ class Entry(NamedTuple):
     @property
     def is_complete(self) -> bool:
         return self.folder.summary() is not None
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_complete or self.folder.failure() is not None
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why there is no outcome that counts; None where there is one, or the run is not over."""
+        if (summary := self.folder.summary()) is None:
+            return self.folder.failure()
+        if not has_diverged(summary):
+            return None
+        return Failure(DIVERGED, f"Training diverged: the loss on the training samples is {summary['train_loss']}.")
 
 
 class Spread(NamedTuple):
@@ -77,12 +93,20 @@ class Gap(NamedTuple):
     num_seeds: int
 
     @classmethod
-    def of(cls, values: Mapping[int, float | None], others: Mapping[int, float | None]) -> Gap:
-        """Subtract seed by seed: what a seed's data do to both falls out."""
+    def of(cls, values: Mapping[Any, float | None], others: Mapping[Any, float | None]) -> Gap:
+        """Subtract seed by seed: what a seed's data do to both falls out. So it may be done client by client."""
         pairs = ((value, others.get(seed)) for seed, value in values.items())
         both = [value - other for value, other in pairs if value is not None and other is not None]
         mean, deviation = Spread.of(both)
         return cls(mean, None if deviation is None else deviation / math.sqrt(len(both)), len(both))
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean, by Student's t; None for one seed."""
+        if self.mean is None or self.error is None:
+            return None
+        half = float(stdtrit(self.num_seeds - 1, 0.975)) * self.error
+        return self.mean - half, self.mean + half
 
 
 class SharedData:
@@ -125,8 +149,9 @@ def plan(
             entries.append(Entry(labels, seed, config, RunFolder(out / name(labels, seed))))
     if not entries:
         raise UserError("No run is left: every one is excluded.")
-    for entry in filter(lambda entry: entry.is_complete, entries):
-        _check_complete(entry)
+    for entry in entries:
+        if entry.is_complete and entry.failure is None:
+            _check_same(entry)
     # Runs with the same seed and data come together.
     return sorted(entries, key=lambda entry: (seeds.index(entry.seed), repr(_data_key(entry.config))))
 
@@ -163,32 +188,53 @@ def read_setting(text: str, options: Mapping[str, str], whose: str = "") -> tupl
     return section, place, layer
 
 
-def check(entries: Iterable[Entry], data: SharedData, shared: bool = False) -> list[str]:
-    """Prepare every run on its data, and refuse all where one can't be trained; return what they note, each once."""
-    entries, notes = list(entries), []
-    for entry in entries:
+def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> list[str]:
+    """Prepare every run on its data, also complete ones unless the work is ``shared``; return what they note.
+
+    A run that can't be trained has failed, which is written down; all are refused where none is left that can.
+    """
+    check_failed(entries)
+    notes: list[str] = []
+    refused: list[tuple[Entry, str]] = []
+    todo = [entry for entry in entries if not (entry.is_over if shared else entry.failure)]
+    for entry in todo:
         if not entry.folder.exists():
             entry.folder.prepare()
-    for entry in entries:
+    for entry in todo:
         with naming(entry.title):
-            begun = entry.folder.exists()
-            # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
-            trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not begun)
+            begun, dataset = entry.folder.exists(), data.of(entry.config)
+            try:
+                # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
+                trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
+            except UserError as error:
+                if begun:
+                    raise
+                refused.append((entry, str(error)))
+                continue
             if begun:
                 _check_begun(entry, trainer, shared)
         if trainer.engine.note and not entry.is_complete:
             notes.append(trainer.engine.note)
+    if refused and not any(entry.is_complete for entry in entries) and len(refused) == len(todo):
+        entry, why = refused[0]
+        raise UserError(f"{entry.title}: {why}")
+    for entry, why in refused:
+        entry.folder.create(entry.config)
+        entry.folder.fail(Failure("can't be trained", why))
     return list(dict.fromkeys(notes))
 
 
 def work_off(
     entries: Sequence[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
 ) -> dict[str, str]:
-    """Train what is not complete, but for runs that another process is training; return what went wrong, by title."""
+    """Train what is not over, but for runs that another process is training; return what went wrong, by title.
+
+    What is no fault of a run, such as a file that is gone, is not written down: the run is tried again when resumed.
+    """
     failed: dict[str, str] = {}
-    for entry in (entry for entry in entries if not entry.is_complete):
+    for entry in (entry for entry in entries if not entry.is_over):
         with _claimed(entry) as mine:
-            if not mine or entry.is_complete:
+            if not mine or entry.is_over:
                 continue
             try:
                 dataset = data.of(entry.config)
@@ -197,9 +243,30 @@ def work_off(
                     trainer = Trainer.prepare(entry.config, dataset, fresh=False)
                     begun = is_begun(entry, trainer, entries)
                     carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
-            except UserError as error:  # the others can go on without it
+            except DivergedError:  # its folder says so, and the others can go on without it
+                continue
+            except UserError as error:
                 failed[entry.title] = str(error)
     return failed
+
+
+def clear_failed(entries: Iterable[Entry]) -> None:
+    """Remove runs that failed, so that they are trained again, from their start and perhaps with other settings."""
+    for entry in entries:
+        if entry.failure is not None:
+            with _claimed(entry) as mine:
+                if mine:
+                    entry.folder.clear()
+
+
+def check_failed(entries: Iterable[Entry]) -> None:
+    """Refuse failed runs that had other settings than those asked for: these might do better."""
+    for entry in entries:
+        if entry.failure is not None:
+            try:
+                _check_same(entry)
+            except UserError as error:
+                raise UserError(f"{error} It failed; --retry-failed trains it with the settings asked for.") from None
 
 
 def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
@@ -222,6 +289,21 @@ def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record
     return found
 
 
+def failures(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Failure]]:
+    """Read what failed, by seed, for the combinations of labels where something did."""
+    found: dict[tuple[str, ...], dict[int, Failure]] = {}
+    for entry in entries:
+        if (failure := entry.failure) is not None:
+            found.setdefault(tuple(entry.labels.values()), {})[entry.seed] = failure
+    return found
+
+
+def reason(name: str, failed: Mapping[int, Failure]) -> str:
+    """Say with which seeds something failed, and why it did with the first of them."""
+    seeds = f"seed{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+    return f"{name} failed with {seeds}: {next(iter(failed.values())).message}"
+
+
 def _title(labels: Labels, seed: int) -> str:
     return ", ".join([*labels.values(), f"seed {seed}"])
 
@@ -230,8 +312,8 @@ def _data_key(config: Config) -> tuple[Any, ...]:
     return config.data, config.partition, config.run.seed, config.run.unseen
 
 
-def _check_complete(entry: Entry) -> None:
-    """Refuse a complete run with other settings than those asked for: its figures would pass for theirs."""
+def _check_same(entry: Entry) -> None:
+    """Refuse a run that is over with other settings than those asked for: its figures would pass for theirs."""
     made = entry.folder.config()
     # What was settled with the data in hand can't be known without them.
     settled = entry.config.replace("run", partition_hash=made.run.partition_hash)

@@ -29,7 +29,7 @@ from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
-from fedem.runs.evaluate import Record, has_diverged
+from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 from fedem.runs.rounds import DivergedError
 from fedem.runs.trainer import Listener, Trainer, carry_out
@@ -196,26 +196,33 @@ class Search:
             self.config(combination, self.seeds[0])
 
     def prepare(self) -> tuple[SharedData, str, list[str]]:
-        """Make every seed's data, without their test part, and check the runs; returns data, metric, fingerprints."""
+        """Make every seed's data, without their test part, and check the runs; returns data, metric, fingerprints.
+
+        All is refused where no value can be trained; else those that can't fail their trials.
+        """
 
         def make(config: Config) -> Dataset:
             dataset = config.make_data()
             return dataset._replace(federation=_without_test(dataset.federation))
 
-        data, metric, prints = SharedData(make, len(self.seeds)), "", []
+        data, metric, refused = SharedData(make, len(self.seeds)), "", list[UserError]()
         first, *others = self._each_value()
-        for seed in self.seeds:  # each tries what is made at a run's start, such as a graph
-            config = self.config(first, seed)
-            trainer = Trainer.prepare(config, data.of(config))
-            metric = trainer.recipe.metrics[0].name
-            prints.append(data.of(config).federation.fingerprint)
-            if not len(trainer.federation.validation):
+        # The first values try, with each seed, what is made at a run's start, such as a graph.
+        for values, seed in [*((first, seed) for seed in self.seeds), *((other, self.seeds[0]) for other in others)]:
+            config = self.config(values, seed)
+            dataset = data.of(config)
+            if not len(dataset.federation.validation):
                 allowed = "a share or number of them above 0 (data.validation, data.num_validation)"
                 raise UserError(f"The data of seed {seed} have no validation samples to choose by; allowed: {allowed}.")
-        for values in others:
-            config = self.config(values, self.seeds[0])
-            Trainer.prepare(config, data.of(config), fresh=False)
-        return data, metric, prints
+            try:
+                trainer = Trainer.prepare(config, dataset, fresh=values is first)
+            except UserError as error:
+                refused.append(error)
+            else:
+                metric = metric or trainer.recipe.metrics[0].name
+        if not metric:
+            raise refused[0]
+        return data, metric, [data.of(self.config(first, seed)).federation.fingerprint for seed in self.seeds]
 
     def record(self) -> Record:
         grids = {key: list(values) for key, values in self.grids.items()}
@@ -305,8 +312,13 @@ class Tuned:
         }
 
 
-def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener | None = None) -> Tuned:
-    """Carry out a search in ``out``, or ``resume`` the one in it; the ``listener`` hears the rounds of all runs."""
+def tune(
+    search: Search, out: Path, *, resume: bool = False, retry_failed: bool = False, listener: Listener | None = None
+) -> Tuned:
+    """Carry out a search in ``out``, or ``resume`` the one in it; the ``listener`` hears the rounds of all runs.
+
+    Trials that failed are not made again, unless ``retry_failed`` asks for it.
+    """
     search.check()
     base = RunFolder(out / "base")
     sweep.check_folder("search", out, resume, base.exists())
@@ -325,6 +337,9 @@ def tune(search: Search, out: Path, *, resume: bool = False, listener: Listener 
             if trial is None:
                 tried = [(other.values, other.spread.mean) for other in trials]
                 trial = Trial(number, next_values(search.grids, search.sampler, search.seeds[0], tried, upwards))
+            if trial.error is not None and retry_failed:
+                sweep.clear_failed(_entries(trial, search, out))
+                trial = replace(trial, error=None)
             if trial.scores is None and trial.error is None:
                 others = [entry for other in trials if other.scores for entry in _entries(other, search, out)]
                 trial = _carry_out(trial, search, data, metric, out, listener or _unheard, others)
@@ -407,8 +422,8 @@ def _end(
         begun = sweep.is_begun(entry, trainer, others)
         with _failing(DivergedError):
             summary = carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
-    if has_diverged(summary):
-        raise _FailedError(f"Training diverged: the loss on the training samples is {summary['train_loss']}")
+    if (failure := entry.failure) is not None:
+        raise _FailedError(failure.message)
     score = summary[f"validation_{metric}"]
     if score is None or not math.isfinite(score):
         raise _FailedError("the validation score is not finite")

@@ -20,8 +20,14 @@ if TYPE_CHECKING:
     from fedem.report.runs import Gathered, Numbers
 
 INK, GRID = "#20262c", "#dde2e7"
-# Ten colours that differ in hue or lightness, the first ones most; then the same with other strokes and markers.
-COLOURS = ("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5")
+# As many colours as there are methods, as far from each other as can be, also for eyes that take red for green. Strokes
+# and markers alone distinguish as many lines, for the grey of paper.
+COLOURS = (
+    *("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5"),
+    *("#c600fc", "#630063", "#0000b4", "#005100", "#9090fc", "#1bbd6c", "#5100e1", "#a27e87", "#990000", "#990087"),
+    *("#5a363f", "#ab5ac6", "#fc48ea", "#ea9063"),
+)
+_ALIKE = 6  # lines one after the other that have the same stroke
 _STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = "os^DvPX<>p*h"
 MOST_POINTS, MOST_DOTS = 200, 1000
@@ -48,7 +54,9 @@ Painter = Callable[["Gathered"], Picture | None]  # None where there is nothing 
 def look(name: str, names: Iterable[str] = METHODS) -> dict[str, Any]:
     """Return the colour, line and marker that ``name`` has among ``names``; of a method, the same in every picture."""
     place = list(names).index(name)
-    stroke, marker = _STROKES[place // len(COLOURS) % len(_STROKES)], _MARKERS[place % len(_MARKERS)]
+    # Where colours come again, they come with another stroke.
+    stroke = _STROKES[(place // _ALIKE + place // len(COLOURS)) % len(_STROKES)]
+    marker = _MARKERS[place % len(_MARKERS)]
     return {"color": COLOURS[place % len(COLOURS)], "linestyle": stroke, "marker": marker, "linewidth": 1.6}
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from fedem.core.errors import counted
+from fedem.report.answer import PLAIN
 from fedem.report.pictures.canvas import INK, MOST_DOTS, Picture, band, dots, legend, outline, panels, thinned, widely
 from fedem.report.runs import Gathered, Numbers, Run
 
 _BINS, _GROUPS = 30, 5
-_BASELINES = ("local", "fedavg")
 
 
 def sorted_scores(data: Gathered) -> Picture | None:
@@ -101,9 +101,17 @@ def sorted_curves(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
 
 
 def decile_place(data: Gathered, method: str) -> float:
-    """Return where the client of the bottom decile, the ceil(T/10)-th worst, stands among places from 0 to 100."""
-    counts = [len(_known(run.clients.scores)) for run in data.runs[method]]
-    return float(np.mean([100 * (np.ceil(count / 10) - 1) / max(1, count - 1) for count in counts]))
+    """Return where the client of the bottom decile stands among places from 0 to 100.
+
+    It is the ceil(T/10)-th worst; where the decile leaves clients out, the next to that place with its score.
+    """
+    sign, places = 1 if data.metric.larger_is_better else -1, []
+    for run in data.runs[method]:
+        scores, decile = np.sort(sign * _known(run.clients.scores)), sign * run.summary["bottom_decile"]
+        first, beyond = np.searchsorted(scores, decile, "left"), np.searchsorted(scores, decile, "right")
+        rank = np.clip(np.ceil(len(scores) / 10) - 1, first, beyond - 1)
+        places.append(100 * rank / max(1, len(scores) - 1))
+    return float(np.mean(places))
 
 
 def by_size(data: Gathered, method: str) -> tuple[Numbers, Numbers]:
@@ -139,7 +147,7 @@ def against_baselines(data: Gathered) -> Picture | None:
     """Draw each client's score beside its score with a baseline, and the sorted differences."""
     if (method := subject(data)) is None:
         return None
-    baselines = [name for name in map(data.best_of, _BASELINES) if name is not None]
+    baselines = [name for name in map(data.best_of, PLAIN) if name is not None]
     if not (found := {name: both for name in baselines if (both := pairs(data, name, method)).size}):
         return None
     metric, title, colour = data.metric, data.titles[method], data.looks[method]["color"]
@@ -175,7 +183,7 @@ def against_baselines(data: Gathered) -> Picture | None:
 
 def subject(data: Gathered) -> str | None:
     """Return whose gains are looked at: FedEM's, else those of the best method that is not a baseline."""
-    others = (method for method, runs in data.runs.items() if runs[0].method not in _BASELINES)
+    others = (method for method, runs in data.runs.items() if runs[0].method not in PLAIN)
     return data.best_of("fedem") or next(others, None)
 
 
