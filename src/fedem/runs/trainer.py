@@ -107,6 +107,8 @@ def run(
     listener: Listener | None = None,
 ) -> Result:
     """Carry out the run that ``config`` describes on ``dataset``; processes started together share the work."""
+    if resume and out is not None and RunFolder(Path(out)).exists():
+        config = config.settled_like(RunFolder(Path(out)).config())
     with joined() as team:
         trainer = Trainer.prepare(config, dataset, model, fresh=not resume, team=team)
         return carry_out(trainer, out=out, resume=resume, listener=listener)
@@ -326,7 +328,7 @@ class Trainer:
         """Run a round. One that leaves clients far off is made again with half the rate, where backtracking is on."""
         before = progress.state
         if not self.config.schedule.backtrack:
-            return self.training.step(before, progress.slowed)
+            return self.training.step(before)
         slowed, first = progress.slowed, None
         for halvings in range(_HALVINGS):
             with suppress(DivergedError):
