@@ -31,7 +31,7 @@ def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def shops(tmp_path: Path) -> Path:
     path = tmp_path / "shops.csv"
     with path.open("w", newline="") as file:
-        rows = [(f"shop {number % 3}", number, number % 2) for number in range(60)]
+        rows = [(f"shop {number % 3}", number % 20, number % 2) for number in range(60)]
         csv.writer(file).writerows([("shop", "size", "y"), *rows])
     return path
 

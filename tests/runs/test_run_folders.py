@@ -27,7 +27,7 @@ REQUIRED = {
 def test_a_run_folder_holds_everything(tmp_path: Path) -> None:
     result = small_run(tmp_path / "run", unseen=0.25)
     folder = tmp_path / "run"
-    assert tomllib.loads((folder / "config.toml").read_text())["loss"] == {"name": "logistic"}
+    assert tomllib.loads((folder / "config.toml").read_text())["loss"]["name"] == "logistic"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert ["test_accuracy" in line for line in lines] == [False, True] * 3
