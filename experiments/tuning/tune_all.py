@@ -33,6 +33,30 @@ def _words(data: str, method: str, seed: int) -> list[str]:
     return words + [word for key, value in GRIDS["settings"][data].items() for word in ("--set", f"{key}={value}")]
 
 
+def _single(data: str, method: str, seed: int, values: dict[str, Any]) -> list[str]:
+    """Return the command that trains a method at full size with ``values``, and scores it by validation."""
+    words = ["tune", "--data", data, "--method", method, "--seeds", f"{seed},"]
+    words += [word for key, value in values.items() for word in ("--grid", f"{key}={value:g}")]
+    return words + [word for key, value in GRIDS["full_size"][data].items() for word in ("--set", f"{key}={value}")]
+
+
+def _finals(data: str, searches: dict[str, Any], seed: int, runs: Path, kept: Path) -> None:
+    """Train what was shipped before beside what was found, at full size, where the two differ."""
+    finals = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    for method, before in GRIDS["before"][data].items():
+        if method in finals:
+            continue
+        entry: dict[str, Any] = {}
+        for which, values in (("before", before), ("found", searches[method]["chosen"])):
+            words, folder = _single(data, method, seed, values), runs / data / "full_size" / f"{method}-{which}"
+            print("fedem", *words, flush=True)
+            app([*words, "--out", str(folder), "--quiet"], standalone_mode=False)
+            (trial,) = json.loads((folder / "tune.json").read_text(encoding="utf-8"))["trials"]
+            entry[which] = {"values": values, "accuracy": round(trial["mean"], 4)}
+        finals[method] = entry
+        kept.write_text(json.dumps(finals, indent=1) + "\n", encoding="utf-8")
+
+
 def _told(found: dict[str, Any], words: list[str]) -> dict[str, Any]:
     """Return what is kept of a search: its command, its choice and every trial, the best first."""
     trials = [
@@ -73,11 +97,15 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/tuning"), help="where the runs go")
     parser.add_argument("--out", type=Path, default=HERE, help="the folder of DATA.json")
     parser.add_argument("--table", action="store_true", help="show what was found, and search nothing")
+    parser.add_argument("--finals", action="store_true", help="train what was found beside what was shipped before")
     given = parser.parse_args()
     kept = given.out / f"{given.data}.json"
     searches = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     if given.table:
         print(_table(searches))
+        return
+    if given.finals:
+        _finals(given.data, searches, given.seed, given.runs, given.out / f"{given.data}-full-size.json")
         return
     for method in given.methods:
         words, folder = _words(given.data, method, given.seed), given.runs / given.data / method

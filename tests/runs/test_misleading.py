@@ -145,8 +145,8 @@ def test_what_methods_train_with_is_said_where_it_differs(run: Run, tmp_path: Pa
     tiny = ("--set", "data.num_clients=6", "--set", "data.num_test=10", "--set", "data.dimension=4")
     _, out, _ = run("compare", "--methods", "fedavg,local,fedem", *tiny, "--rounds", "1", "--seeds", "1", "--out", "c")
     said = " ".join(out.split())
-    assert "Methods train differently: schedule.learning_rate is 2.0, but 1.0 for FedAvg." in said
-    _, out, _ = run("compare", "--methods", "fedavg,ensemble", *tiny, "--rounds", "1", "--seeds", "1", "--out", "d")
+    assert "Methods train differently: schedule.learning_rate is 0.1, but 2.0 for FedEM (M=3)." in said
+    _, out, _ = run("compare", "--methods", "fedavg,local", *tiny, "--rounds", "1", "--seeds", "1", "--out", "d")
     assert "train differently" not in out
 
 

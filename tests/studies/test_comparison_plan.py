@@ -23,7 +23,7 @@ def test_settings_are_sorted_by_whose_they_are() -> None:
         "local": [],
     }
     found = plan(Path("c"), ["fedem", "local"], [0], shared, own)
-    assert [entry.config.schedule.learning_rate for entry in found] == [0.5, 2.0]
+    assert [entry.config.schedule.learning_rate for entry in found] == [0.5, 0.1]
     assert all(entry.config.values("data")["num_clients"] == 6 for entry in found)
     alone = fedem.Config.build({"method": {"name": "local"}})
     assert set(found[1].config.differences(alone)) == {"data.num_clients"}
