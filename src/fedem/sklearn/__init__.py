@@ -4,6 +4,6 @@ from fedem.core.errors import needed
 
 needed("fedem.sklearn", "sklearn", extra="sklearn")
 
-from fedem.sklearn.estimators import FedEMClassifier, FedEMRegressor  # noqa: E402
+from fedem.sklearn.estimators import FedEMClassifier, FedEMRegressor  # noqa: E402  # scikit-learn is asked for first
 
 __all__ = ["FedEMClassifier", "FedEMRegressor"]

@@ -52,14 +52,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         self.random_state = random_state
         self.settings = settings
 
-    def _checked(self, X: Any, y: Any, numbers: bool = False) -> tuple[pandas.DataFrame, Array]:  # noqa: N803
+    def _checked(self, X: Any, y: Any, numbers: bool = False) -> tuple[pandas.DataFrame, Array]:
         """Check what ``fit`` got as scikit-learn does; a data frame may hold text, so it is checked when it is read."""
         if is_frame(X):
             validate_data(self, X, y, skip_check_array=True)
             y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype="numeric" if numbers else None)
             check_consistent_length(X, y)
         else:
-            X, y = validate_data(self, X, y, y_numeric=numbers)  # noqa: N806
+            X, y = validate_data(self, X, y, y_numeric=numbers)
         return self._named(X), column_or_1d(y, warn=True)
 
     def _named(self, rows: Any) -> pandas.DataFrame:
@@ -107,7 +107,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         layers = [{section: {name: value}} for (section, _, name), value in words]
         return overlay(route(flat, self.method), *layers)
 
-    def _predict(self, X: Any, groups: Any) -> Array:  # noqa: N803
+    def _predict(self, X: Any, groups: Any) -> Array:
         """Predict each row by its own group's model, ``[n, K]``; by that of a newcomer where the group is not known."""
         check_is_fitted(self, "result_")
         encoding = self.result_.recipe.format.encoding
@@ -143,7 +143,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return name
 
 
-class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
+class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]  # scikit-learn has no types
     """Classes by each client's own model; ``groups`` says whose sample a row is.
 
     Columns of numbers are standardised by the rows of ``fit``; in a data frame, text becomes one input per category.
@@ -166,7 +166,7 @@ class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         feature_names_in_: names of the columns, ``[d]``, where X was a data frame.
     """
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Train on rows ``X`` ``[n, d]`` with classes ``y`` ``[n]`` of clients ``groups`` ``[n]``; None for one."""
         frame, labels = self._checked(X, y)
         check_classification_targets(labels)
@@ -177,37 +177,37 @@ class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         self._train(frame, codes, groups, names)
         return self
 
-    def predict_proba(self, X: Any, groups: Any = None) -> Array:  # noqa: N803
+    def predict_proba(self, X: Any, groups: Any = None) -> Array:
         """Return the probabilities of the classes, ``[n, K]``; rows of unknown groups, or of none, as a newcomer's."""
         return self._predict(X, groups)
 
-    def predict(self, X: Any, groups: Any = None) -> Array:  # noqa: N803
+    def predict(self, X: Any, groups: Any = None) -> Array:
         """Return the most probable classes, ``[n]``."""
         probabilities = self.predict_proba(X, groups)
         return self.classes_[probabilities.argmax(1)]
 
-    def score(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> float:  # noqa: N803
+    def score(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> float:
         """Return the accuracy."""
         return accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight)
 
 
-class FedEMRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
+class FedEMRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]  # scikit-learn has no types
     """Numbers by each client's own model; ``groups`` says whose sample a row is.
 
     Columns of numbers, and y, are standardised by the rows of ``fit``; predictions are in y's own units. Arguments and
     attributes are those of :class:`FedEMClassifier`, but for the classes.
     """
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Train on rows ``X`` ``[n, d]`` with numbers ``y`` ``[n]`` of clients ``groups`` ``[n]``; None for one."""
         frame, numbers = self._checked(X, y, numbers=True)
         self._train(frame, numbers.astype(np.float64), groups, None)
         return self
 
-    def predict(self, X: Any, groups: Any = None) -> Array:  # noqa: N803
+    def predict(self, X: Any, groups: Any = None) -> Array:
         """Return the means, ``[n]``; rows of unknown groups, or of none, as a newcomer's."""
         return self._predict(X, groups)[:, 0]
 
-    def score(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> float:  # noqa: N803
+    def score(self, X: Any, y: Any, groups: Any = None, sample_weight: Any = None) -> float:
         """Return the coefficient of determination R2."""
         return r2_score(y, self.predict(X, groups), sample_weight=sample_weight)
