@@ -40,29 +40,34 @@ def _single(data: str, method: str, seed: int, values: dict[str, Any]) -> list[s
     return words + [word for key, value in GRIDS["full_size"][data].items() for word in ("--set", f"{key}={value}")]
 
 
-def _finals(data: str, searches: dict[str, Any], seed: int, runs: Path, kept: Path) -> None:
+def _finals(data: str, searches: dict[str, Any], methods: list[str], seed: int, runs: Path, kept: Path) -> None:
     """Train what was shipped before beside what was found, at full size, where the two differ."""
     finals = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    for method, before in GRIDS["before"][data].items():
-        if method in finals:
+    for method in methods:
+        before = GRIDS["before"][data].get(method)
+        if before is None or method in finals:
             continue
         entry: dict[str, Any] = {}
         for which, values in (("before", before), ("found", searches[method]["chosen"])):
             words, folder = _single(data, method, seed, values), runs / data / "full_size" / f"{method}-{which}"
             print("fedem", *words, flush=True)
-            app([*words, "--out", str(folder), "--quiet"], standalone_mode=False)
+            try:
+                app([*words, "--out", str(folder), "--quiet"], standalone_mode=False)
+            except UserError as error:
+                print(f"{method}: {error}", flush=True)
             (trial,) = json.loads((folder / "tune.json").read_text(encoding="utf-8"))["trials"]
-            entry[which] = {"values": values, "accuracy": round(trial["mean"], 4)}
+            entry[which] = {"values": values, **_scored(trial)}
         finals[method] = entry
         kept.write_text(json.dumps(finals, indent=1) + "\n", encoding="utf-8")
 
 
+def _scored(trial: dict[str, Any]) -> dict[str, Any]:
+    return {"diverged": True} if trial["error"] else {"accuracy": round(trial["mean"], 4)}
+
+
 def _told(found: dict[str, Any], words: list[str]) -> dict[str, Any]:
     """Return what is kept of a search: its command, its choice and every trial, the best first."""
-    trials = [
-        trial["values"] | ({"diverged": True} if trial["error"] else {"accuracy": round(trial["mean"], 4)})
-        for trial in found["trials"]
-    ]
+    trials = [trial["values"] | _scored(trial) for trial in found["trials"]]
     return {
         "command": " ".join(["fedem", *words]),
         "chosen": found["chosen"],
@@ -105,7 +110,7 @@ def main() -> None:
         print(_table(searches))
         return
     if given.finals:
-        _finals(given.data, searches, given.seed, given.runs, given.out / f"{given.data}-full-size.json")
+        _finals(given.data, searches, given.methods, given.seed, given.runs, given.out / f"{given.data}-full-size.json")
         return
     for method in given.methods:
         words, folder = _words(given.data, method, given.seed), given.runs / given.data / method
