@@ -64,7 +64,9 @@ def first_state(mixer: Mixer, count: int) -> tuple[Tree, Tree]:
     """The first groups and memory of a mixer for a model with two leaves."""
     model = {"w": random_tensor(2, 3, seed=1), "b": random_tensor(3, seed=2)}
     if isinstance(mixer, Relations):
-        model = add_prefix("task", model) | {"stiffness": torch.zeros((), dtype=torch.float64)}
+        dual = {name: torch.zeros_like(leaf) for name, leaf in model.items()}
+        model = add_prefix("task", model) | add_prefix("dual", dual)
+        model |= {"stiffness": torch.zeros((), dtype=torch.float64)}
     return mixer.init(Start(model, frozenset("wb"), make_keys(count), 5))
 
 

@@ -219,7 +219,13 @@ def test_own_intercepts_on_shared_slopes_are_the_fixed_effects_estimator() -> No
     clients = [(inputs[owners == t], targets[owners == t]) for t in range(3)]
     federation = fedem.Federation.from_clients(clients, validation=0.0, test=0.0)
     # A step of gradient descent per round, on all samples: alternating averages are one descent of the joint problem.
-    how = {"batch_size": 0, "solver": {"name": "sgd", "momentum": 0.0}, "schedule": "constant", "dtype": "float64"}
+    how = {
+        "batch_size": 0,
+        "local_epochs": 1,
+        "solver": {"name": "sgd", "momentum": 0.0},
+        "schedule": "constant",
+        "dtype": "float64",
+    }
     result = fedem.train(
         federation, "fedavg", rounds=400, learning_rate=0.3, local_layers=["bias"], evaluate_every=0, **how
     )

@@ -197,21 +197,33 @@ def test_mochas_tasks_are_combinations_of_the_dual_vectors() -> None:
     mixer = Relations(0.8, relations_every=0)
     shared, memory = first_state(mixer, 4)
     sigma = torch.tensor(np.cov(np.random.default_rng(0).normal(size=(4, 9))))
-    memory = (
-        memory
-        | {"relations": sigma / sigma.trace()}
-        | {"dual/b": random_tensor(4, 3), "dual/w": random_tensor(4, 2, 3)}
-    )
+    memory = memory | {"relations": sigma / sigma.trace()}
+    shared = shared | {"dual/b": random_tensor(4, 3), "dual/w": random_tensor(4, 2, 3)}
     duals = make_trained(mixer, 2)
     mixed, after = mixer.mix(shared, memory, make_round([1, 1], [3, 0], total=4), all_at_once(duals))
     for name in ("b", "w"):
-        everyone = memory[f"dual/{name}"].clone()
+        everyone = shared[f"dual/{name}"].clone()
         everyone[[3, 0]] = duals[name]
-        assert torch.equal(after[f"dual/{name}"], everyone)
+        assert torch.equal(mixed.means[f"dual/{name}"], everyone)
         expected = np.einsum("ts,s...->t...", memory["relations"].numpy() / 1.6, everyone.numpy())
         np.testing.assert_allclose(mixed.means[f"task/{name}"].numpy(), expected, rtol=0, atol=1e-14)
     assert torch.equal(after["relations"], memory["relations"])
     assert mixed.groups.tolist() == [0, 1, 2, 3]
+
+
+def test_new_relations_leave_mochas_tasks_where_they_are() -> None:
+    kept, learnt = Relations(0.8, relations_every=0), Relations(0.8, relations_every=1)
+    shared, memory = first_state(kept, 4)
+    duals, this = make_trained(kept, 4), make_round([1, 1, 1, 1])
+    before, _ = kept.mix(shared, memory, this, all_at_once(duals))
+    after, related = learnt.mix(shared, memory, this, all_at_once(duals))
+    sigma = related["relations"]
+    assert not torch.allclose(sigma, memory["relations"], atol=0.01)
+    for name in ("b", "w"):
+        tasks = after.means[f"task/{name}"]
+        assert torch.equal(tasks, before.means[f"task/{name}"])
+        expected = np.einsum("ts,s...->t...", sigma.numpy() / 1.6, after.means[f"dual/{name}"].numpy())
+        np.testing.assert_allclose(tasks.numpy(), expected, rtol=0, atol=1e-12)
 
 
 def test_mochas_relations_are_updated_when_they_are_due() -> None:

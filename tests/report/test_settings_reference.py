@@ -82,7 +82,7 @@ def test_a_section_is_told_in_full(run, wide: None, section: str) -> None:
 def test_a_name_is_told_alone(run, wide: None) -> None:
     code, out, err = run("settings", "schedule.step")
     assert (code, err) == (0, "")
-    rows = [line.split()[0] for line in _lines(out) if " above 0 " in line]
+    rows = [line.split()[0] for line in _lines(out) if " above 0 " in line or " at least 0 " in line]
     assert rows == ["learning_rate", "factor"]
     assert "three quarters of the run" in out
     assert "cosine" not in out

@@ -77,7 +77,7 @@ class TestDefaults:
     def test_name_and_values_are_apart(self) -> None:
         config = build({"schedule": {"name": "cosine", "learning_rate": 0.3}})
         assert config.name("schedule") == "cosine"
-        assert config.values("schedule") == {"learning_rate": 0.3}
+        assert config.values("schedule") == {"learning_rate": 0.3, "backtrack": False}
 
 
 class TestLayers:
@@ -163,7 +163,7 @@ class TestPresets:
         for resource in files("fedem.runs.presets").iterdir():
             if resource.name.endswith(".toml"):
                 content = tomllib.loads(resource.read_text(encoding="utf-8"))
-                assert resource.name.removesuffix(".toml") in (*DATA, "default")
+                assert resource.name.removesuffix(".toml") in (*DATA, "default", "own")
                 assert set(content) <= {"all", *METHODS}
                 assert {section for sections in content.values() for section in sections} <= SECTIONS
 
@@ -171,14 +171,15 @@ class TestPresets:
         """What holds for any data, and on top of it what holds for this one."""
         shipped = {
             name: tomllib.loads(files("fedem.runs.presets").joinpath(f"{name}.toml").read_text())
-            for name in ("default", "synthetic")
+            for name in ("default", "own", "synthetic")
         }
         config = Config.build({"data": {"name": "synthetic"}, "method": {"name": "fedem"}})
         assert config.solver.momentum == shipped["default"]["all"]["solver"]["momentum"]
         assert config.solver.weight_decay == shipped["synthetic"]["all"]["solver"]["weight_decay"]
         assert config.schedule.learning_rate == shipped["synthetic"]["fedem"]["schedule"]["learning_rate"]
         mine = Config.build({"data": {"name": "file"}, "method": {"name": "fedem"}})
-        assert mine.schedule.learning_rate == shipped["default"]["fedem"]["schedule"]["learning_rate"]
+        assert mine.schedule.learning_rate == shipped["own"]["all"]["schedule"]["learning_rate"]
+        assert mine.solver.momentum == shipped["default"]["all"]["solver"]["momentum"]
 
 
 class TestReplace:

@@ -259,7 +259,7 @@ def test_schedules_count_rounds() -> None:
         (lambda: Various(members="sgd,lbgfs"), "'lbgfs'; allowed: adam, lbfgs, newton, sgd. Did you mean 'lbfgs'"),
         (lambda: Various(members="various"), "Unknown member of Various.members 'various'"),
         (lambda: Various(members=""), "Unknown member of Various.members ''"),
-        (lambda: Constant(0.0), "Constant.learning_rate is 0.0; allowed: above 0"),
+        (lambda: Constant(-0.1), "Constant.learning_rate is -0.1; allowed: at least 0"),
         (lambda: Constant(float("nan")), "finite"),
     ],
 )

@@ -306,7 +306,7 @@ def test_the_record_holds_no_setting_that_nobody_ran() -> None:
     result = study(_config(run={"seed": 7}), (1, 2, 3), 2.0, seeds=(1, 2))
     record = result.record()
     assert (record["data_seed"], record["seeds"], record["initial_rate"]) == (7, [1, 2], 2.0)
-    assert record["config"]["schedule"] == {"name": "inverse_sqrt"}
+    assert record["config"]["schedule"] == {"name": "inverse_sqrt", "backtrack": False}
     left_out = {f"{section}.{key}" for section, values in result.config.sections.items() for key in values} - {
         f"{section}.{key}" for section, values in record["config"].items() for key in values
     }

@@ -93,8 +93,7 @@ def test_an_absurd_error_ranks_last(tmp_path: Path) -> None:
     layers = ({"method": {"name": "fedavg"}, "data": data, "run": {"rounds": 2}},)
     found = tune(Search(layers, {RATE: (1e3, 0.01)}), tmp_path / "t")
     assert [trial.number for trial in found.trials] == [1, 0]
-    assert found.trials[-1].error is None
-    assert (found.trials[-1].spread.mean or 0) > 1e3
+    assert "Training diverged: the loss on the training samples is" in str(found.trials[-1].error)
 
 
 def test_a_failed_trial_is_made_again_only_where_that_is_asked_for(tmp_path: Path, trained: list[Path]) -> None:
@@ -299,14 +298,14 @@ GRID = ["--grid", f"{RATE}=1e-6,0.3"]
         (["--grid", "learning_rate=0.1"], "allowed: section.key=value,value,..."),
         (["--grid", f"{RATE}="], "--grid got 'schedule.learning_rate='; allowed: section.key=value,value,..."),
         (["--grid", f"{RATE}=0.1,"], "allowed: section.key=value,value,..."),
-        (["--grid", f"{RATE}=0.1,0"], "schedule.learning_rate is 0; allowed: above 0"),
+        (["--grid", f"{RATE}=0.1,-1"], "schedule.learning_rate is -1; allowed: at least 0"),
         (["--grid", f"{RATE}=0.1,fast"], "schedule.learning_rate is 'fast'; allowed: a number"),
         (["--grid", f"{RATE}=0.1,0.1"], "allowed: every setting once, and each of its values once"),
         ([*GRID, *GRID], "allowed: every setting once"),
         (["--method", "fedavg", "--grid", "method.mu=0.1"], "Unknown key in [method] 'mu'"),
         (["--grid", "data.num_clients=3,4"], "data.num_clients is the same in all trials"),
         (["--grid", "run.seed=3,4"], "run.seed is the same in all trials"),
-        (["--grid", "batching.batch_size=8,-1"], "batching.batch_size is -1"),
+        (["--grid", "batching.batch_size=8,-2"], "batching.batch_size is -2"),
         ([*GRID, "--set", f"{RATE}=0.1"], "schedule.learning_rate is both set and searched"),
         (["--set", f"{RATE}=0.1"], "There is no setting to search"),
         (["--set", "run.seed=1"], "--set got 'run.seed=1'; run.seed is given by --seeds"),

@@ -148,6 +148,8 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool, references: bool) -> N
     with waiting("Preparing", quiet):
         trainers = [Trainer.prepare(run.config, dataset, fresh=not run.begun, team=team) for run in runs]
     for run, trainer in zip(runs, trainers, strict=True):
+        if not quiet and (chosen := reports.chosen_by_data(run.config, trainer.config)):
+            aside(f"note: {METHODS[run.config.method.name].title}: {chosen}")
         if trainer.engine.note and team.leads:
             aside(f"note: {trainer.engine.note}")
         with progress(METHODS[run.config.method.name].title, run.config.run.rounds, quiet) as listener:

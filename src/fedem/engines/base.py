@@ -62,13 +62,16 @@ class Batching(Settings):
     """How a client walks through its samples in a round.
 
     Attributes:
-        batch_size: samples per step; 0 takes all of a client's samples at once.
-        local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller.
+        batch_size: samples per step; 0 takes all of a client's samples at once. -1 chooses it from the clients' numbers
+            of samples, so that a median client takes several steps in a round, where the learning rate is left to the
+            data too; else it is 128.
+        local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller. 0 chooses
+            likewise; with a given learning rate it is 1.
         local_steps: when above 0, exactly this many steps instead, passing over the samples as often as that takes.
     """
 
-    batch_size: int = field(default=128, metadata={"min": 0})
-    local_epochs: int = field(default=1, metadata={"min": 1})
+    batch_size: int = field(default=128, metadata={"min": -1})
+    local_epochs: int = field(default=1, metadata={"min": 0})
     local_steps: int = field(default=0, metadata={"min": 0})
 
     def widths(self, sizes: Tensor) -> Tensor:

@@ -99,6 +99,10 @@ class Algorithm(Settings, ABC):
         inner: dict[str, Any] = {k: v.with_solver(solver) for k, v in held.items() if isinstance(v, Algorithm)}
         return replace(self, solver=solver, **inner)
 
+    def suitable_rate(self, curvature: float) -> float:
+        """Return a learning rate for clients whose mean losses bend by no more than ``curvature``."""
+        return 1 / curvature
+
     @abstractmethod
     def init_shared(self, seed: int) -> Tree:
         """Draw the initial u."""

@@ -25,6 +25,9 @@ class Ditto(OwnModel):
 
     pull: float = field(default=0.1, metadata={"min": 0})
 
+    def suitable_rate(self, curvature: float) -> float:
+        return 1 / (curvature + self.pull)
+
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         return self.begin_both(shared, personal, trained_leaves(self.model, shared)), {}
 

@@ -51,6 +51,10 @@ class FedEM(Surrogate):
     unseen_prior: float = field(default=1.0, metadata={"min": 0, "acts": "scores"})
     unseen_updates: int = field(default=0, metadata={"min": 0, "acts": "scores"})
 
+    def suitable_rate(self, curvature: float) -> float:
+        """Responsibilities below one make a component's loss bend less than a single model's."""
+        return 2 / curvature
+
     def init_shared(self, seed: int) -> Tree:
         return distinct_models(self.model, self.num_components, seed)
 

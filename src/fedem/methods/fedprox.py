@@ -27,6 +27,9 @@ class FedProx(SingleModel):
 
     mu: float = field(default=0.1, metadata={"min": 0})
 
+    def suitable_rate(self, curvature: float) -> float:
+        return 1 / (curvature + self.mu)
+
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         local, samples = super().begin(shared, personal, scores, mask)
         return local._replace(context=trained_leaves(self.model, shared)), samples

@@ -11,6 +11,8 @@ of v_t; its own dual is the proximal problem that a client solves here, with any
     min over w of  f_t(w) + <v_t, w> + |w - w_t|^2 / (2 c_t),   then  v_t <- v_t + (w - w_t) / c_t,
 
 f_t being the sum over the client's samples and c_t = sigma' Sigma_tt / (2 lambda). Solved exactly, v_t = -grad f_t(w).
+When the server learns Sigma anew, it keeps the tasks and takes the V that belongs to them: kept dual vectors would make
+the tasks jump, by up to T times, and many rounds would be lost on the way back.
 
 Shapes: T clients, C clients of the cohort, P parameters.
 """
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map, tree_repeat
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_flat, tree_map
 from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Mixed, OwnGroups, Round, Start, Uploads, check_pairs, gather
 from fedem.methods.steps import Penalty, SingleModel, inner_product, square_distance, trained_leaves
@@ -31,29 +33,29 @@ from fedem.methods.steps import Penalty, SingleModel, inner_product, square_dist
 @final
 @dataclass(frozen=True, eq=False)
 class Mocha(SingleModel):
-    """u (a tree for each client): its task's model w_t and 1/c_t. v_t: the dual vector, uploaded after each round."""
+    """u (a tree for each client): its task's model w_t, its dual vector v_t, and 1/c_t. The new v_t is uploaded."""
 
     uploads_model: ClassVar[bool] = False
 
     def init_shared(self, seed: int) -> Tree:
         """The zero model, to which the zero dual belongs; what is not trained is as given."""
         model = self.model.init(seed)
-        task = model | tree_map(torch.zeros_like, trained_leaves(self.model, model))
-        return add_prefix("task", task) | {"stiffness": torch.zeros((), dtype=self.model.dtype)}
-
-    def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        return tree_map(torch.zeros_like, trained_leaves(self.model, take_prefix("task", shared)))
+        zeros = tree_map(torch.zeros_like, trained_leaves(self.model, model))
+        stiffness = {"stiffness": torch.zeros((), dtype=self.model.dtype)}
+        return add_prefix("task", model | zeros) | add_prefix("dual", zeros) | stiffness
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The proximal problem around w_t. Losses are means over batches, so the rest is divided by n_t."""
         task = take_prefix("task", shared)
         context = add_prefix("received", trained_leaves(self.model, task))
+        context |= add_prefix("dual", take_prefix("dual", shared))
         context |= {"stiffness": shared["stiffness"], "share": 1 / mask.sum().to(self.model.dtype)}
         return Local(task, personal, self.start(task), context), {}
 
     def penalty(self, local: Local) -> Penalty | None:
         """(<v_t, w> + |w - w_t|^2 / (2 c_t)) / n_t."""
-        received, share, dual = take_prefix("received", local.context), local.context["share"], local.personal
+        received, dual = take_prefix("received", local.context), take_prefix("dual", local.context)
+        share = local.context["share"]
         half = local.context["stiffness"] / 2
         return lambda w: share * (inner_product(w, dual) + half * square_distance(w, received))
 
@@ -64,22 +66,24 @@ class Mocha(SingleModel):
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """A client that trains for itself alone forgets the dual vector, which speaks for the others."""
-        alone = local._replace(personal=tree_map(torch.zeros_like, local.personal))
-        return self.step(alone, batch, learning_rate)._replace(personal=local.personal)
+        zeros = tree_map(torch.zeros_like, take_prefix("dual", local.context))
+        alone = local._replace(context=local.context | add_prefix("dual", zeros))
+        return self.step(alone, batch, learning_rate)._replace(context=local.context)
 
     def finish(self, local: Local) -> Trained:
         """v_t <- v_t + (w - w_t) / c_t."""
         received, stiffness = take_prefix("received", local.context), local.context["stiffness"]
-        trained = trained_leaves(self.model, local.shared)
-        dual = tree_map(lambda v, w, start: v + stiffness * (w - start), local.personal, trained, received)
-        return Trained(dual, dual, add_prefix("task", local.shared) | {"stiffness": stiffness})
+        trained, dual = trained_leaves(self.model, local.shared), take_prefix("dual", local.context)
+        dual = tree_map(lambda v, w, start: v + stiffness * (w - start), dual, trained, received)
+        own = add_prefix("task", local.shared) | add_prefix("dual", dual) | {"stiffness": stiffness}
+        return Trained(dual, local.personal, own)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return super().predictor(take_prefix("task", shared), personal)
 
     def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        """An unseen client has no dual vector yet; it fine-tunes the mean of all tasks."""
-        return self.init_personal(shared, torch.zeros((), dtype=torch.int64))
+        """An unseen client fine-tunes the mean of all tasks."""
+        return {}
 
     def check(self, inputs: Tensor) -> None:
         trees = [self.model.init(seed) for seed in (0, 1)]
@@ -95,7 +99,7 @@ class Mocha(SingleModel):
 class Relations(OwnGroups):
     """The server: every client's task is a combination of all clients' dual vectors, W = V Sigma / (2 lambda).
 
-    One group per client. The memory: everybody's dual vector, and Sigma = Omega^-1.
+    One group per client. The memory: Sigma = Omega^-1, and the number of rounds.
 
     Attributes:
         penalty: lambda, the weight of the regulariser tr(W Omega W') of all tasks' models W.
@@ -114,33 +118,32 @@ class Relations(OwnGroups):
     def init(self, start: Start) -> tuple[Tree, Tree]:
         """Unrelated tasks, Sigma = I/T; all dual vectors zero."""
         (groups, _), shared, count = super().init(start), start.shared, len(start.keys)
-        weights = {name: leaf for name, leaf in take_prefix("task", shared).items() if name in start.trained}
         sigma = torch.eye(count, dtype=torch.float64) / count
-        memory = add_prefix("dual", tree_repeat(tree_map(torch.zeros_like, weights), count))
-        memory |= {"relations": sigma, "rounds": torch.zeros((), dtype=torch.int64)}
+        memory = {"relations": sigma, "rounds": torch.zeros((), dtype=torch.int64)}
         return groups | {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}, memory
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         clients = this.clients.to(memory["rounds"].device)
-        dual = tree_map(lambda old, new: old.index_copy(0, clients, new), take_prefix("dual", memory), gather(uploads))
+        dual = tree_map(lambda old, new: old.index_copy(0, clients, new), take_prefix("dual", shared), gather(uploads))
         sigma, rounds = memory["relations"], memory["rounds"] + 1
+        tasks = _combined(sigma / (2 * self.penalty), dual)
         if self.relations_every and int(rounds) % self.relations_every == 0:
-            sigma = relations_of(tree_flat(self._tasks(sigma, dual), 1).double(), self.floor)
-        means = shared | add_prefix("task", self._tasks(sigma, dual))
+            sigma = relations_of(tree_flat(tasks, 1).double(), self.floor)
+            dual = _combined(2 * self.penalty * torch.linalg.inv(sigma), tasks)
+        means = shared | add_prefix("task", tasks) | add_prefix("dual", dual)
         means |= {"stiffness": self._stiffness(sigma).to(shared["stiffness"])}
-        memory = add_prefix("dual", dual) | {"relations": sigma, "rounds": rounds}
-        return Mixed(torch.arange(this.num_clients), means, len(clients)), memory
-
-    def _tasks(self, sigma: Tensor, dual: Tree) -> Tree:
-        """W = V Sigma / (2 lambda)."""
-        scale = 2 * self.penalty
-        return tree_map(lambda leaf: (sigma.to(leaf.dtype) @ leaf.flatten(1) / scale).reshape(leaf.shape), dual)
+        return Mixed(torch.arange(this.num_clients), means, len(clients)), {"relations": sigma, "rounds": rounds}
 
     def _stiffness(self, sigma: Tensor) -> Tensor:
         """1/c_t = 2 lambda / (sigma' Sigma_tt), with sigma' large enough for everybody to step at once, ``[T]``."""
         diagonal = sigma.diagonal()
         coupling = (sigma.abs().sum(1) / diagonal).max()
         return 2 * self.penalty / (coupling * diagonal)
+
+
+def _combined(weights: Tensor, vectors: Tree) -> Tree:
+    """Return the combinations of clients' vectors by the rows of ``weights``, ``[T, T]``."""
+    return tree_map(lambda leaf: (weights @ leaf.flatten(1).double()).to(leaf).reshape(leaf.shape), vectors)
 
 
 def relations_of(tasks: Tensor, floor: float) -> Tensor:
@@ -159,5 +162,5 @@ def relations_of(tasks: Tensor, floor: float) -> Tensor:
 
 
 register(Method("mocha", Mocha, Relations, title="MOCHA", summary="linear models tied by a learnt matrix of relations",
-                paper="Smith et al. 2017", personal="a dual vector (sent)", sent="a model down, a dual vector up",
+                paper="Smith et al. 2017", sent="a model and a dual vector down, a dual vector up",
                 unseen="fine-tunes the mean of all models", position=110))  # fmt: skip

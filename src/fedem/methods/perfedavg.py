@@ -24,7 +24,7 @@ class PerFedAvg(SingleModel):
     """A client descends F_t(w) = f_t(w - inner_rate grad f_t(w)). Before it predicts, it fine-tunes at the inner rate.
 
     Attributes:
-        inner_rate: alpha of the inner step, in training and in fine-tuning; 0 is FedAvg.
+        inner_rate: alpha of the inner step, in training and in fine-tuning; 0 is FedAvg, -1 takes the schedule's rate.
         hessian_free: estimate the Hessian's part of the gradient by a difference of gradients; false leaves it out
             (first order).
         difference: delta, the half-width of that difference.
@@ -34,7 +34,7 @@ class PerFedAvg(SingleModel):
 
     fine_tune_setting: ClassVar[str] = "inner_rate"
 
-    inner_rate: float = field(default=0.05, metadata={"min": 0})
+    inner_rate: float = field(default=0.05, metadata={"min": -1})
     hessian_free: bool = False
     difference: float = field(default=0.01, metadata={"above": 0})
     independent: bool = True
@@ -42,6 +42,7 @@ class PerFedAvg(SingleModel):
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         inner, outer = _halves(batch) if self.independent else (batch, batch)
         start = trained_leaves(self.model, local.shared)
+        alpha = self.inner_rate if self.inner_rate >= 0 else learning_rate
 
         def gradient(leaves: Tree, half: Batch) -> Tree:
             return grad(lambda candidate: batch_loss(self.model, local.shared | candidate, half)[0])(leaves)
@@ -50,12 +51,12 @@ class PerFedAvg(SingleModel):
 
         def adapted(candidate: Tree) -> Tree:
             # The inner gradient is a constant here: the Hessian's part is left out, or added below.
-            return tree_map(lambda w, g: w - self.inner_rate * g, candidate, first)
+            return tree_map(lambda w, g: w - alpha * g, candidate, first)
 
         correction: Penalty | None = None
         if self.hessian_free:
             second = gradient(adapted(start), outer)
-            scale = self.inner_rate / (2 * self.difference)
+            scale = alpha / (2 * self.difference)
             ahead = gradient(tree_map(lambda w, g: w + self.difference * g, start, second), inner)
             behind = gradient(tree_map(lambda w, g: w - self.difference * g, start, second), inner)
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.

@@ -23,7 +23,7 @@ class PFedMe(OwnModel):
     Attributes:
         pull: lambda, the weight of the envelope.
         inner_steps: K, solver steps towards the proximal point for each batch.
-        inner_rate: learning rate of those steps.
+        inner_rate: learning rate of those steps; 0 takes the schedule's.
         server_rate: beta of the server's step u <- (1 - beta) u + beta mean; 1 is the plain mean.
     """
 
@@ -31,8 +31,11 @@ class PFedMe(OwnModel):
 
     pull: float = field(default=1.0, metadata={"above": 0})
     inner_steps: int = field(default=5, metadata={"min": 1})
-    inner_rate: float = field(default=0.1, metadata={"above": 0})
+    inner_rate: float = field(default=0.1, metadata={"min": 0})
     server_rate: float = field(default=1.0, metadata={"above": 0})
+
+    def suitable_rate(self, curvature: float) -> float:
+        return 1 / (curvature + self.pull)
 
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """The own model starts from u: what the client found in an earlier round may be far from there."""
@@ -41,7 +44,9 @@ class PFedMe(OwnModel):
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """The proximal point of w by ``inner_steps`` steps from where the last batch left it, then w's own step."""
         received, own = trained_leaves(self.model, local.shared), take_prefix("own", local.personal)
-        solver_state, rate = self.start(own), torch.full_like(learning_rate, self.inner_rate)
+        solver_state, rate = self.start(own), learning_rate
+        if self.inner_rate:
+            rate = torch.full_like(learning_rate, self.inner_rate)
 
         def pulled(candidate: Tree) -> Tensor:
             return self.pull / 2 * square_distance(candidate, received)

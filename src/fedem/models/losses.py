@@ -16,6 +16,7 @@ from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 
 CLASSES, NUMBERS = "classes", "numbers"  # what is predicted
+_FAR = 4.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Loss(Settings, ABC):
     @abstractmethod
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return what is averaged over components: class probabilities ``[n, K]``, or means ``[n, D]``."""
+
+    def far_off(self, targets: Tensor, num_outputs: int) -> float:
+        """Return a mean loss that no sensible predictor of ``targets`` has: some times that of outputs of zero."""
+        targets = targets.double() if targets.is_floating_point() else targets
+        zeros = torch.zeros(len(targets), num_outputs, dtype=torch.float64, device=targets.device)
+        return _FAR * float(self.negative_log_likelihood(zeros, targets).mean())
 
 
 def _check_classes(targets: Tensor, num_classes: int) -> None:

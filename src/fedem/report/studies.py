@@ -18,6 +18,7 @@ from fedem.models.metrics import Metric, find_metric, known_metric
 from fedem.report.console import Rows, errors, rendered, score_text, simple_table
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
+from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener
 from fedem.studies.comparison import Comparison, data_name
@@ -43,6 +44,18 @@ _NAMES = {
     "seconds_total": "s in all",
     "num_parameters": "parameters",
 }
+
+
+def chosen_by_data(asked: Config, settled: Config) -> str:
+    """Say what the data decided of a run's steps; nothing where all was given."""
+    said = []
+    if asked.batching != settled.batching:
+        batching = settled.batching
+        batches = f"batches of {batching.batch_size}" if batching.batch_size else "all samples in one batch"
+        said.append(f"{batches}, {counted(batching.local_epochs, 'pass', 'passes')} over each client's samples a round")
+    if asked.schedule.learning_rate == 0:
+        said.append(f"learning rate {settled.schedule.learning_rate:g}")
+    return f"{', '.join(said)} (chosen from the data)" if said else ""
 
 
 def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str], whole: str = "") -> Table:

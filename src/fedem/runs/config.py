@@ -283,6 +283,22 @@ class Config:
         merged = overlay({section: self.sections[section]}, {section: values})[section]
         return dataclasses.replace(self, **{_field(section): SECTIONS[section].typed(merged)})
 
+    def settled_like(self, made: Config) -> Config:
+        """Return the configuration with what it leaves to the data as a run that was ``made`` has it."""
+        config = self
+        if config.loss is None:
+            config = config.replace("loss", **made.sections["loss"])
+        if config.batching.batch_size < 0:
+            config = config.replace("batching", batch_size=made.batching.batch_size)
+        if config.batching.local_epochs == 0:
+            config = config.replace("batching", local_epochs=made.batching.local_epochs)
+        if config.schedule.learning_rate == 0 and made.schedule.backtrack:  # else it was given
+            found = {"learning_rate": made.schedule.learning_rate, "backtrack": made.schedule.backtrack}
+            config = config.replace("schedule", **found)
+            if config.run.fine_tune_rate == 0:
+                config = config.replace("run", fine_tune_rate=made.run.fine_tune_rate)
+        return config
+
     def differences(self, other: Config) -> list[str]:
         """Return ``section.key`` of all values that differ."""
         return [
@@ -414,9 +430,9 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
 
 
 def _preset(data: Any, method: str) -> Sections:
-    """Return the shipped settings for a method on a data set: those for any data, then those for this one."""
+    """Return the shipped settings for a method on a data set: for any data, for a user's own, then for this one."""
     layers: list[Layer] = []
-    for name in ("default", data):
+    for name in ("default", *(["own"] if data in ("file", GIVEN) else []), data):
         resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
         if resource.is_file():
             content = tomllib.loads(resource.read_text(encoding="utf-8"))

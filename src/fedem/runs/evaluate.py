@@ -262,7 +262,10 @@ def metrics_of(record: Mapping[str, Any]) -> tuple[Metric, ...]:
 
 
 def has_diverged(summary: Mapping[str, Any]) -> bool:
-    """Whether classifiers lose so much on their training samples that they can't have learnt."""
+    """Whether clients lose so much on their training samples that they can't have learnt."""
+    if summary.get("diverged"):
+        return True
+    # Written before runs said so themselves.
     loss, first = summary.get("train_loss"), metrics_of(summary)[0]
     return first.task == CLASSES and f"train_{first.name}" in summary and (loss is None or not loss < _ABSURD)
 

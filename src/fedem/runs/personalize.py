@@ -112,8 +112,9 @@ class Personalizer:
     def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
         setting = self.algorithm.fine_tune_setting
-        own_rate = float(getattr(self.algorithm, setting)) if setting else self.learning_rate
-        own, rate = Predictors.apart(start.own, start.personal), self.run.fine_tune_rate or own_rate
+        own_rate = float(getattr(self.algorithm, setting)) if setting else -1.0
+        own, rate = Predictors.apart(start.own, start.personal), self.run.fine_tune_rate
+        rate = rate or (own_rate if own_rate >= 0 else self.learning_rate)
         where, shared, personal = self._train(self._tuning, own, samples, keys, epochs, rate)
         return own._replace(shared=_put(own.shared, where, shared), personal=_put(own.personal, where, personal))
 
@@ -135,7 +136,7 @@ class Personalizer:
         best = torch.zeros(samples.num_clients, dtype=torch.int64)
         fits = [self._fit(Predictors(start.shared, best + k, {}), samples, keys, max_iterations) for k in range(count)]
         if count > 1 and len(samples):
-            best = torch.stack([self._losses(fit, samples) for fit in fits]).argmin(0)
+            best = torch.stack([self.losses(fit, samples) for fit in fits]).argmin(0)
         rows, position = best.to(device), torch.arange(samples.num_clients, device=device)
         personal = tree_map(lambda leaf: leaf[rows, position], tree_stack([fit.personal for fit in fits]))
         chosen = Predictors(start.shared, best, personal)
@@ -174,7 +175,7 @@ class Personalizer:
         where, _, trained = self._train(self.algorithm, first, samples, keys, epochs, self.learning_rate)
         return start._replace(personal=_put(personal, where, trained))
 
-    def _losses(self, found: Predictors, samples: Samples) -> Tensor:
+    def losses(self, found: Predictors, samples: Samples) -> Tensor:
         """Each client's summed negative log-likelihood, ``[T]``."""
 
         def loss(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:

@@ -33,6 +33,7 @@ from fedem.models import Model
 from fedem.models.losses import LOSSES, Classification, Loss, guess_loss
 from fedem.models.metrics import Metric, choose_metrics
 from fedem.runs.config import Config
+from fedem.runs.defaults import curvature, settle_batches
 from fedem.runs.evaluate import Record
 from fedem.runs.measures import check_diagnosable, check_measurable
 from fedem.runs.personalize import Personalizer
@@ -101,6 +102,7 @@ class Recipe:
     source: ModelSource | None = None  # the user's own model; None for the one that the configuration names
     is_fitted: bool = False  # whether its clients were fitted after training: their models are not mixed any more
     device_name: str = ""  # where to compute in place of run.device: a run may be loaded on another machine
+    slowed: float = 1.0  # what the learning rate was multiplied by in training, where it was halved
 
     @property
     def loss(self) -> Loss:
@@ -149,7 +151,21 @@ class Recipe:
 
     def fitted(self) -> Recipe:
         """Return the recipe of clients that were fitted after training; the model and the algorithm are the same."""
-        recipe = replace(self, is_fitted=True)
+        return self._alike(is_fitted=True)
+
+    def with_rate(self, learning_rate: float) -> Recipe:
+        """Return the recipe with a learning rate that was found, and may be halved; fine-tuning has a tenth of it."""
+        config = self.config.replace("schedule", learning_rate=learning_rate, backtrack=True)
+        if config.run.fine_tune_rate == 0:
+            config = config.replace("run", fine_tune_rate=learning_rate / 10)
+        return self._alike(config=config)
+
+    def slowed_by(self, factor: float) -> Recipe:
+        """Return the recipe whose learning rate is multiplied by ``factor`` altogether."""
+        return self if factor == self.slowed else self._alike(slowed=factor)
+
+    def _alike(self, **changed: Any) -> Recipe:
+        recipe = replace(self, **changed)
         vars(recipe).update(model=self.model, method=self.method)
         return recipe
 
@@ -161,7 +177,7 @@ class Recipe:
         return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
-        config, rate = self.config, self.config.schedule.rate(0, self.config.run.rounds)
+        config, rate = self.config, self.slowed * self.config.schedule.rate(0, self.config.run.rounds)
         return Personalizer(self.algorithm, self.mixer, engine, config.batching, rate, config.run)
 
     def describe(self, state: State) -> Record:
@@ -223,13 +239,15 @@ class Recipe:
             "not_stackable": self.model.not_stackable,
             "bytes_per_sample": self.model.bytes_per_sample,
             "settled": self.is_fitted,
+            "slowed": self.slowed,
         }
 
     @classmethod
     def from_metadata(
         cls, config: Config, content: Mapping[str, Any], source: ModelSource | None = None, device_name: str = ""
     ) -> Self:
-        recipe = cls(config, SampleFormat.from_json(content), source, bool(content.get("settled")), device_name)
+        fitted, slowed = bool(content.get("settled")), content.get("slowed", 1.0)
+        recipe = cls(config, SampleFormat.from_json(content), source, fitted, device_name, slowed)
         recipe.check_leaves(content.get("leaves"))
         recipe.model.not_stackable = content["not_stackable"]
         recipe.model.bytes_per_sample = content.get("bytes_per_sample", recipe.model.bytes_per_sample)
@@ -247,6 +265,8 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     _check_data(config, dataset)
     # Written down, so that a run with this config.toml is refused on any other partition.
     config = config.replace("run", partition_hash=dataset.partition_hash)
+    batching = settle_batches(config.batching, federation.train.sizes, by_data=config.schedule.learning_rate == 0)
+    config = config.replace("batching", batch_size=batching.batch_size, local_epochs=batching.local_epochs)
     groups = [federation] + ([federation.unseen] if federation.unseen else [])
     targets = torch.cat([group.part(part).targets for group in groups for part in PARTS])
     if (loss := config.loss) is None:
@@ -268,6 +288,8 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
         allowed = "models without such layers, or another solver"
         raise UserError(f"Solver {config.name('solver')} {problem}; allowed with it: {allowed}.")
     model.probe(inputs.to(recipe.device))
+    if config.schedule.learning_rate == 0:
+        recipe = recipe.with_rate(_found_rate(recipe, federation))
     algorithm.check(inputs)
     if fresh:
         mixer.check(federation.keys, mixer_seed(run.seed))
@@ -276,6 +298,13 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     if run.diagnose_every:
         check_diagnosable(algorithm, mixer, compressed=recipe.codec is not None)
     return recipe
+
+
+def _found_rate(recipe: Recipe, federation: Federation) -> float:
+    """Return the learning rate that the clients' losses allow, in two digits."""
+    config = recipe.config
+    bend = curvature(recipe.model, federation, config.batching, config.run.seed, recipe.device)
+    return float(f"{recipe.algorithm.suitable_rate(bend):.2g}") if bend > 0 else config.solver.usual_rate
 
 
 def _check_data(config: Config, dataset: Dataset) -> None:

@@ -226,17 +226,20 @@ class Training(LocalTraining):
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""
         return choose(self.federation.keys, self.cohort_size, COHORT, self.seed, round_index)
 
-    def round(self, round_index: int, clients: Tensor) -> Round:
+    def round(self, round_index: int, clients: Tensor, slowed: float = 1.0) -> Round:
         train, count = self.federation.train, self.federation.num_clients
-        key, rate = mixer_seed(self.seed, round_index), self.schedule.rate(round_index, self.num_rounds)
+        key, rate = mixer_seed(self.seed, round_index), slowed * self.schedule.rate(round_index, self.num_rounds)
         trained = self.algorithm.model.trainable
         return Round(clients, train.sizes[clients], count, rate, key, len(train) / count, trained)
 
-    def step(self, state: State) -> tuple[State, RoundCosts]:
-        """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree."""
+    def step(self, state: State, slowed: float = 1.0) -> tuple[State, RoundCosts]:
+        """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree.
+
+        ``slowed`` is what the learning rate is multiplied by.
+        """
         started = time.perf_counter()
         clients = self.sample(state.round)
-        samples, this = self.federation.train.take(clients), self.round(state.round, clients)
+        samples, this = self.federation.train.take(clients), self.round(state.round, clients, slowed)
         plan = self.mixer.plan(state.shared, state.memory, this)
         cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(self.device)), samples)
         own, count = self.team.share(this.sizes), len(clients)

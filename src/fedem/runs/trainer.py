@@ -9,21 +9,25 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedem.core.errors import UserError
+from fedem.core.random import CURVATURE, choose
+from fedem.core.tree import tree_index
 from fedem.data.dataset import Dataset, Truth
 from fedem.data.federation import PARTS, Federation
-from fedem.data.samples import thinned
+from fedem.data.samples import Samples, thinned
 from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Shared, Team, joined
+from fedem.methods.wrappers.compression import split_residual
 from fedem.models import MODELS
 from fedem.models.metrics import Metric, further_metrics
 from fedem.runs import measures
@@ -42,9 +46,11 @@ from fedem.runs.folder import DIVERGED, Failure, RunFolder, check_here
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
-from fedem.runs.rounds import DivergedError, State, Training, cohort_size, took_part
+from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort_size, took_part
 
 Listener = Callable[[Record], None]  # called with each round's record
+_HALVINGS = 10  # of the learning rate, for one round
+_WATCHED, _WATCHED_ROWS = 256, 1 << 14  # clients and samples by which divergence is noticed
 
 
 def train(
@@ -101,6 +107,8 @@ def run(
     listener: Listener | None = None,
 ) -> Result:
     """Carry out the run that ``config`` describes on ``dataset``; processes started together share the work."""
+    if resume and out is not None and RunFolder(Path(out)).exists():
+        config = config.settled_like(RunFolder(Path(out)).config())
     with joined() as team:
         trainer = Trainer.prepare(config, dataset, model, fresh=not resume, team=team)
         return carry_out(trainer, out=out, resume=resume, listener=listener)
@@ -161,7 +169,7 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
     history = [line for line in folder.metrics() if line["round"] <= last.round]
-    return Progress(last, best, metadata["best_validation"], history, started)
+    return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0))
 
 
 @contextmanager
@@ -208,6 +216,7 @@ class Progress:
     best_validation: float | None = None
     history: list[Record] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)  # for a run that is resumed, as if it had never stopped
+    slowed: float = 1.0  # what the learning rate is multiplied by, once it was halved
 
     @property
     def seconds(self) -> float:
@@ -270,7 +279,7 @@ class Trainer:
     def origin(self, progress: Progress) -> Record:
         """Return what a checkpoint says of the training it came from, so that it can be gone on with."""
         data, best = self.federation.fingerprint, progress.best_validation
-        return {"data": data, "best_validation": best, "seconds": progress.seconds}
+        return {"data": data, "best_validation": best, "seconds": progress.seconds, "slowed": progress.slowed}
 
     def checkpoint(self, progress: Progress) -> Record:
         return self.recipe.metadata(self.federation.names) | self.origin(progress)
@@ -300,7 +309,7 @@ class Trainer:
     def advance(self, progress: Progress) -> Record:
         """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
         before = progress.state
-        progress.state, costs = self.training.step(before)
+        progress.state, costs = self._step(progress)
         entry: Record = costs._asdict()
         run, done = self.config.run, progress.state.round
         beta2 = 1.0
@@ -314,6 +323,50 @@ class Trainer:
             entry |= self._score(progress)
         progress.history.append(entry)
         return entry
+
+    def _step(self, progress: Progress) -> tuple[State, RoundCosts]:
+        """Run a round. One that leaves clients far off is made again with half the rate, where backtracking is on."""
+        before = progress.state
+        if not self.config.schedule.backtrack:
+            return self.training.step(before)
+        slowed, first = progress.slowed, None
+        for halvings in range(_HALVINGS):
+            with suppress(DivergedError):
+                after, costs = self.training.step(before, slowed / 2**halvings)
+                loss = self._loss(after)
+                if loss <= self._far_off or loss <= self._loss(before):
+                    progress.slowed = slowed / 2**halvings
+                    return after, costs
+                first = first or (after, costs)
+        if first is None:
+            rate = slowed / 2**halvings * self.config.schedule.learning_rate
+            raise DivergedError(f"Training diverged in round {before.round + 1}, even with learning rate {rate:.2g}.")
+        return first  # a shorter step would not help: it is not the rate that is to blame
+
+    @cached_property
+    def _far_off(self) -> float:
+        """A mean loss on the training samples that means divergence."""
+        return self.recipe.loss.far_off(self.federation.train.targets, self.recipe.format.outputs)
+
+    @cached_property
+    def _watched(self) -> tuple[Tensor, Samples]:
+        """Some clients, and some of their training samples: enough to notice divergence after every round."""
+        there = self.federation
+        clients = choose(there.keys, _WATCHED, CURVATURE, self.config.run.seed)
+        samples = there.train.take(clients)
+        share = _WATCHED_ROWS / max(1, len(samples))
+        return clients, thinned(samples, there.keys[clients], share, self.config.run.seed) if share < 1 else samples
+
+    def _loss(self, state: State) -> float:
+        """Return the mean loss of the watched clients' predictors on the watched samples."""
+        clients, samples = self._watched
+        if not len(samples):
+            return 0.0
+        served = self.recipe.mixer.read(state.shared, state.memory, clients)
+        personal = tree_index(split_residual(state.personal)[0], clients.to(self.recipe.device))
+        with torch.no_grad():
+            sums = self.personalizer.losses(Predictors(*served, personal), samples)
+        return float(sums.sum()) / len(samples)
 
     def _score(self, progress: Progress) -> Record:
         scores = self.scores(self.predictors(progress.state))
@@ -337,6 +390,10 @@ class Trainer:
         folder.save(progress.states, here.checkpoint(progress))
 
     def conclude(self, progress: Progress) -> Result:
+        """Score the states, fit the clients held out, and sum up."""
+        if progress.slowed != self.recipe.slowed:
+            # Fine-tuning and clients that come later have the rate that training ended with.
+            return replace(self, recipe=self.recipe.slowed_by(progress.slowed)).conclude(progress)
         algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run
         found = {role: self.predictors(state) for role, state in progress.states.items()}
         scores = {role: self.scores(entry, self.shown) for role, entry in found.items()}
@@ -400,6 +457,11 @@ class Trainer:
             summary["target_deviation"] = deviation
         elif self.recipe.format.encoding is not None and (rate := base_rate(self.federation)) is not None:
             summary["test_base_rate"] = rate
+        if self.config.schedule.backtrack:
+            summary["learning_rate"] = progress.slowed * self.config.schedule.learning_rate
+            summary["halvings"] = round(-math.log2(progress.slowed))
+        if "train" in scores["last"] and not scores["last"]["train"].loss <= self._far_off:
+            summary["diverged"] = True
         if self.engine.note:
             summary["note"] = self.engine.note
         return summary

@@ -13,12 +13,16 @@ class Schedule(Settings, ABC):
     """A learning rate for each round k = 0, ..., K - 1.
 
     Attributes:
-        learning_rate: the rate of the first round; with inverse_sqrt a0, which is divided by sqrt(K).
+        learning_rate: the rate of the first round; with inverse_sqrt a0, which is divided by sqrt(K). 0 chooses it from
+            the data, by how much the clients' losses bend, and then backtracks.
+        backtrack: whether a round after which clients are much worse than a constant predictor is made again with half
+            the rate, which stays so.
     """
 
     depends_on_length: ClassVar[bool] = True  # whether a round's rate goes by K: such a run can't be made longer
 
-    learning_rate: float = field(default=0.1, metadata={"above": 0})
+    learning_rate: float = field(default=0.1, metadata={"min": 0})
+    backtrack: bool = False
 
     @abstractmethod
     def rate(self, round_index: int, num_rounds: int) -> float:

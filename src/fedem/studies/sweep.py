@@ -146,7 +146,10 @@ def plan(
         for seed in seeds:
             with naming(_title(labels, seed)):
                 config = Config.build(*layers(labels), {"run": {"seed": seed}})
-            entries.append(Entry(labels, seed, config, RunFolder(out / name(labels, seed))))
+            folder = RunFolder(out / name(labels, seed))
+            if folder.exists():  # with what the data decided
+                config = config.settled_like(folder.config())
+            entries.append(Entry(labels, seed, config, folder))
     if not entries:
         raise UserError("No run is left: every one is excluded.")
     for entry in entries:
@@ -317,8 +320,6 @@ def _check_same(entry: Entry) -> None:
     made = entry.folder.config()
     # What was settled with the data in hand can't be known without them.
     settled = entry.config.replace("run", partition_hash=made.run.partition_hash)
-    if settled.loss is None:
-        settled = settled.replace("loss", **made.sections["loss"])
     entry.folder.reopen(settled)
 
 

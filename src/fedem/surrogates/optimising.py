@@ -65,6 +65,8 @@ def optimise(
     mixers = "None for a server, or a mixer such as fedem.methods.Graph()"
     require("mixer", mixer, mixer is None or isinstance(mixer, Mixer), mixers)
     require("seed", seed, isinstance(seed, WHOLE), "a whole number")
+    require("learning_rate", learning_rate, learning_rate > 0, "above 0")
+    require("batch_size", batch_size, batch_size >= 0, "at least 0")
     require("clients_per_round", clients_per_round, isinstance(clients_per_round, int | float), "a number")
     mixer = Star() if mixer is None else mixer
     weighting = mixer.weighting if isinstance(mixer, Star) else "samples"
