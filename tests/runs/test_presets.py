@@ -22,7 +22,7 @@ KEPT = {
 
 
 def _better(data: str, method: str) -> dict[str, float]:
-    """Return the better of found and shipped before at full size or, where both diverge, the best trial at a lower rate."""
+    """Return the better one at full size or, where both diverge there, the best trial at a lower rate."""
     if method not in FULL_SIZE[data]:
         return SEARCHES[data][method]["chosen"]
     ended = [entry for entry in FULL_SIZE[data][method].values() if "accuracy" in entry]
