@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from fedem.runs.config import Config
     from fedem.runs.result import PersonalModel, Result
     from fedem.runs.trainer import run, train
+    from fedem.studies.choice import Choice, choose
 
 __version__ = VERSION
 
 __all__ = [
     "METHODS",
     "METRICS",
+    "Choice",
     "Config",
     "Dataset",
     "Federation",
@@ -50,6 +52,7 @@ __all__ = [
     "Synthetic",
     "UserError",
     "__version__",
+    "choose",
     "export_client",
     "from_datasets",
     "from_frame",
@@ -74,6 +77,7 @@ _HOMES = {
     "fedem.runs.config": ("Config",),
     "fedem.runs.result": ("PersonalModel", "Result"),
     "fedem.runs.trainer": ("run", "train"),
+    "fedem.studies.choice": ("Choice", "choose"),
 }
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of these

@@ -24,6 +24,10 @@ _COMMANDS = {
         "train.compare",
         "Train several methods on the same data and splits, for several seeds, and put their figures side by side.",
     ),
+    "choose": (
+        "choose.choose",
+        "Find out what suits these clients, one model for all or models of their own, and train it.",
+    ),
     "tune": ("train.tune", "Choose settings by the validation part; the test part is dropped before training."),
     "theory": (
         "train.theory",

@@ -1,6 +1,8 @@
 """What the commands have in common: options, and how they are read."""
 
 import inspect
+import shlex
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -153,3 +155,9 @@ def read_seeds(text: str) -> list[int]:
     if not numbers or min(numbers) < 0 or ("," not in text and numbers[0] < 1):
         raise UserError(f"--seeds is {text!r}; allowed: how many (from 1), or which, such as 0,4,7.")
     return numbers if "," in text else list(range(numbers[0]))
+
+
+def called() -> str:
+    """Return the command that was called, but for what is said of going on."""
+    going_on = ("--resume", "--retry-failed")
+    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word not in going_on)])

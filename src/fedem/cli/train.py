@@ -1,6 +1,5 @@
 """Commands that train: ``fedem train``, ``compare``, ``experiment``, ``tune`` and ``theory``."""
 
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -239,7 +238,7 @@ def compare(
         if references:
             with waiting("Fitting the references", quiet):
                 plain = _references([entry for entry in over if entry.is_complete], data_of)
-        found, command = comparison.summarize(over, plain), _command()
+        found, command = comparison.summarize(over, plain), options.called()
         with writing(place):
             found.save(place, command)
             write_atomically(place / "comparison.md", reports.comparison_markdown(found, command).encode())
@@ -405,7 +404,7 @@ def tune(
     with progress(METHODS[name].title, total, quiet) as listener:
         tuned = tuning.tune(search, place, resume=resume, retry_failed=retry_failed, listener=listener)
     with writing(place):
-        write_json(place / "tune.json", {"command": _command(), **tuned.record()})
+        write_json(place / "tune.json", {"command": options.called(), **tuned.record()})
         if tuned.best is not None:
             chosen = to_toml(search.chosen_layer(tuned.best.values))
             origin = "# Chosen by the validation part; tune.json tells how."
@@ -468,7 +467,7 @@ def theory(
         found = study(config, lengths, a0, every, range(seeds), listener)
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
-        write_json(place / "theory.json", {"command": _command(), **found.record()})
+        write_json(place / "theory.json", {"command": options.called(), **found.record()})
         write_atomically(place / "theory.png", reports.draw_study(found))
     if not quiet:
         display(reports.study_table(found), *reports.study_remarks(found))
@@ -521,9 +520,3 @@ def _tell_failed(number: int, total: int, what: str, place: Path) -> None:
     if number:
         mend = "--retry-failed trains them again, perhaps with other settings"
         aside(f"{number} of {counted(total, what)} failed; the table in {place} says why. {mend}.")
-
-
-def _command() -> str:
-    """Return the command that was called, but for what is said of going on."""
-    going_on = ("--resume", "--retry-failed")
-    return shlex.join(["fedem", *(word for word in sys.argv[1:] if word not in going_on)])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.errors import UserError, check_known, counted
-from fedem.core.random import HOLD_OUT, choose, client_keys
+from fedem.core.random import HOLD_OUT, SPLIT, choose, client_keys, derive
 from fedem.data.samples import Pool, Samples, check_finite, check_pair, describe, offsets_of, split_rows
 
 PARTS = ("train", "validation", "test")
@@ -221,6 +221,28 @@ class Federation:
         stays = torch.ones(self.num_clients, dtype=torch.bool)
         stays[held] = False
         return replace(self.take(stays.nonzero().flatten()), unseen=self.take(held))
+
+    def without_test(self) -> Federation:
+        """Return the clients without their test part, so that nothing can be chosen by it."""
+        nothing = Samples(self.train.span(0, 0), torch.zeros_like(self.test.offsets))
+        unseen = None if self.unseen is None else self.unseen.without_test()
+        return replace(self, test=nothing, unseen=unseen)
+
+    def redealt(self, seed: int) -> Federation:
+        """Deal each client's training and validation samples anew, as many to each part; the test part stays."""
+        parts = self.train, self.validation
+        pool = Pool(*(torch.cat(arrays) for arrays in zip(*(part.span(0, len(part)) for part in parts), strict=True)))
+        owners = torch.cat([torch.repeat_interleave(torch.arange(self.num_clients), part.sizes) for part in parts])
+        tickets = derive(derive(SPLIT, seed), self.keys[owners], torch.arange(len(owners)))
+        order = tickets.argsort(stable=True)
+        order = order[owners[order].argsort(stable=True)]  # client by client, each one's samples shuffled
+        places = torch.arange(len(order)) - offsets_of(self.train.sizes + self.validation.sizes)[owners[order]]
+        trained = places < self.train.sizes[owners[order]]
+        train, validation = (
+            Samples(pool, part.offsets, order[which].to(pool.device))
+            for part, which in zip(parts, (trained, ~trained), strict=True)
+        )
+        return replace(self, train=train, validation=validation, ids=None)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
