@@ -23,7 +23,8 @@ SMALL = {
     "own_models": {"title": "models of their own", "method.name": "local"},
     "three_components": {"title": "FedEM, three components", "models": ["linear"], "method.name": "fedem"},
 }
-HOW: dict[str, Any] = {"rounds": 12, "device": "cpu"}
+# One step a round: the trials are quick.
+HOW: dict[str, Any] = {"rounds": 24, "device": "cpu", "batch_size": 0, "learning_rate": 0.1}
 
 
 def _frame(spread: float, seed: int = 0, clients: int = 8, rows: int = 28) -> pd.DataFrame:
@@ -75,7 +76,7 @@ class TestChoice:
         gap = by_name["one_model-linear"].to_the_winner
         assert gap is not None
         assert gap.mean < -2 * gap.error
-        assert by_name["own_models-linear"].test == pytest.approx(by_name["client_linear"].test, abs=0.05)
+        assert (by_name["own_models-linear"].test or 9) < 0.7 * (by_name["one_model-linear"].test or 0)
         inputs = torch.zeros(1, 3)
         assert torch.equal(fedem.Result.load(out / "winner").predict("0", inputs), found.result.predict("0", inputs))
 
@@ -88,7 +89,7 @@ class TestChoice:
 
     def test_all_of_a_rung_train_equally_long_on_the_same_samples(self, chosen: tuple[Choice, Path, list[int]]) -> None:
         rungs = [[tried for tried in rung if not tried.failure] for rung in chosen[0].rungs]
-        assert [{tried.rounds for tried in rung} for rung in rungs] == [{2}, {3}, {12}]
+        assert [{tried.rounds for tried in rung} for rung in rungs] == [{3}, {6}, {24}]
         assert [{len(tried.scores) for tried in rung} for rung in rungs] == [{1}, {2}, {3}]
         assert [len(rung) for rung in rungs] == [5, 4, 4]
 
