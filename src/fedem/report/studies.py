@@ -108,7 +108,8 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
 
             try:
                 yield listen
-                outcome = score_text(latest) or "done"
+                # The best state may count, and not the last one.
+                outcome = score_text(entry.folder.summary() or latest) or "done"
             except UserError:
                 outcome = "failed"
                 raise

@@ -64,6 +64,9 @@ class RunSettings(Settings):
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
+        patience: rounds without a better validation score after which training ends; the best state is then the one
+            that counts, also where the last round comes first. 0: all rounds are trained, and the last state counts.
+            So it is without validation samples, with an evaluate_every of 0 and over a network, whatever stands here.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
             what is best; empty: accuracy for classes, mean_squared_error for numbers, and after training on a table
             also what else people decide by. For classes there are also balanced_accuracy, roc_auc, average_precision,
@@ -92,6 +95,7 @@ class RunSettings(Settings):
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
     unseen_epochs: int = field(default=5, metadata={"min": 1, "acts": "scores"})
     evaluate_every: int = field(default=10, metadata={"min": 0})
+    patience: int = field(default=0, metadata={"min": 0})
     metrics: str = field(default="", metadata={"each": find_metric})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
     diagnose_every: int = field(default=0, metadata={"min": 0})

@@ -137,10 +137,10 @@ def carry_out(
             stack.enter_context(_failing(folder))
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
-        with _recording(folder, progress.state.round, listener if team.leads else None) as record:
-            while progress.state.round < run.rounds:
+        with _recording(folder, progress.rounds, listener if team.leads else None) as record:
+            while not trainer.is_over(progress):
                 record(trainer.advance(progress))
-                if folder and run.is_due(run.checkpoint_every, progress.state.round):
+                if folder and (trainer.is_over(progress) or run.is_due(run.checkpoint_every, progress.rounds)):
                     folder.save(progress.states, trainer.checkpoint(progress))
         result = trainer.conclude(progress)
         if folder:
@@ -168,8 +168,11 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
-    history = [line for line in folder.metrics() if line["round"] <= last.round]
-    return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0))
+    stopped = metadata.get("stopped_after")
+    if stopped == last.round < trainer.config.run.rounds:  # at an end that is none any more
+        stopped = None
+    history = [line for line in folder.metrics() if line["round"] <= (stopped or last.round)]
+    return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0), stopped)
 
 
 @contextmanager
@@ -217,6 +220,12 @@ class Progress:
     history: list[Record] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)  # for a run that is resumed, as if it had never stopped
     slowed: float = 1.0  # what the learning rate is multiplied by, once it was halved
+    stopped_after: int | None = None  # rounds, where training is over and the best of them has become the state
+
+    @property
+    def rounds(self) -> int:
+        """Rounds trained; the state may be that of an earlier one."""
+        return self.state.round if self.stopped_after is None else self.stopped_after
 
     @property
     def seconds(self) -> float:
@@ -278,8 +287,9 @@ class Trainer:
 
     def origin(self, progress: Progress) -> Record:
         """Return what a checkpoint says of the training it came from, so that it can be gone on with."""
-        data, best = self.federation.fingerprint, progress.best_validation
-        return {"data": data, "best_validation": best, "seconds": progress.seconds, "slowed": progress.slowed}
+        known = {"data": self.federation.fingerprint, "best_validation": progress.best_validation}
+        stopped = {} if progress.stopped_after is None else {"stopped_after": progress.stopped_after}
+        return known | {"seconds": progress.seconds, "slowed": progress.slowed} | stopped
 
     def checkpoint(self, progress: Progress) -> Record:
         return self.recipe.metadata(self.federation.names) | self.origin(progress)
@@ -306,8 +316,20 @@ class Trainer:
         metrics = metrics or self.recipe.metrics
         return evaluate(self.recipe.algorithm, self.engine, found, self.federation, metrics)
 
+    @cached_property
+    def patience(self) -> int:
+        """Rounds without a better validation score after which training ends; 0 for never, as where none is known."""
+        run = self.config.run
+        return run.patience if run.evaluate_every and len(self.federation.validation) else 0
+
+    def is_over(self, progress: Progress) -> bool:
+        return progress.stopped_after is not None or progress.rounds >= self.config.run.rounds
+
     def advance(self, progress: Progress) -> Record:
-        """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
+        """Run one round and, when it is due, score the new state and judge how well clients solved their problems.
+
+        With patience, the best state takes the place of the last one once training is over.
+        """
         before = progress.state
         progress.state, costs = self._step(progress)
         entry: Record = costs._asdict()
@@ -322,6 +344,9 @@ class Trainer:
         if run.is_scored(done):
             entry |= self._score(progress)
         progress.history.append(entry)
+        best = progress.best if self.patience and run.is_scored(done) else None
+        if best is not None and (done == run.rounds or done - best.round >= self.patience):
+            progress.state, progress.stopped_after = best, done
         return entry
 
     def _step(self, progress: Progress) -> tuple[State, RoundCosts]:
@@ -381,9 +406,9 @@ class Trainer:
         here = self.placed()
         with self.recipe.products():
             progress = _restore(here, other).to(self.recipe.device)
-            if progress.best is not None and progress.best.round == progress.state.round:
-                progress.best, progress.best_validation = None, None
-            if progress.history:
+            if progress.history and progress.state.round == progress.rounds:
+                if progress.best is not None and progress.best.round == progress.rounds:
+                    progress.best, progress.best_validation = None, None
                 progress.history[-1] |= here._score(progress)
         with folder.open_metrics(0) as file:
             file.writelines(map(folder.line, progress.history))
@@ -438,6 +463,9 @@ class Trainer:
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": round(statistics.mean(each)) if each else None for way, each in sent.items()},
         }
+        if progress.stopped_after is not None:
+            run = self.config.run
+            summary |= {"stopped_after": progress.stopped_after, "max_rounds": run.rounds, "patience": run.patience}
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)

@@ -249,7 +249,7 @@ class Trial:
 
     number: int
     values: Values
-    # The validation score after the last round, one per seed; None where training failed, or is not over.
+    # The validation score of the state that counts, one per seed; None where training failed, or is not over.
     scores: tuple[float, ...] | None = None
     seconds: float | None = None  # of all runs together
     error: str | None = None  # why training failed
