@@ -276,10 +276,12 @@ def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
     """Whether a run can be gone on with; one of the others that is complete and trains alike lends it its training."""
     if entry.folder.exists():
         return True
-    alike = (other.folder for other in others if other.config.trains_as(entry.config) and other.is_complete)
-    if (other := next(alike, None)) is not None:
-        trainer.take_over(other, entry.folder)
-    return other is not None
+    for other in others:
+        # What the data decide, they decide alike.
+        if other.is_complete and other.config.trains_as(entry.config.settled_like(other.config)):
+            trainer.take_over(other.folder, entry.folder)
+            return True
+    return False
 
 
 def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record]]:
