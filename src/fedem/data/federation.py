@@ -222,6 +222,11 @@ class Federation:
         stays[held] = False
         return replace(self.take(stays.nonzero().flatten()), unseen=self.take(held))
 
+    def without_test(self) -> Federation:
+        """Return the clients without their test part, so that nothing can be chosen by it."""
+        nothing = Samples(self.train.span(0, 0), torch.zeros_like(self.test.offsets))
+        return replace(self, test=nothing, unseen=None if self.unseen is None else self.unseen.without_test())
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one input."""

@@ -21,7 +21,7 @@ from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
-from fedem.models import MODELS, ModelSpec
+from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.models.metrics import find_metric
 from fedem.solvers import SOLVERS, Solver
@@ -167,6 +167,7 @@ class Section(NamedTuple):
 
 _PASSED, _ALONG = {GIVEN: "Passed from Python."}, {GIVEN: "Passed from Python, as part of the data."}
 _AUTO = {"auto": "By the targets: squared_error for numbers, logistic for two classes, cross_entropy for more."}
+_NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
@@ -176,7 +177,7 @@ _ALL = (
     Section("partition", "How samples become clients'; by default as is usual for the data.", PARTITIONS, "", _ALONG),
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
-    Section("model", "The network that each component, or each client, has.", MODELS, "linear", _PASSED),
+    Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
     Section("schedule", "The learning rate of each round.", SCHEDULES, "step"),
@@ -292,6 +293,8 @@ class Config:
         config = self
         if config.loss is None:
             config = config.replace("loss", **made.sections["loss"])
+        if isinstance(config._model, Auto):
+            config = config.replace("model", **made.sections["model"])
         if config.batching.batch_size < 0:
             config = config.replace("batching", batch_size=made.batching.batch_size)
         if config.batching.local_epochs == 0:

@@ -208,7 +208,7 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
             begun, dataset = entry.folder.exists(), data.of(entry.config)
             try:
                 # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
-                trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
+                trainer = Trainer.prepare(entry.config, dataset, fresh=not begun, tries=False)
             except UserError as error:
                 if begun:
                     raise
@@ -277,8 +277,8 @@ def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
     if entry.folder.exists():
         return True
     for other in others:
-        # What the data decide, they decide alike.
-        if other.is_complete and other.config.trains_as(entry.config.settled_like(other.config)):
+        # Both with what the data decided.
+        if other.is_complete and other.folder.config().trains_as(trainer.config):
             trainer.take_over(other.folder, entry.folder)
             return True
     return False

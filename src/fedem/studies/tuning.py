@@ -20,13 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fedem.core.errors import UserError, check_known, needed
 from fedem.core.files import plain, write_json
 from fedem.data.dataset import Dataset
-from fedem.data.federation import Federation
-from fedem.data.samples import Samples
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record
@@ -203,7 +200,7 @@ class Search:
 
         def make(config: Config) -> Dataset:
             dataset = config.make_data()
-            return dataset._replace(federation=_without_test(dataset.federation))
+            return dataset._replace(federation=dataset.federation.without_test())
 
         data, metric, refused = SharedData(make, len(self.seeds)), "", list[UserError]()
         first, *others = self._each_value()
@@ -215,7 +212,7 @@ class Search:
                 allowed = "a share or number of them above 0 (data.validation, data.num_validation)"
                 raise UserError(f"The data of seed {seed} have no validation samples to choose by; allowed: {allowed}.")
             try:
-                trainer = Trainer.prepare(config, dataset, fresh=values is first)
+                trainer = Trainer.prepare(config, dataset, fresh=values is first, tries=False)
             except UserError as error:
                 refused.append(error)
             else:
@@ -234,13 +231,6 @@ class Search:
         yield first
         for key, values in self.grids.items():
             yield from (first | {key: value} for value in values[1:])
-
-
-def _without_test(federation: Federation) -> Federation:
-    """Return the clients without their test part, so that nothing can be chosen by it."""
-    nothing = Samples(federation.train.span(0, 0), torch.zeros_like(federation.test.offsets))
-    unseen = None if federation.unseen is None else _without_test(federation.unseen)
-    return replace(federation, test=nothing, unseen=unseen)
 
 
 @dataclass(frozen=True)
