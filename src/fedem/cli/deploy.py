@@ -46,7 +46,16 @@ def init(
     chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
     with waiting("Making the plan", quiet):
         write_app(folder, Plan.make(chosen, chosen.make_data()))
+    if not quiet:
+        _note_patience(chosen)
     say(f"App folder: {folder}")
+
+
+def _note_patience(config: Config) -> None:
+    """Say that the plan leaves out when to stop, where that was asked for or is shipped."""
+    if (patience := config.run.patience) > 0:
+        trained = counted(config.run.rounds, "round is", "rounds are")
+        aside(f"note: run.patience is {patience}, but 0 over a network: all {trained} trained.")
 
 
 @deploy_group.command()
@@ -88,6 +97,8 @@ def trial(
         section = named_data(own, None if data is None else str(data))
         layers = [SHORT, drawn if data is None else {}, asked(section, method, rounds=rounds, seed=seed)]
         config = Config.build(*layers, *map(parse_assignment, settings or []))
+        if not quiet:
+            _note_patience(config)
         if data is None:
             clients = draw_clients(place / "data", nodes, config.run.seed)
         else:
@@ -206,6 +217,7 @@ def make_plan(
     check_empty(folder)
     check_start(config)
     plan = Plan.make(config, config.make_data())
+    _note_patience(config)
     graph_of(plan)
     plan.save(folder)
     make_key(folder)

@@ -254,7 +254,7 @@ def _loaded(run_folder: Path, device: str) -> Result:
     """Load a run, and say so when it is still to be completed."""
     result = Result.load(run_folder, device=device)
     done, rounds = result.state().round, result.config.run.rounds
-    if done < rounds:
+    if done < rounds and "stopped_after" not in result.origin:
         aside(f"note: The run is not complete: {done} of its {counted(rounds, 'round is', 'rounds are')} done.")
     return result
 

@@ -149,6 +149,8 @@ def _carry_out(runs: list[_Run], team: Team, quiet: bool, references: bool) -> N
     for run, trainer in zip(runs, trainers, strict=True):
         if not quiet and (chosen := reports.chosen_by_data(run.config, trainer.config)):
             aside(f"note: {METHODS[run.config.method.name].title}: {chosen}")
+        if not quiet:
+            aside(f"note: {METHODS[run.config.method.name].title}: {reports.model_in_words(trainer)}")
         if trainer.engine.note and team.leads:
             aside(f"note: {trainer.engine.note}")
         with progress(METHODS[run.config.method.name].title, run.config.run.rounds, quiet) as listener:
@@ -257,7 +259,9 @@ def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Re
     first: dict[int, Config] = {}
     for entry in entries:
         first.setdefault(entry.seed, entry.config)
-    trainers = {seed: Trainer.prepare(config, data.of(config), fresh=False) for seed, config in first.items()}
+    trainers = {
+        seed: Trainer.prepare(config, data.of(config), fresh=False, tries=False) for seed, config in first.items()
+    }
     return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 

@@ -36,8 +36,9 @@ class Plan(Recipe):
                 raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: 0.")
         if config.run.metrics:
             raise UserError(f"run.metrics is {config.run.metrics!r}; allowed in a deployment: the metric of its loss.")
-        # How many clients there will be, the sample does not say.
-        recipe = Trainer.prepare(config.replace("run", clients_per_round=1.0), dataset, fresh=False).recipe
+        # How many clients there will be, the sample does not say; and who knows when to stop has all scores and states.
+        trained = config.replace("run", clients_per_round=1.0, patience=0)
+        recipe = Trainer.prepare(trained, dataset, fresh=False).recipe
         # Neither where the sample lies nor who owns which of its rows concerns those who get the plan.
         clients_per_round = config.run.clients_per_round
         settled = recipe.config.replace("run", clients_per_round=clients_per_round, partition_hash="")

@@ -1,6 +1,6 @@
 """Models by name."""
 
-from fedem.models.base import Model, ModelSpec
+from fedem.models.base import Auto, Model, ModelSpec
 from fedem.models.images import CNN, EfficientNetLite0, LeafCNN, MobileNetV2, ResNet18, ResNet34
 from fedem.models.losses import CrossEntropy, Logistic, SquaredError
 from fedem.models.small import LSTM, MLP, Linear
@@ -18,6 +18,6 @@ MODELS: dict[str, type[ModelSpec]] = {
 }
 
 __all__ = [
-    "CNN", "LSTM", "MLP", "MODELS", "CrossEntropy", "EfficientNetLite0", "LeafCNN", "Linear", "Logistic", "MobileNetV2",
-    "Model", "ModelSpec", "ResNet18", "ResNet34", "SquaredError",
+    "CNN", "LSTM", "MLP", "MODELS", "Auto", "CrossEntropy", "EfficientNetLite0", "LeafCNN", "Linear", "Logistic",
+    "MobileNetV2", "Model", "ModelSpec", "ResNet18", "ResNet34", "SquaredError",
 ]  # fmt: skip

@@ -48,6 +48,18 @@ class ModelSpec(Settings, ABC):
         """Return a freshly initialised module."""
 
 
+@dataclass(frozen=True)
+class Auto(ModelSpec):
+    """Chosen by the data, once for a run: cnn for images (from 8 x 8), else linear or mlp, the better by validation.
+
+    Both are trained for a quarter of the rounds, from 10 to 50, without the test part. It is linear without a trial
+    where there are no validation samples, or where the method trains no other.
+    """
+
+    def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
+        raise UserError("model.name is 'auto', which training settles; allowed before that: the name of a model.")
+
+
 class Model:
     """A module and a loss, as pure functions of a tree of parameters and buffers.
 

@@ -103,6 +103,8 @@ def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[st
             bar.update(task, completed=record["round"])
 
         yield listen
+        if done := bar.tasks[0].completed:  # training may have come to its end before
+            bar.update(task, total=done)
 
 
 def waiting(what: str, quiet: bool) -> AbstractContextManager[object]:
@@ -144,18 +146,22 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
         decile, loss = first.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
         rows.append({"average": _score(oracle, first, "oracle"), "bottom decile": decile, "loss": loss})
     base = "" if rate is None else f" (base rate {first.text(rate)})"
-    yield _scores_table(f"Test scores after the last round, {first.unit}{base}", summaries, rows)
+    which = "of the best states by validation" if "stopped_after" in summaries[0] else "after the last round"
+    yield _scores_table(f"Test scores {which}, {first.unit}{base}", summaries, rows)
     for title, named in ((", averages over clients", further), (" of all clients' test rows together", pooled)):
         if named:
             yield _scores_table(f"Test scores{title}", summaries, _further(summaries, named, oracle))
     last = summaries[0]
     if best := last.get("best"):
-        headings = ("part", f"last (round {last['rounds']})", f"best (round {best['round']})")
-        table = figures_table(f"Last round and best by validation ({first.title}, loss)", *headings)
+        states, title = {f"last (round {last['rounds']})": last}, "Last round and best by validation"
+        if "stopped_after" in last:  # they are the same
+            states, title = {}, "Best by validation"
+        states[f"best (round {best['round']})"] = best
+        table = figures_table(f"{title} ({first.title}, loss)", "part", *states)
         for part in PARTS:
             names = (f"{part}_{first.name}", f"{part}_loss")
             if names[0] in last:
-                table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in (last, best)))
+                table.add_row(part, *(", ".join(_number(state[name]) for name in names) for state in states.values()))
         yield table
     if count := last.get(LEFT_OUT):
         few = f"{count:,} of {counted(last['num_clients'], 'client')}"

@@ -67,7 +67,7 @@ def _runs(data: Gathered) -> Iterator[dict[str, str]]:
         yield {
             "method": data.titles[method],
             "seed": str(run.seed),
-            "rounds": str(summary["rounds"]),
+            "rounds": str(summary.get("max_rounds", summary["rounds"])),
             data.label: texts.pop(data.label),
             "bottom decile": data.in_words(summary.get("bottom_decile")),
             **texts,

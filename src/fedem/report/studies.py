@@ -20,7 +20,7 @@ from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_uni
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
-from fedem.runs.trainer import Listener
+from fedem.runs.trainer import Listener, Trainer
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread, reason
@@ -56,6 +56,16 @@ def chosen_by_data(asked: Config, settled: Config) -> str:
     if asked.schedule.learning_rate == 0:
         said.append(f"learning rate {settled.schedule.learning_rate:g}")
     return f"{', '.join(said)} (chosen from the data)" if said else ""
+
+
+def model_in_words(trainer: Trainer) -> str:
+    """Say what model a run trains, how large it is and, where the data decided that, why it is this one."""
+    model, name = trainer.recipe.model, trainer.config.name("model")
+    size = counted(model.num_parameters, "parameter")
+    if name in ("linear", "mlp"):
+        weights = [shape for shape in model.leaf_shapes.values() if len(shape) == 2]
+        size = f"{' x '.join(map(str, [weights[0][1], *(shape[0] for shape in weights)]))}, {size}"
+    return f"model {name} ({size})" + (f"; {trainer.why}" if trainer.why else "")
 
 
 def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str], whole: str = "") -> Table:
@@ -108,7 +118,8 @@ def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, st
 
             try:
                 yield listen
-                outcome = score_text(latest) or "done"
+                # The best state may count, and not the last one.
+                outcome = score_text(entry.folder.summary() or latest) or "done"
             except UserError:
                 outcome = "failed"
                 raise

@@ -21,7 +21,7 @@ from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
-from fedem.models import MODELS, ModelSpec
+from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.models.metrics import find_metric
 from fedem.solvers import SOLVERS, Solver
@@ -64,6 +64,9 @@ class RunSettings(Settings):
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
+        patience: rounds without a better validation score after which training ends; the best state is then the one
+            that counts, also where the last round comes first. 0: all rounds are trained, and the last state counts.
+            So it is without validation samples, with an evaluate_every of 0 and over a network, whatever stands here.
         metrics: what clients are scored by: names in a list or with commas between them, the first of which decides
             what is best; empty: accuracy for classes, mean_squared_error for numbers, and after training on a table
             also what else people decide by. For classes there are also balanced_accuracy, roc_auc, average_precision,
@@ -92,6 +95,7 @@ class RunSettings(Settings):
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
     unseen_epochs: int = field(default=5, metadata={"min": 1, "acts": "scores"})
     evaluate_every: int = field(default=10, metadata={"min": 0})
+    patience: int = field(default=0, metadata={"min": 0})
     metrics: str = field(default="", metadata={"each": find_metric})
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
     diagnose_every: int = field(default=0, metadata={"min": 0})
@@ -163,6 +167,7 @@ class Section(NamedTuple):
 
 _PASSED, _ALONG = {GIVEN: "Passed from Python."}, {GIVEN: "Passed from Python, as part of the data."}
 _AUTO = {"auto": "By the targets: squared_error for numbers, logistic for two classes, cross_entropy for more."}
+_NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
@@ -172,7 +177,7 @@ _ALL = (
     Section("partition", "How samples become clients'; by default as is usual for the data.", PARTITIONS, "", _ALONG),
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
-    Section("model", "The network that each component, or each client, has.", MODELS, "linear", _PASSED),
+    Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
     Section("schedule", "The learning rate of each round.", SCHEDULES, "step"),
@@ -288,6 +293,8 @@ class Config:
         config = self
         if config.loss is None:
             config = config.replace("loss", **made.sections["loss"])
+        if isinstance(config._model, Auto):
+            config = config.replace("model", **made.sections["model"])
         if config.batching.batch_size < 0:
             config = config.replace("batching", batch_size=made.batching.batch_size)
         if config.batching.local_epochs == 0:

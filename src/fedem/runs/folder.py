@@ -81,6 +81,12 @@ class RunFolder:
         run = f"The run in {self.path} was started with {counted(before, 'round')}, and {asked} are asked for"
         if asked < before:
             raise UserError(f"{run}; allowed when it is resumed: {before} or more.")
+        manifest = (_read_json(self.checkpoints / MANIFEST) if asked > before else None) or {}
+        stopped = manifest.get("facts", {}).get("stopped_after")
+        if stopped is not None and (kept := manifest["states"]["last"]["round"]) < stopped:
+            why = f"it ended after {counted(stopped, 'round')}, of which the state of round {kept} alone is kept"
+            mend = f"a new run of {counted(asked, 'round')}"
+            raise UserError(f"{run}, but {why} (run.patience is {self.config().run.patience}); allowed: {mend}.")
         if asked > before and config.schedule.depends_on_length:
             growing = ", ".join(name for name, kind in SCHEDULES.items() if not kind.depends_on_length)
             why = f"schedule.name is {config.name('schedule')!r}, whose learning rates go by the number of rounds"

@@ -81,7 +81,7 @@ class Result:
     Attributes:
         recipe: what was trained, and how.
         states: "last" and, when there was validation data, "best" by validation. Never mixed up: methods use "last"
-            unless told otherwise.
+            unless told otherwise. With patience the best has become the last.
         names: of the clients that took part in training.
         summary: what summary.json holds.
         history: one record per round, as in metrics.jsonl.

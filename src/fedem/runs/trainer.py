@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort
 
 Listener = Callable[[Record], None]  # called with each round's record
 _HALVINGS = 10  # of the learning rate, for one round
+_IMAGE = 8  # pixels of the smallest images that are taken for such
+_TRIAL = (10, 50)  # the fewest and the most rounds in which a model that might be chosen is tried
 _WATCHED, _WATCHED_ROWS = 256, 1 << 14  # clients and samples by which divergence is noticed
 
 
@@ -70,8 +72,8 @@ def train(
         federation: the clients and their samples.
         method: a name from :data:`fedem.METHODS`.
         model: an ``nn.Module`` with parts that can be initialised afresh, or a function that builds one; or a name from
-            :data:`fedem.models.MODELS`, or a name and settings, ``{"name": "mlp", "hidden": 32}``. A linear model when
-            not given.
+            :data:`fedem.models.MODELS`, or a name and settings, ``{"name": "mlp", "hidden": 32}``; or "auto", which
+            chooses one by the data. A linear model when not given.
         truth: what generated the data, if known: then the oracle is scored and recovery reported.
         out: a folder to write the run to while it goes on; nothing is written when not given.
         resume: go on with the run in ``out``; the result is the same as if it had never stopped. It may have more
@@ -90,7 +92,7 @@ def train(
     elif callable(model):
         given["model"] = {"name": GIVEN}
     elif model is not None:
-        named = f"a name ({', '.join(MODELS)}), also with settings, " + '{"name": "mlp", "hidden": 32}'
+        named = f"a name ({', '.join(MODELS)}, auto), also with settings, " + '{"name": "mlp", "hidden": 32}'
         raise UserError(f"model is {model!r}; allowed: an nn.Module, a function that builds one, or {named}.")
     config = Config.build(given, route(options, method))
     dataset = federation if isinstance(federation, Dataset) else Dataset(federation, truth)
@@ -137,10 +139,10 @@ def carry_out(
             stack.enter_context(_failing(folder))
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
-        with _recording(folder, progress.state.round, listener if team.leads else None) as record:
-            while progress.state.round < run.rounds:
+        with _recording(folder, progress.rounds, listener if team.leads else None) as record:
+            while not trainer.is_over(progress):
                 record(trainer.advance(progress))
-                if folder and run.is_due(run.checkpoint_every, progress.state.round):
+                if folder and (trainer.is_over(progress) or run.is_due(run.checkpoint_every, progress.rounds)):
                     folder.save(progress.states, trainer.checkpoint(progress))
         result = trainer.conclude(progress)
         if folder:
@@ -168,8 +170,11 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
-    history = [line for line in folder.metrics() if line["round"] <= last.round]
-    return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0))
+    stopped = metadata.get("stopped_after")
+    if stopped == last.round < trainer.config.run.rounds:  # at an end that is none any more
+        stopped = None
+    history = [line for line in folder.metrics() if line["round"] <= (stopped or last.round)]
+    return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0), stopped)
 
 
 @contextmanager
@@ -207,6 +212,63 @@ def reassess(path: str | Path, device: str = "auto", **settings: Any) -> Result:
         return trainer.conclude(_restore(trainer, folder).to(trainer.recipe.device))
 
 
+def _choose_model(config: Config, dataset: Dataset, team: Team) -> tuple[Config, str]:
+    """Return the configuration with the model that suits the data in place of "auto", and why it does."""
+    shape = dataset.federation.input_shape
+    if len(shape) == 3 and min(shape[1:]) >= _IMAGE:
+        return config.replace("model", name="cnn"), "for images"
+    linear, deep = (config.replace("model", name=name) for name in ("linear", "mlp"))
+    if not len(dataset.federation.validation):
+        return linear, "there are no validation samples to choose by"
+    trials = dataset._replace(federation=dataset.federation.without_test())
+    try:
+        tried = _Tried.of(deep, trials, team)
+    except DivergedError:
+        return linear, "mlp diverges"
+    except UserError as error:
+        return linear, f"mlp can't be trained: {error}"
+    with suppress(DivergedError):
+        usual = _Tried.of(linear, trials, team)
+        if not tried.is_better_than(usual):
+            return linear, f"{usual} against {tried.score} of mlp after {tried.rounds} rounds"
+        return deep, f"{tried} against {usual.score} of linear after {tried.rounds} rounds"
+    return deep, "linear diverges"
+
+
+class _Tried(NamedTuple):
+    """How well a model that might be chosen does after a short training."""
+
+    metric: Metric
+    validation: float
+    rounds: int
+
+    @classmethod
+    def of(cls, config: Config, dataset: Dataset, team: Team) -> _Tried:
+        rounds = min(max(config.run.rounds // 4, _TRIAL[0]), _TRIAL[1])
+        none = {"unseen": 0.0, "patience": 0, "measure_alpha_every": 0, "diagnose_every": 0}
+        config = config.replace("run", rounds=rounds, evaluate_every=5, **none)
+        trainer = Trainer.prepare(config, dataset, fresh=False, team=team).placed()
+        with trainer.recipe.products():
+            progress = Progress(trainer.training.init())
+            while not trainer.is_over(progress):
+                trainer.advance(progress)
+        assert progress.best_validation is not None
+        return cls(trainer.recipe.metrics[0], progress.best_validation, rounds)
+
+    @property
+    def score(self) -> str:
+        return self.metric.text(self.validation) + ("%" if self.metric.in_percent else "")
+
+    def is_better_than(self, other: _Tried) -> bool:
+        if math.isnan(other.validation):
+            return not math.isnan(self.validation)
+        better = self.validation > other.validation
+        return better if self.metric.larger_is_better else self.validation < other.validation
+
+    def __str__(self) -> str:
+        return f"validation {self.metric.title} {self.score}"
+
+
 @dataclass
 class Progress:
     """Where a run stands."""
@@ -217,6 +279,12 @@ class Progress:
     history: list[Record] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)  # for a run that is resumed, as if it had never stopped
     slowed: float = 1.0  # what the learning rate is multiplied by, once it was halved
+    stopped_after: int | None = None  # rounds, where training is over and the best of them has become the state
+
+    @property
+    def rounds(self) -> int:
+        """Rounds trained; the state may be that of an earlier one."""
+        return self.state.round if self.stopped_after is None else self.stopped_after
 
     @property
     def seconds(self) -> float:
@@ -239,13 +307,27 @@ class Trainer:
     truth: Truth | None = None  # what generated the data, where it is known
     team: Team = ALONE  # the processes that share the work, each of which has prepared the same run
 
+    why: str = ""  # its model was chosen, where the data decided that
+
     @classmethod
     def prepare(
-        cls, config: Config, dataset: Dataset, source: ModelSource | None = None, fresh: bool = True, team: Team = ALONE
+        cls,
+        config: Config,
+        dataset: Dataset,
+        source: ModelSource | None = None,
+        fresh: bool = True,
+        team: Team = ALONE,
+        tries: bool = True,
     ) -> Trainer:
+        """Check everything; a model that is to be chosen is, by trials, or unless it ``tries`` is taken for linear."""
         if config.run.unseen:
             dataset = dataset._replace(federation=dataset.federation.hold_out(config.run.unseen, config.run.seed))
-        trainer = cls(config.resolve(dataset, source, fresh), dataset.federation, dataset.truth, team)
+        why = ""
+        if config.name("model") == "auto" and tries:
+            config, why = _choose_model(config, dataset, team)
+        elif config.name("model") == "auto":
+            config = config.replace("model", name="linear")
+        trainer = cls(config.resolve(dataset, source, fresh), dataset.federation, dataset.truth, team, why)
         team.check(trainer.training.cohort_size, trainer.recipe.device)
         return trainer
 
@@ -278,8 +360,9 @@ class Trainer:
 
     def origin(self, progress: Progress) -> Record:
         """Return what a checkpoint says of the training it came from, so that it can be gone on with."""
-        data, best = self.federation.fingerprint, progress.best_validation
-        return {"data": data, "best_validation": best, "seconds": progress.seconds, "slowed": progress.slowed}
+        known = {"data": self.federation.fingerprint, "best_validation": progress.best_validation}
+        stopped = {} if progress.stopped_after is None else {"stopped_after": progress.stopped_after}
+        return known | {"seconds": progress.seconds, "slowed": progress.slowed} | stopped
 
     def checkpoint(self, progress: Progress) -> Record:
         return self.recipe.metadata(self.federation.names) | self.origin(progress)
@@ -306,8 +389,20 @@ class Trainer:
         metrics = metrics or self.recipe.metrics
         return evaluate(self.recipe.algorithm, self.engine, found, self.federation, metrics)
 
+    @cached_property
+    def patience(self) -> int:
+        """Rounds without a better validation score after which training ends; 0 for never, as where none is known."""
+        run = self.config.run
+        return run.patience if run.evaluate_every and len(self.federation.validation) else 0
+
+    def is_over(self, progress: Progress) -> bool:
+        return progress.stopped_after is not None or progress.rounds >= self.config.run.rounds
+
     def advance(self, progress: Progress) -> Record:
-        """Run one round and, when it is due, score the new state and judge how well clients solved their problems."""
+        """Run one round and, when it is due, score the new state and judge how well clients solved their problems.
+
+        With patience, the best state takes the place of the last one once training is over.
+        """
         before = progress.state
         progress.state, costs = self._step(progress)
         entry: Record = costs._asdict()
@@ -322,6 +417,9 @@ class Trainer:
         if run.is_scored(done):
             entry |= self._score(progress)
         progress.history.append(entry)
+        best = progress.best if self.patience and run.is_scored(done) else None
+        if best is not None and (done == run.rounds or done - best.round >= self.patience):
+            progress.state, progress.stopped_after = best, done
         return entry
 
     def _step(self, progress: Progress) -> tuple[State, RoundCosts]:
@@ -381,9 +479,9 @@ class Trainer:
         here = self.placed()
         with self.recipe.products():
             progress = _restore(here, other).to(self.recipe.device)
-            if progress.best is not None and progress.best.round == progress.state.round:
-                progress.best, progress.best_validation = None, None
-            if progress.history:
+            if progress.history and progress.state.round == progress.rounds:
+                if progress.best is not None and progress.best.round == progress.rounds:
+                    progress.best, progress.best_validation = None, None
                 progress.history[-1] |= here._score(progress)
         with folder.open_metrics(0) as file:
             file.writelines(map(folder.line, progress.history))
@@ -438,6 +536,9 @@ class Trainer:
             "seconds_per_round": statistics.median(seconds[1:] or seconds) if seconds else None,
             **{f"{way}_per_round": round(statistics.mean(each)) if each else None for way, each in sent.items()},
         }
+        if progress.stopped_after is not None:
+            run = self.config.run
+            summary |= {"stopped_after": progress.stopped_after, "max_rounds": run.rounds, "patience": run.patience}
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)

@@ -238,7 +238,8 @@ def summarize(entries: Sequence[Entry], beside: Mapping[int, Sequence[Record]] |
     runs += [record(row.method, seed, each) for row in plain for seed, each in others[row.method].items()]
     noted = (each for own in others.values() for each in own.values() if "note" in each)
     notes = list(dict.fromkeys(f"{run_title(each)}: {each['note']}" for each in noted))
-    sizes = (first["rounds"], first["num_clients"], first.get("num_unseen_clients", 0))
+    rounds = first["max_rounds" if "max_rounds" in first else "rounds"]  # asked for: fewer may count
+    sizes = (rounds, first["num_clients"], first.get("num_unseen_clients", 0))
     counts = [summary.get(LEFT_OUT, 0) for summary in baseline.values()]
     left_out, name = (min(counts), max(counts)), data_name(entries[0].config)
     return Comparison(name, metric, *sizes, seeds, rows, oracle, runs, failed, left_out, plain, notes)

@@ -208,7 +208,7 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
             begun, dataset = entry.folder.exists(), data.of(entry.config)
             try:
                 # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
-                trainer = Trainer.prepare(entry.config, dataset, fresh=not begun)
+                trainer = Trainer.prepare(entry.config, dataset, fresh=not begun, tries=False)
             except UserError as error:
                 if begun:
                     raise
@@ -276,10 +276,12 @@ def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
     """Whether a run can be gone on with; one of the others that is complete and trains alike lends it its training."""
     if entry.folder.exists():
         return True
-    alike = (other.folder for other in others if other.config.trains_as(entry.config) and other.is_complete)
-    if (other := next(alike, None)) is not None:
-        trainer.take_over(other, entry.folder)
-    return other is not None
+    for other in others:
+        # Both with what the data decided.
+        if other.is_complete and other.folder.config().trains_as(trainer.config):
+            trainer.take_over(other.folder, entry.folder)
+            return True
+    return False
 
 
 def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record]]:

@@ -212,7 +212,7 @@ class Search:
                 allowed = "a share or number of them above 0 (data.validation, data.num_validation)"
                 raise UserError(f"The data of seed {seed} have no validation samples to choose by; allowed: {allowed}.")
             try:
-                trainer = Trainer.prepare(config, dataset, fresh=values is first)
+                trainer = Trainer.prepare(config, dataset, fresh=values is first, tries=False)
             except UserError as error:
                 refused.append(error)
             else:
@@ -239,7 +239,7 @@ class Trial:
 
     number: int
     values: Values
-    # The validation score after the last round, one per seed; None where training failed, or is not over.
+    # The validation score of the state that counts, one per seed; None where training failed, or is not over.
     scores: tuple[float, ...] | None = None
     seconds: float | None = None  # of all runs together
     error: str | None = None  # why training failed

@@ -30,7 +30,9 @@ from fedem.runs.trainer import Listener
 
 EXPERIMENT = "trial"
 FEWEST, MOST = 2, 50  # nodes of a trial: a process or two each, and a federation is of several
-SHORT: Layer = {"run": {"rounds": 5, "evaluate_every": 5}}  # by default: every message to a node takes seconds
+SHORT: Layer = {
+    "run": {"rounds": 5, "evaluate_every": 5, "patience": 0}
+}  # by default: every message to a node takes seconds
 DIMENSION = 20  # features of the clients that are drawn
 _APP_STARTING, _BETWEEN = 120.0, 30.0  # seconds that a run may take to start, and the server between two messages
 HOST = "127.0.0.1"
