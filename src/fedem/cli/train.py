@@ -113,6 +113,9 @@ def _plan(file: Path | None, asked: list[Layer], baselines: list[str], out: Path
             mend = f"allowed with: {', '.join(having)}. `fedem methods {method}` shows its settings."
             raise UserError(f"--components is given, but method {method} has no components; {mend}")
     chosen = Config.build(*files, *asked, preset=not resume)
+    if chosen.name("data") == "file" and not any("model" in layer for layer in (*files, *asked)):
+        asked = [*asked, {"model": {"name": "auto"}}]  # of a table nobody may know whether it is linear
+        chosen = Config.build(*files, *asked)
     common = comparison.without_own([*(comparison.without_shipped(layer, chosen) for layer in files), *asked])
     name = f"{chosen.name('data')}-{chosen.name('method')}-seed{chosen.run.seed}"
     folder = RunFolder(_folder("run", name, out, resume))

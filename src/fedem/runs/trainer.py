@@ -244,7 +244,7 @@ class _Tried(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, dataset: Dataset, team: Team) -> _Tried:
-        rounds = min(max(config.run.rounds // 4, _TRIAL[0]), _TRIAL[1])
+        rounds = min(config.run.rounds, max(config.run.rounds // 4, _TRIAL[0]), _TRIAL[1])
         none = {"unseen": 0.0, "patience": 0, "measure_alpha_every": 0, "diagnose_every": 0}
         config = config.replace("run", rounds=rounds, evaluate_every=5, **none)
         trainer = Trainer.prepare(config, dataset, fresh=False, team=team).placed()
