@@ -1,24 +1,33 @@
-"""``python -m benchmarks.tables``: the first command on tables of many kinds, beside plain predictors on the same rows.
+"""``python -m benchmarks.tables``: the first commands on many kinds of tables, beside plain predictors.
 
 Each table is a CSV file with the columns client, y and features, on which ``fedem train --data FILE --client-column
-client --target-column y`` is run with nothing else. Its test score stands beside those of the references of the same
-split. A seed is that of the table; the command has its own default. Tables marked * are those of CHOSEN_ON.
+client --target-column y`` is run with nothing else, and ``fedem choose FILE`` with the same columns and a budget. Their
+test scores stand beside those of the references of the same split. A seed is that of the table; the commands have their
+own default. Tables marked * are those of CHOSEN_ON.
+
+The last column but one is how much better the best reference is than what was chosen, in the mean over the seeds, with
+its standard error: differences are paired by client within a seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from numpy.typing import NDArray
 
 from benchmarks.measure import environment
@@ -27,8 +36,6 @@ from fedem.core.errors import check_known
 from fedem.models.metrics import find_metric
 from fedem.runs.evaluate import Record, has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
-from fedem.runs.trainer import Trainer
-from fedem.studies.references import beside
 
 CHOSEN_ON = ("own_slopes", "no_effect", "sensors", "diabetes")
 """the tables that defaults may be chosen on; the others are for reporting only"""
@@ -170,52 +177,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument("--tables", default=",".join(TABLES), help="names with commas between them")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--budget", default="10m", help="of fedem choose")
+    parser.add_argument("--jobs", type=int, default=1, help="tables at a time, a thread each")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     parser.add_argument(
         "--quick", action="store_true", help="a smoke run: two tables, 2 rounds; its figures mean nothing"
     )
     options = parser.parse_args(arguments)
     names = ["diabetes", "no_effect"] if options.quick else options.tables.split(",")
-    more = ["--rounds", "2"] if options.quick else []
+    budget, more = ("1s", ["--rounds", "2"]) if options.quick else (options.budget, [])
     check_known("table", names, TABLES)
-    runs = []
-    for name in names:
-        runs += [run(name, seed, more) for seed in range(1 if options.quick else options.seeds)]
-        own = [found for found in runs if found["table"] == name]
-        if name == names[0]:
-            titles = ["table", "task", "clients", "rows", "metric", "fedem", *own[0]["references"], "diverged"]
-            print(
-                f"| {' | '.join(titles)} |\n| --- | --- | ---: | ---: | --- |{' ---: |' * (len(titles) - 5)}",
-                flush=True,
-            )
-        print(_line(own), flush=True)
-    if options.out:
-        content = {"environment": environment(), "chosen_on": CHOSEN_ON, "runs": runs}
-        options.out.write_text(json.dumps(content, indent=2) + "\n")
+    seeds = range(1 if options.quick else options.seeds)
+    runs: list[Record] = []
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:  # torch's threads don't survive a fork
+        asked = {name: [pool.submit(run, name, seed, budget, more) for seed in seeds] for name in names}
+        for name, own in asked.items():
+            found = [each.result() for each in own]
+            if name == names[0]:
+                titles = ["table", "clients", "rows", "metric", "fedem train", "fedem choose", "its choice"]
+                titles += [*found[0]["references"], "best reference better by", "diverged"]
+                print(f"| {' | '.join(titles)} |\n| --- |{' ---: |' * 2} --- |{' ---: |' * 2} --- |", end="")
+                print(f"{' ---: |' * (len(titles) - 7)}", flush=True)
+            print(_line(found), flush=True)
+            runs += found
+            if options.out:
+                content = {"environment": environment(), "chosen_on": CHOSEN_ON, "budget": budget, "runs": runs}
+                options.out.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def run(name: str, seed: int, more: Sequence[str] = ()) -> Record:
-    """Run the first command on a table, with ``more`` in a smoke run, and score the references on the same rows."""
+def run(name: str, seed: int, budget: str, more: Sequence[str] = ()) -> Record:
+    """Run the first commands on a table, with ``more`` in a smoke run; the second one scores the references."""
+    torch.set_num_threads(1)
     frame = TABLES[name](seed)
     with tempfile.TemporaryDirectory() as folder:
-        path, out = Path(folder) / f"{name}.csv", Path(folder) / "run"
+        path, out, chosen = Path(folder) / f"{name}.csv", Path(folder) / "run", Path(folder) / "choice"
         frame.to_csv(path, index=False)
-        # As a user would; the folder alone is named, so that it goes away again.
-        command = ["train", "--data", str(path), "--client-column", "client", "--target-column", "y"]
-        sys.argv = ["fedem", *command, "--out", str(out), "--quiet", *more]
-        failed = False
-        try:
-            with redirect_stdout(sys.stderr):
-                fedem()
-        except SystemExit as stop:
-            failed = bool(stop.code)
-        place = RunFolder(out)
-        summary = place.summary() or {}
-        config = place.config()
-        trainer = Trainer.prepare(config, config.make_data(), fresh=False)
-        metric = trainer.recipe.metrics[0]
-        figure = f"test_{metric.name}"
-        plain = {each.name: each.record for each in beside(trainer)}
+        # As a user would; the folders alone are named, so that they go away again.
+        columns = ["--client-column", "client", "--target-column", "y", "--quiet", *more]
+        failed = _call("train", "--data", str(path), *columns, "--out", str(out))
+        summary = RunFolder(out).summary() or {}
+        if _call("choose", str(path), *columns, "--budget", budget, "--out", str(chosen)):
+            raise RuntimeError(f"fedem choose failed on {name}, seed {seed}.")
+        choice = json.loads((chosen / "choice.json").read_text())
+        winner = RunFolder(chosen / "winner").summary() or {}
+    metric = find_metric(choice["metric"])
+    figure = f"test_{metric.name}"
+    plain = {each["name"]: each for each in choice["finals"] if each["title"].startswith("reference")}
     return {
         "table": name,
         "seed": seed,
@@ -224,10 +231,25 @@ def run(name: str, seed: int, more: Sequence[str] = ()) -> Record:
         "rows": len(frame),
         "metric": metric.name,
         "fedem": summary.get(figure),
-        "references": {key: record.get(figure) for key, record in plain.items()},
-        "diverged": failed or has_diverged(summary) or summary.get(figure) is None,
+        "choose": winner.get(figure),
+        "chosen": choice["winner"],
+        "seconds": choice["seconds"],
+        "references": {key: each[figure] for key, each in plain.items()},
+        "to_the_winner": {key: each["to_the_winner"] for key, each in plain.items()},
+        "diverged": failed or any(has_diverged(each) or each.get(figure) is None for each in (summary, winner)),
         "summary": {f"test_{each.name}": summary.get(f"test_{each.name}") for each in metrics_of(summary)},
     }
+
+
+def _call(*words: str) -> bool:
+    """Call ``fedem`` without what it prints; returns whether it failed."""
+    sys.argv = ["fedem", *words]
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(sys.stderr):
+            fedem()
+    except SystemExit as stop:
+        return bool(stop.code)
+    return False
 
 
 def _line(runs: Sequence[Record]) -> str:
@@ -235,16 +257,24 @@ def _line(runs: Sequence[Record]) -> str:
     first = runs[0]
     metric = find_metric(first["metric"])
 
-    def mean(values: Sequence[float | None]) -> str:
+    def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
-        return metric.text(statistics.fmean(known) if len(known) == len(values) else None, plain=".3f")
+        return statistics.fmean(known) if len(known) == len(values) else None
 
-    scores = [mean([each["fedem"] for each in runs])]
-    scores += [mean([each["references"][key] for each in runs]) for key in first["references"]]
-    diverged = sum(each["diverged"] for each in runs)
+    scores = {key: mean([each["references"][key] for each in runs]) for key in first["references"]}
+    known = {key: value for key, value in scores.items() if value is not None}
+    best = (max if metric.larger_is_better else min)(known, key=lambda key: known[key])
+    gaps = [each["to_the_winner"][best] for each in runs]
+    ahead = statistics.fmean(gap["mean"] for gap in gaps)
+    error = math.sqrt(sum(gap["error"] ** 2 for gap in gaps)) / len(gaps)
+    told = f"{metric.text(ahead, plain='.3f')} ±{metric.text(error, plain='.3f')}"
     marked = f"{first['table']}*" if first["table"] in CHOSEN_ON else first["table"]
-    cells = [marked, first["task"], str(first["clients"]), f"{first['rows']:,}", metric.unit, *scores]
-    return f"| {' | '.join([*cells, f'{diverged} of {len(runs)}'])} |"
+    ours = [metric.text(mean([each[key] for each in runs]), plain=".3f") for key in ("fedem", "choose")]
+    names = ", ".join(dict.fromkeys(each["chosen"].replace("_", " ") for each in runs))
+    cells = [marked, str(first["clients"]), f"{first['rows']:,}", metric.unit, *ours, names]
+    cells += [metric.text(value, plain=".3f") for value in scores.values()]
+    diverged = sum(each["diverged"] for each in runs)
+    return f"| {' | '.join([*cells, told, f'{diverged} of {len(runs)}'])} |"
 
 
 if __name__ == "__main__":

@@ -144,7 +144,13 @@ def test_tables_are_scored_beside_references(tmp_path: Path, capsys: pytest.Capt
     assert len(printed) == 2 + len(found)  # a Markdown table alone
     for name, each in found.items():
         assert set(each["references"]) == {"constant", "pooled_linear", "client_linear", "boosting"}
-        assert all(math.isfinite(number) for number in numbers([each["fedem"], each["references"]]))
+        scores = [each["fedem"], each["choose"], each["references"], each["to_the_winner"]]
+        assert all(math.isfinite(number) for number in numbers(scores))
+        # Paired by client, with the weights of the scores: the difference of the scores themselves.
+        sign = 1 if each["task"] == "classes" else -1
+        for reference, score in each["references"].items():
+            gap = each["to_the_winner"][reference]["mean"]
+            assert gap == pytest.approx(sign * (score - each["choose"]), abs=1e-9)
         assert not each["diverged"]
         assert any(line.startswith((f"| {name} |", f"| {name}* |")) for line in printed)
 
