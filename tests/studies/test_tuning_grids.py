@@ -99,3 +99,12 @@ def test_grids_are_read_as_toml_or_words() -> None:
         "solver.name": ("sgd", "adam"),
         "batching.batch_size": (8, 16),
     }
+
+
+def test_a_table_of_ones_own_is_searched_for_its_model_batches_decay_and_components() -> None:
+    own = {"data": {"name": "file"}}
+    every = {"model.name", "batching.batch_size", "solver.weight_decay"}
+    assert set(usual_grids("fedavg", own)) == every
+    assert set(usual_grids("fedem", own)) == every | {"method.num_components"}
+    assert set(usual_grids("fedavg", own, {"model": {"name": "mlp"}})) == every - {"model.name"}
+    Search(({"method": {"name": "fedem"}}, own), usual_grids("fedem", own)).check()

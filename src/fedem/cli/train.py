@@ -35,7 +35,10 @@ _ALL_METHODS = "Of all methods: data.num_clients=30, run..., batching..., model.
 _ONE_METHOD = "of one: fedem:schedule.learning_rate=0.5. May be given several times."
 _VALUES = "Values to try of a setting: section.key=value,value,... May be given several times."
 _LONGER = "With a constant schedule, it may have more --rounds."
-_GRIDS = "the paper's grids: of the learning rate and, where the method has one, of the weight of its penalty."
+_GRIDS = (
+    "of a table of your own the model, batches, weight decay and M, else the paper's grids: the learning rate and,"
+    " where the method has one, the weight of its penalty."
+)
 _SAMPLED = "A grid is tried as a whole; the others draw numbers between the least and the largest value."
 
 _RetryFailed = Annotated[

@@ -23,7 +23,9 @@ import numpy as np
 
 from fedem.core.errors import UserError, check_known, needed
 from fedem.core.files import plain, write_json
+from fedem.core.settings import names_of
 from fedem.data.dataset import Dataset
+from fedem.methods import METHODS
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, Sections, Values, overlay, parse_assignment
 from fedem.runs.evaluate import Record
@@ -42,13 +44,26 @@ SAMPLERS = ("grid", "random", "tpe")
 RATE = "schedule.learning_rate"
 # What all trials must share, or their scores could not be compared.
 _SAME = ("data", "partition", "loss", "run.seed", "run.rounds", "run.unseen", "method.name")
+# Of a user's own table, whose rates go by the data.
+_OWN: dict[str, tuple[Any, ...]] = {
+    "model.name": ("linear", "mlp"),
+    "batching.batch_size": (8, 64),
+    "solver.weight_decay": (0.0, 0.01),
+}
+_COMPONENTS = (2, 3, 5)
 _NEAR_THE_END = 0.1  # share of a range that counts as its edge
 
 
 def usual_grids(method: str, *given: Layer) -> Grids:
-    """Return the paper's grids for a method, but for settings that are given a value."""
-    grids = PAPER["grids"]["all"] | PAPER["grids"].get(method, {})
+    """Return the grids for a method, but for settings that are given a value: the paper's, or of a user's own table."""
     fixed = {f"{section}.{name}" for layer in given for section, values in layer.items() for name in values}
+    if overlay(*given).get("data", {}).get("name") == "file":
+        row = METHODS[method]
+        counts = (
+            {"method.num_components": _COMPONENTS} if "num_components" in names_of(row.algorithm, row.mixer) else {}
+        )
+        return {key: values for key, values in (_OWN | counts).items() if key not in fixed}
+    grids = PAPER["grids"]["all"] | PAPER["grids"].get(method, {})
     return {key: tuple(10.0**power for power in powers) for key, powers in grids.items() if key not in fixed}
 
 
