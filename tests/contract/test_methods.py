@@ -245,6 +245,7 @@ MODELS_SENT = {
     "ifca": (1, 3),
     "scaffold": (2, 2),
     "fedfomo": (1, 5),  # its own and those of the four others
+    "mocha": (1, 2),  # a dual vector; a task and its dual vector
 }
 
 

@@ -68,20 +68,20 @@ def choice_pages(choice: Choice) -> Iterator[RenderableType]:
         rows = [
             (
                 each.title,
-                metric.text(each.test, plain=".3f"),
-                "" if each.to_the_winner is None else told(each.to_the_winner, metric),
+                choice.shown.text(each.test, plain=".3f"),
+                "" if each.to_the_winner is None else told(each.to_the_winner, choice.shown),
             )
             for each in choice.finals
         ]
         title = "On the test part, which took no part in the choice; the winner first"
-        yield simple_table("", f"test {metric.unit}", "better than the winner by", rows=rows, title=title)
+        yield simple_table("", f"test {choice.shown.unit}", "better than the winner by", rows=rows, title=title)
         yield "Differences are paired by client, with their standard errors; below 0 the winner is better."
     yield choice.reason
 
 
 def choice_markdown(choice: Choice, command: str) -> str:
     """Return the reason and the test table as Markdown."""
-    metric = choice.metric
+    metric = choice.shown
     lines = ["# What these clients should use", "", choice.reason, "", "```", command, "```", ""]
     lines += [f"| | test {metric.unit} | better than the winner by |", "| --- | ---: | ---: |"]
     for each in choice.finals:

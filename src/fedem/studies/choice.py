@@ -26,8 +26,8 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_json
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
-from fedem.models.losses import guess_loss
-from fedem.models.metrics import Metric
+from fedem.models.losses import CLASSES, guess_loss
+from fedem.models.metrics import METRICS, Metric
 from fedem.runs.config import GIVEN, Config, Layer, overlay, route
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import RunFolder
@@ -158,7 +158,8 @@ class Choice:
 
     winner: Candidate
     result: Result  # the winner's model, trained
-    metric: Metric
+    metric: Metric  # by which it was chosen
+    shown: Metric  # by which the test part is scored
     reason: str
     rungs: list[list[Tried]]  # the best first
     finals: list[Final]  # the winner first
@@ -167,7 +168,7 @@ class Choice:
 
     def record(self) -> Record:
         finals = [
-            {"name": each.name, "title": each.title, f"test_{self.metric.name}": each.test}
+            {"name": each.name, "title": each.title, f"test_{self.shown.name}": each.test}
             | ({} if each.to_the_winner is None else {"to_the_winner": each.to_the_winner._asdict()})
             for each in self.finals
         ]
@@ -175,7 +176,8 @@ class Choice:
             "winner": self.winner.name,
             "settings": overlay(*self.winner.layers),
             "reason": self.reason,
-            "metric": self.metric.name,
+            "chosen_by": self.metric.name,
+            "metric": self.shown.name,
             "rungs": [[tried.record() for tried in rung] for rung in self.rungs],
             "finals": finals,
             "untried": [each.name for each in self.untried],
@@ -224,6 +226,9 @@ def search(
         raise UserError("There are no validation samples to choose by; allowed: a share of them above 0.")
     base = Config.build(*layers)
     loss = base.loss or guess_loss(federation.train.targets)
+    if loss.task == CLASSES and not base.run.metrics:
+        # The log loss tells more of few samples than how many are right.
+        layers = [*layers, {"run": {"metrics": f"log_loss,{loss.metric}"}}]
     models = ("cnn",) if len(federation.input_shape) >= 3 else ("linear", "mlp")
     left, untried = candidates(models, loss.task, federation.num_clients), list[Candidate]()
     if out is not None:
@@ -255,8 +260,9 @@ def search(
         left = able[: max(_FEWEST, math.ceil(len(able) / 2))] if number + 2 < len(_RUNGS) else able[:_FEWEST]
     assert metric is not None
     winner, reason = _decide(rungs[-1], metric, federation)
-    finals, result = _finish(layers, dataset, winner, rungs[-1], metric, out, watch)
-    choice = Choice(winner, result, metric, reason, rungs, finals, untried, time.perf_counter() - started)
+    shown = metric if base.run.metrics else METRICS[loss.metric]
+    finals, result = _finish(layers, dataset, winner, rungs[-1], shown, out, watch)
+    choice = Choice(winner, result, metric, shown, reason, rungs, finals, untried, time.perf_counter() - started)
     if out is not None:
         write_json(out / "choice.json", choice.record())
     return choice
