@@ -43,6 +43,10 @@ def _federation(spread: float, **how: Any) -> fedem.Federation:
     return fedem.Federation.from_clients(pairs, validation=0.25, test=0.25)
 
 
+def _no_references(trainer: Any) -> None:
+    raise UserError("scikit-learn is missing.")
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "PORTFOLIO", SMALL)
@@ -166,12 +170,14 @@ class TestBudget:
         monkeypatch.setattr(choice, "PORTFOLIO", SMALL)
         _frame(2.0, rows=12).to_csv("mine.csv", index=False)
         columns = ["--client-column", "client", "--target-column", "y", "--device", "cpu", "--rounds", "8"]
+        monkeypatch.setattr(choice, "beside", _no_references)
         code, said, _ = run("choose", "mine.csv", *columns, "--budget", "0.001s", "--out", "out")
         said = " ".join(said.split())
         assert code == 0
         assert "8 clients with 12 to 12 rows each" in said
         assert "of their variance is between clients" in said
         assert "Not tried for want of time: models of their own (linear)" in said
+        assert "There are no references: scikit-learn is missing." in said
         assert "Chosen: out/winner" in said
         told = json.loads(Path("out/choice.json").read_text())
         assert (told["winner"], len(told["untried"])) == ("one_model-linear", 4)
@@ -179,6 +185,11 @@ class TestBudget:
         code, *_ = run("predict", "out/winner", "--data", "mine.csv", "--out", "predicted.csv")
         assert code == 0
         assert len(pd.read_csv("predicted.csv")) == 96
+
+    def test_a_folder_that_holds_something_is_refused_before_training(self, tmp_path: Path) -> None:
+        (tmp_path / "choice.json").write_text("")
+        with pytest.raises(UserError, match="is not empty; allowed: a new folder"):
+            fedem.choose(_federation(1.0), out=tmp_path)
 
     def test_a_budget_that_is_none_is_refused_before_anything_is_read(self, run: Callable[..., Any]) -> None:
         code, _, said = run("choose", "nowhere.csv", "--budget", "soon")

@@ -76,6 +76,7 @@ def choice_pages(choice: Choice) -> Iterator[RenderableType]:
         title = "On the test part, which took no part in the choice; the winner first"
         yield simple_table("", f"test {choice.shown.unit}", "better than the winner by", rows=rows, title=title)
         yield "Differences are paired by client, with their standard errors; below 0 the winner is better."
+    yield from choice.notes
     yield choice.reason
 
 

@@ -164,6 +164,7 @@ class Choice:
     rungs: list[list[Tried]]  # the best first
     finals: list[Final]  # the winner first
     untried: list[Candidate]  # for want of time
+    notes: list[str]  # what else there is to say
     seconds: float
 
     def record(self) -> Record:
@@ -181,6 +182,7 @@ class Choice:
             "rungs": [[tried.record() for tried in rung] for rung in self.rungs],
             "finals": finals,
             "untried": [each.name for each in self.untried],
+            "notes": self.notes,
             "seconds": self.seconds,
         }
 
@@ -232,6 +234,8 @@ def search(
     models = ("cnn",) if len(federation.input_shape) >= 3 else ("linear", "mlp")
     left, untried = candidates(models, loss.task, federation.num_clients), list[Candidate]()
     if out is not None:
+        if out.is_dir() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; allowed: a new folder, or one with nothing in it.")
         RunFolder(out).prepare()
     metric, rungs = None, list[list[Tried]]()
     for number, (share, dealings) in enumerate(_RUNGS):
@@ -261,8 +265,9 @@ def search(
     assert metric is not None
     winner, reason = _decide(rungs[-1], metric, federation)
     shown = metric if base.run.metrics else METRICS[loss.metric]
-    finals, result = _finish(layers, dataset, winner, rungs[-1], shown, out, watch)
-    choice = Choice(winner, result, metric, shown, reason, rungs, finals, untried, time.perf_counter() - started)
+    finals, result, notes = _finish(layers, dataset, winner, rungs[-1], shown, out, watch)
+    spent = time.perf_counter() - started
+    choice = Choice(winner, result, metric, shown, reason, rungs, finals, untried, notes, spent)
     if out is not None:
         write_json(out / "choice.json", choice.record())
     return choice
@@ -367,14 +372,14 @@ def _finish(
     metric: Metric,
     out: Path | None,
     watch: Watch | None,
-) -> tuple[list[Final], Result]:
+) -> tuple[list[Final], Result, list[str]]:
     """Train the winner, the runner-up and the plain alternatives on the split as it is, and score the test part."""
     every = {each.key: each for each in candidates((winner.model,), "", 0)}
     runner_up = next((tried.candidate for tried in rung if tried.candidate != winner and tried.scores), None)
     chosen = [winner, *([runner_up] if runner_up else []), *(every[key] for key in PLAIN)]
     figure, federation = f"test_{metric.name}", dataset.federation
     weights, scored = _weights(federation), dict[str, dict[str, float]]()
-    finals, first = list[Final](), None
+    finals, notes, first = list[Final](), list[str](), None
 
     def add(
         name: str, title: str, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]], folder: Path | None
@@ -395,9 +400,10 @@ def _finish(
         trainer = Trainer.prepare(config, dataset)
         try:
             result = carry_out(trainer, out=folder)
-        except DivergedError:
+        except DivergedError as error:
             if candidate == winner:
                 raise
+            notes.append(f"{candidate.title} is not in the table: {error}")
             continue
         if first is None:
             first, prepared = result, trainer
@@ -406,9 +412,8 @@ def _finish(
     assert first is not None
     if len(federation.test):
         try:
-            plain = beside(prepared)
-        except UserError:  # scikit-learn is not there, or the inputs are words
-            plain = []
-        for each in plain:
-            add(each.name, f"reference: {each.title}", each.record, each.clients, None)
-    return finals, first
+            for each in beside(prepared):
+                add(each.name, f"reference: {each.title}", each.record, each.clients, None)
+        except UserError as error:  # scikit-learn is not there, or the inputs are words
+            notes.append(f"There are no references: {error}")
+    return finals, first, notes
