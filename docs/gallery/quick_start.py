@@ -13,8 +13,8 @@ import fedem
 
 data = fedem.Synthetic(num_clients=40, num_components=2, dimension=30, noise_scale=0.0, num_test=200).make(seed=0)
 
-# Responsibilities below one make a component's gradients smaller than a single model's, hence the larger rate.
-result = fedem.train(data, "fedem", num_components=2, rounds=30, learning_rate=2.0)
+# Batches and learning rates are chosen from the data.
+result = fedem.train(data, "fedem", num_components=2, rounds=30)
 print(f"FedEM   {result.summary['test_accuracy']:.3f}")
 for method, title in (("fedavg", "FedAvg"), ("local", "Local")):
     print(f"{title:<7} {fedem.train(data, method, rounds=30).summary['test_accuracy']:.3f}")

@@ -302,8 +302,6 @@ class Config:
         if config.schedule.learning_rate == 0 and made.schedule.backtrack:  # else it was given
             found = {"learning_rate": made.schedule.learning_rate, "backtrack": made.schedule.backtrack}
             config = config.replace("schedule", **found)
-            if config.run.fine_tune_rate == 0:
-                config = config.replace("run", fine_tune_rate=made.run.fine_tune_rate)
         return config
 
     def differences(self, other: Config) -> list[str]:

@@ -154,11 +154,8 @@ class Recipe:
         return self._alike(is_fitted=True)
 
     def with_rate(self, learning_rate: float) -> Recipe:
-        """Return the recipe with a learning rate that was found, and may be halved; fine-tuning has a tenth of it."""
-        config = self.config.replace("schedule", learning_rate=learning_rate, backtrack=True)
-        if config.run.fine_tune_rate == 0:
-            config = config.replace("run", fine_tune_rate=learning_rate / 10)
-        return self._alike(config=config)
+        """Return the recipe with a learning rate that was found, and may be halved."""
+        return self._alike(config=self.config.replace("schedule", learning_rate=learning_rate, backtrack=True))
 
     def slowed_by(self, factor: float) -> Recipe:
         """Return the recipe whose learning rate is multiplied by ``factor`` altogether."""
@@ -304,7 +301,9 @@ def _found_rate(recipe: Recipe, federation: Federation) -> float:
     """Return the learning rate that the clients' losses allow, in two digits."""
     config = recipe.config
     bend = curvature(recipe.model, federation, config.batching, config.run.seed, recipe.device)
-    return float(f"{recipe.algorithm.suitable_rate(bend):.2g}") if bend > 0 else config.solver.usual_rate
+    # With momentum a step goes on, and is as long as 1 / (1 - momentum) of them.
+    rate = (1 - getattr(config.solver, "momentum", 0.0)) * recipe.algorithm.suitable_rate(bend) if bend > 0 else 0.0
+    return float(f"{rate:.2g}") or config.solver.usual_rate
 
 
 def _check_data(config: Config, dataset: Dataset) -> None:
