@@ -301,9 +301,14 @@ def _found_rate(recipe: Recipe, federation: Federation) -> float:
     """Return the learning rate that the clients' losses allow, in two digits."""
     config = recipe.config
     bend = curvature(recipe.model, federation, config.batching, config.run.seed, recipe.device)
-    # With momentum a step goes on, and is as long as 1 / (1 - momentum) of them.
-    rate = (1 - getattr(config.solver, "momentum", 0.0)) * recipe.algorithm.suitable_rate(bend) if bend > 0 else 0.0
-    return float(f"{rate:.2g}") or config.solver.usual_rate
+    if bend <= 0:
+        return config.solver.usual_rate
+    rate = recipe.algorithm.suitable_rate(bend)
+    if sum(len(shape) > 1 for shape in recipe.model.leaf_shapes.values()) <= 1:
+        # With momentum a step goes on, and is as long as 1 / (1 - momentum) of them. Networks, which bend most where
+        # they start, can do with such steps.
+        rate *= 1 - getattr(config.solver, "momentum", 0.0)
+    return float(f"{rate:.2g}")
 
 
 def _check_data(config: Config, dataset: Dataset) -> None:
