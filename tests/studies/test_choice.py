@@ -121,6 +121,13 @@ class TestChoice:
             fedem.choose(_federation(0.0, clients=1))
 
 
+def test_where_nothing_comes_to_an_end_the_first_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    wild = {"title": "a wild one", "models": ["linear"], "method.name": "local", "schedule.learning_rate": 1e9}
+    monkeypatch.setattr(choice, "PORTFOLIO", {"wild": wild})
+    with pytest.raises(UserError, match=r"No candidate came to an end\. a wild one \(linear\): Training diverged"):
+        fedem.choose(_federation(1.0), **HOW)
+
+
 @pytest.mark.slow
 def test_the_whole_portfolio_can_be_trained() -> None:
     rng = np.random.default_rng(0)
@@ -157,7 +164,7 @@ class TestBudget:
 
     def test_little_time_takes_candidates_first_then_dealings_then_rounds(self) -> None:
         left = [Candidate(f"k{number}", "linear", "", ()) for number in range(4)]
-        before = [Tried(each, 0, 10, [0.5], seconds=10.0) for each in left]  # a second a round
+        before = [Tried(each, 10, [0.5], seconds=10.0) for each in left]  # a second a round
         # 100 rounds: every candidate costs 100 s per dealing, the end 300 s.
         assert _afford(before, left, 1500, 3, 100) == (left, 3, 100)
         assert _afford(before, left, 1200, 3, 100) == (left[:3], 3, 100)

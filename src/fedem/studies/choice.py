@@ -115,7 +115,6 @@ class Tried:
     """A candidate in a rung: its validation scores, one for each dealing, or why it has none."""
 
     candidate: Candidate
-    rung: int
     rounds: int
     scores: list[float] = field(default_factory=list)
     clients: list[dict[str, float]] = field(default_factory=list)  # validation scores by client, for each dealing
@@ -129,8 +128,11 @@ class Tried:
     @property
     def by_client(self) -> dict[str, float]:
         """Each client's mean over the dealings."""
-        names = dict.fromkeys(name for own in self.clients for name in own)
-        return {name: float(np.nanmean([own.get(name, math.nan) for own in self.clients])) for name in names}
+        known: dict[str, list[float]] = {}
+        for name, score in (pair for own in self.clients for pair in own.items()):
+            if math.isfinite(score):
+                known.setdefault(name, []).append(score)
+        return {name: float(np.mean(scores)) for name, scores in known.items()}
 
     def record(self) -> Record:
         named = {"candidate": self.candidate.name, "title": self.candidate.title, "rounds": self.rounds}
@@ -252,12 +254,12 @@ def search(
                 continue
             if watch:
                 watch(f"{candidate.title}; stage {number + 1} of {len(_RUNGS)}, {rounds} rounds")
-            tried = Tried(candidate, number, rounds)
+            tried = Tried(candidate, rounds)
             found = _try(tried, Config.build(*layers, *candidate.layers), dataset, folds)
             metric = metric or found
             rung.append(tried)
-        if metric is None:
-            raise UserError(f"No candidate could be trained. {rung[0].failure}")
+        if metric is None or not any(tried.scores for tried in rung):
+            raise UserError(f"No candidate came to an end. {rung[0].candidate.title}: {rung[0].failure}")
         rung.sort(key=lambda tried: _rank(tried, metric))
         rungs.append(rung)
         able = [tried.candidate for tried in rung if tried.scores]
