@@ -16,7 +16,7 @@ from scipy.stats import sem
 import fedem
 from fedem.core.errors import UserError
 from fedem.studies import choice
-from fedem.studies.choice import Candidate, Choice, Tried, _afford, candidates, paired, read_budget
+from fedem.studies.choice import Candidate, Choice, Tried, _afford, _kept, candidates, paired, read_budget
 
 SMALL = {
     "one_model": {"title": "one model for all", "method.name": "fedavg"},
@@ -171,6 +171,13 @@ class TestBudget:
         assert _afford(before, left, 700, 3, 100) == (left[:2], 2, 100)
         assert _afford(before, left, 250, 3, 100) == (left[:2], 1, 50)
         assert _afford(before, left, 1, 3, 100) == (left[:2], 1, 10)
+
+    def test_one_model_for_all_is_always_among_those_that_go_on(self) -> None:
+        others = [Candidate(f"k{number}", "linear", "", ()) for number in range(4)]
+        pooled = [Candidate("one_model", model, "", ()) for model in ("mlp", "linear")]
+        assert _kept([*others, *pooled], 3) == [others[0], pooled[0], others[1]]
+        assert _kept([*pooled, *others], 2) == pooled
+        assert _kept(others, 2) == others[:2]
 
     def test_what_there_was_no_time_for_is_named(self, run: Callable[..., Any], monkeypatch: Any) -> None:
         """Through the command line, with a table."""

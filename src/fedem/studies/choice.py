@@ -263,7 +263,7 @@ def search(
         rung.sort(key=lambda tried: _rank(tried, metric))
         rungs.append(rung)
         able = [tried.candidate for tried in rung if tried.scores]
-        left = able[: max(_FEWEST, math.ceil(len(able) / 2))] if number + 2 < len(_RUNGS) else able[:_FEWEST]
+        left = _kept(able, max(_FEWEST, math.ceil(len(able) / 2)) if number + 2 < len(_RUNGS) else _FEWEST)
     assert metric is not None
     winner, reason = _decide(rungs[-1], metric, federation)
     shown = metric if base.run.metrics else METRICS[loss.metric]
@@ -273,6 +273,13 @@ def search(
     if out is not None:
         write_json(out / "choice.json", choice.record())
     return choice
+
+
+def _kept(able: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Return the best of them, and one model for all: whoever says that clients differ says so against it."""
+    pooled = next((each for each in able if each.key == PLAIN[0]), None)
+    first = [able[0], *([pooled] if pooled and pooled != able[0] else [])]
+    return [*first, *(each for each in able if each not in first)][:count]
 
 
 def _afford(
@@ -354,9 +361,10 @@ def _decide(rung: Sequence[Tried], metric: Metric, federation: Federation) -> tu
         reason += ". So one pooled model is best here: nothing shows that clients need models of their own"
     elif pooled := next((tried for tried in others if tried.candidate.key == PLAIN[0]), None):
         gain = _gain(chosen, pooled, metric, federation)
-        reason += f". It is {told(gain, metric)} better than one model for all: clients differ"
+        reason += f". It is {told(gain, metric)} better than {pooled.candidate.title}"
+        reason += ": clients differ" if gain.mean > gain.error else ", which may be chance, and simpler"
     else:
-        reason += ". One model for all fell out earlier: clients differ"
+        reason += ". One model for all did not come to an end"
     return chosen.candidate, f"{reason}."
 
 
