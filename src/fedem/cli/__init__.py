@@ -13,9 +13,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fedem.core import VERSION
+from fedem.core.deadline import StoppedError
 from fedem.core.errors import UserError
 
-_INTERRUPTED = 130
+_STOPPED, _INTERRUPTED = 3, 130
 
 # Where each command is, and the first line of its help, in the order in which the help lists them.
 _COMMANDS = {
@@ -158,6 +159,9 @@ def main() -> None:
         end = "." if isinstance(error, OSError) else ""
         typer.echo(f"error: {message}{end}", err=True)
         sys.exit(2)
+    except StoppedError as stop:
+        typer.echo(f"{stop} The same command goes on with it, train, compare and tune with --resume.", err=True)
+        sys.exit(_STOPPED)
     except (KeyboardInterrupt, click.Abort):
         typer.echo("Stopped; a run that was going on can be continued with --resume.", err=True)
         sys.exit(_INTERRUPTED)

@@ -50,6 +50,10 @@ Impute = Annotated[
     Option(help=f"For your own file: what becomes of missing values, {', '.join(IMPUTE)}. Refused when not given."),
 ]
 Data = Annotated[str | None, Option(help=f"A data set ({', '.join(DATA)}) or your own: {_FILES}.")]
+StopAfter = Annotated[
+    float | None,
+    Option(help="Stop at a checkpoint before so many seconds have passed, with exit code 3; go on with --resume."),
+]
 Rounds = Annotated[int | None, Option(help="Communication rounds.")]
 ClientsPerRound = Annotated[
     float | None, Option(help="Share of the clients in each round (up to 1.0), or their number (from 2).")

@@ -10,6 +10,7 @@ from typer import Argument, Option, Typer
 
 from fedem.cli import options
 from fedem.cli.options import data_section, given, listed, read_seeds, taking
+from fedem.core.deadline import stopping_after
 from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
@@ -79,6 +80,7 @@ def train(
         Option(help="Also train these methods, with the settings shipped for them, to compare: fedavg,local"),
     ] = None,
     references: options.References = False,
+    stop_after: options.StopAfter = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Train a federation and write its run to a folder.
@@ -94,7 +96,7 @@ def train(
     """
     if references:
         check_references()
-    with joined() as team:
+    with joined() as team, stopping_after(stop_after):
         runs = None
         if team.leads:  # it reads files and decides; the others are told
             run = {"rounds": rounds, "clients_per_round": clients_per_round, "unseen": unseen, "metrics": metrics}
@@ -204,6 +206,7 @@ def compare(
         bool, Option("--resume", help="Go on with the comparison in --out; what is complete is not run again.")
     ] = False,
     retry_failed: _RetryFailed = False,
+    stop_after: options.StopAfter = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Train several methods on the same data and splits, for several seeds, and put their figures side by side.
@@ -235,7 +238,8 @@ def compare(
     sweep.check_folder("comparison", place, resume, begun=place.is_dir())
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
     data_of = SharedData(most=len(numbers))
-    stopped = _work(entries, sweep.check, data_of, quiet, retry_failed, titles)
+    with stopping_after(stop_after):
+        stopped = _work(entries, sweep.check, data_of, quiet, retry_failed, titles)
     left_out: dict[str, str] = {}
     for entry in entries:
         if entry.title in stopped:
@@ -315,7 +319,12 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 
 @experiment_group.command()
 @partial(taking, _experiment)
-def run(planned: _Planned, retry_failed: _RetryFailed = False, quiet: options.Quiet = False) -> None:
+def run(
+    planned: _Planned,
+    retry_failed: _RetryFailed = False,
+    stop_after: options.StopAfter = None,
+    quiet: options.Quiet = False,
+) -> None:
     """Train the runs that are not complete, and print our figures beside the paper's.
 
     All runs are checked before the first is trained. It may be stopped at any time and started again; several processes
@@ -328,7 +337,8 @@ def run(planned: _Planned, retry_failed: _RetryFailed = False, quiet: options.Qu
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
     """
     experiment, entries, folder = planned
-    stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
+    with stopping_after(stop_after):
+        stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
     lines = experiments.tabulate(experiment, entries)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -386,6 +396,7 @@ def tune(
         bool, Option("--resume", help="Go on with the search in --out; trials that are over are not made again.")
     ] = False,
     retry_failed: _RetryFailed = False,
+    stop_after: options.StopAfter = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Choose settings by the validation part; the test part is dropped before training.
@@ -411,7 +422,7 @@ def tune(
     search.check()
     place = _folder("search", f"tune-{data}-{name}", out, resume)
     total = search.count * len(search.seeds) * search.base.run.rounds
-    with progress(METHODS[name].title, total, quiet) as listener:
+    with progress(METHODS[name].title, total, quiet) as listener, stopping_after(stop_after):
         tuned = tuning.tune(search, place, resume=resume, retry_failed=retry_failed, listener=listener)
     with writing(place):
         write_json(place / "tune.json", {"command": options.called(), **tuned.record()})

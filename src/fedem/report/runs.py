@@ -26,7 +26,8 @@ Numbers = NDArray[np.float64]
 Settings = Mapping[str, Any]  # values of a configuration by section.key
 
 # What says where and how a run was made, not what it is.
-_PLACE = ("run.seed", "run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.partition_hash")
+_PLACE = {f"run.{key}" for key in ("seed", "device", "engine", "chunk_size", "partition_hash")}
+_PLACE |= {"run.checkpoint_every", "run.checkpoint_seconds"}
 _SHORT = {"method.num_components": "M"}
 
 

@@ -76,6 +76,8 @@ class RunSettings(Settings):
             leave; 0: never.
         diagnose_every: rounds between measurements of what the convergence theorems speak of; 0: never.
         checkpoint_every: rounds between checkpoints of a run that has a folder; there is one after the last round.
+        checkpoint_seconds: seconds between checkpoints in place of rounds, or more where writing them would take over a
+            fiftieth of the time; 0: by rounds.
         partition_hash: hash of who owns which samples: a run writes it down, and is refused on others; empty: any.
     """
 
@@ -100,6 +102,7 @@ class RunSettings(Settings):
     measure_alpha_every: int = field(default=0, metadata={"min": 0})
     diagnose_every: int = field(default=0, metadata={"min": 0})
     checkpoint_every: int = field(default=10, metadata={"min": 1})
+    checkpoint_seconds: float = field(default=0.0, metadata={"min": 0})
     partition_hash: str = ""
 
     def is_due(self, every: int, done: int) -> bool:

@@ -39,7 +39,7 @@ DIVERGED = "diverged"  # phrase of a failure
 _FAILED = "failed.json"
 _TREES = ("shared", "personal", "memory")
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
-_FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every"}
+_FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.checkpoint_seconds"}
 
 
 class Failure(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedem.core.deadline import StoppedError, Watch
 from fedem.core.errors import UserError
 from fedem.core.random import CURVATURE, choose
 from fedem.core.tree import tree_index
@@ -140,10 +141,18 @@ def carry_out(
         restored = team.tell(restored)
         progress = restored.to(trainer.recipe.device) if restored else Progress(trainer.training.init())
         with _recording(folder, progress.rounds, listener if team.leads else None) as record:
+            watch = Watch(run.checkpoint_seconds)
             while not trainer.is_over(progress):
                 record(trainer.advance(progress))
-                if folder and (trainer.is_over(progress) or run.is_due(run.checkpoint_every, progress.rounds)):
+                watch.after_round()
+                is_over = trainer.is_over(progress)
+                stops = watch.can_stop and not is_over and team.tell(watch.is_over())
+                due = watch.is_due() if run.checkpoint_seconds else run.is_due(run.checkpoint_every, progress.rounds)
+                if folder and (is_over or stops or due):
                     folder.save(progress.states, trainer.checkpoint(progress))
+                    watch.after_checkpoint()
+                if stops:
+                    raise StoppedError(f"Stopped after round {progress.rounds} of {run.rounds}, as asked.")
         result = trainer.conclude(progress)
         if folder:
             if result.tuned:
