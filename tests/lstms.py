@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedem.models.layers import StackableLSTM
+from fedem.models.recurrence import StackableLSTM
 
 TIMES, SAMPLES, INPUTS, HIDDEN = 5, 4, 3, 2
 Tree = dict[str, Tensor]

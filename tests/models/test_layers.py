@@ -17,8 +17,10 @@ from torch.func import functional_call, vmap
 from fedem.core.errors import UserError
 from fedem.engines import Batching, OneByOne
 from fedem.models import Model
-from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
+from fedem.models.layers import training_pass
 from fedem.models.losses import Logistic
+from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.stackable import make_stackable
 
 KEY = torch.tensor(11)
 

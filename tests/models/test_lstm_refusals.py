@@ -10,7 +10,8 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn.utils.rnn import pack_sequence
 
 from fedem.core.errors import UserError
-from fedem.models.layers import StackableLSTM, make_stackable
+from fedem.models.recurrence import StackableLSTM
+from fedem.models.stackable import make_stackable
 
 
 def test_what_can_not_be_stacked_is_refused() -> None:

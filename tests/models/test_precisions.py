@@ -15,8 +15,9 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_flat, tree_stack
 from fedem.engines.device import PRECISIONS
 from fedem.models import MODELS, Model
-from fedem.models.layers import make_stackable, training_pass
+from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy
+from fedem.models.stackable import make_stackable
 
 # Fifty layers one after the other add up their roundings: 0.94 to 0.98 were seen.
 BOUNDS = {"mobilenet_v2": 0.9, "efficientnet_lite0": 0.9}

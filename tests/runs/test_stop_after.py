@@ -100,7 +100,7 @@ class TestWatch:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan")])
 def test_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(UserError, match="stop_after is .*; allowed: seconds above 0"), stopping_after(seconds):
+    with pytest.raises(UserError, match=r"stop_after is .*; allowed: seconds above 0"), stopping_after(seconds):
         pass
 
 

@@ -29,8 +29,10 @@ from torch.utils._pytree import tree_map as pytree_map
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
-from fedem.models.layers import MaskedBatchNorm, make_stackable, training_pass
+from fedem.models.layers import training_pass
 from fedem.models.losses import Loss
+from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.stackable import make_stackable
 
 Builder = Callable[[], nn.Module]
 _NO_RULE = (RuntimeError, ValueError)  # torch's for an operation that has no rule for vmap

@@ -1,0 +1,45 @@
+"""Any module in a form that stacks: each of its layers as one of ours, with the same parameters and values."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from fedem.core.errors import UserError
+from fedem.models.convolutions import WidenedConv2d, is_widened
+from fedem.models.layers import FoldedLinear, KeyedChannelDropout, KeyedDropout, StackableMaxPool2d
+from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.recurrence import StackableLSTM
+
+_FORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FoldedLinear,
+    nn.Dropout: KeyedDropout,
+    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), KeyedChannelDropout),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), MaskedBatchNorm),
+    nn.Conv2d: WidenedConv2d,
+    nn.MaxPool2d: StackableMaxPool2d,
+    nn.LSTM: StackableLSTM,
+}
+_ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
+    nn.Conv2d: is_widened,
+    nn.MaxPool2d: lambda layer: not layer.return_indices,
+    nn.LSTM: lambda layer: not layer.proj_size,  # which projects its hidden state
+}
+
+
+def make_stackable(module: nn.Module) -> nn.Module:
+    """Put the layers of ``module``, in place, into forms that stack; subclasses of a user's own are left alone."""
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and not part.track_running_stats:
+            said = f"Part {name!r} ({type(part).__name__}) keeps no running statistics"
+            so = "so what it predicts for a sample would depend on the samples beside it"
+            raise UserError(f"{said}, {so}; allowed: track_running_stats=True.")
+        if any(is_lazy(leaf) for leaf in part.parameters(recurse=False)):
+            said = f"Part {name!r} ({type(part).__name__}) has no shape before its first input"
+            raise UserError(f"{said}; allowed: layers of given sizes.")
+        kind = type(part)
+        if kind in _FORMS and _ONLY_IF.get(kind, lambda _: True)(part):
+            part.__class__ = _FORMS[kind]
+    return module
