@@ -121,6 +121,41 @@ class TestChoice:
             fedem.choose(_federation(0.0, clients=1))
 
 
+class TestTheRule:
+    """Ten clients whose losses differ by ``gap`` from those of the best, 0, 0.1, 0, 0.1 ... with a standard error."""
+
+    ERROR = sem([0.0, 0.1] * 5)
+
+    def _decided(self, **gaps: float) -> tuple[str, str]:
+        federation = _federation(0.0, clients=10)
+        names = federation.names
+
+        def tried(key: str, gap: float) -> Tried:
+            # Around the gap, by the same amount on both sides.
+            scores = {name: 1.0 + gap + (0.05 if number % 2 else -0.05) for number, name in enumerate(names)}
+            return Tried(Candidate(key, "linear", key, ()), 9, [1.0 + gap], [scores])
+
+        best = Tried(
+            Candidate("five_components", "linear", "five_components", ()), 9, [1.0], [dict.fromkeys(names, 1.0)]
+        )
+        rung = [best, *(tried(key, gap * self.ERROR) for key, gap in sorted(gaps.items(), key=lambda pair: pair[1]))]
+        winner, reason = choice._decide(rung, choice.METRICS["log_loss"], federation)
+        return winner.key, reason
+
+    def test_the_simplest_within_one_standard_error_is_chosen(self) -> None:
+        assert self._decided(own_models=0.9, three_components=0.5, one_model=3)[0] == "own_models"
+        assert self._decided(own_models=1.1, three_components=0.5, one_model=3)[0] == "three_components"
+        assert self._decided(own_models=1.1, three_components=1.1, one_model=3)[0] == "five_components"
+
+    def test_that_clients_differ_must_be_shown_against_one_model_for_all(self) -> None:
+        winner, reason = self._decided(own_models=0.5, one_model=1.9)
+        assert winner == "one_model"
+        assert "one pooled model is best" in reason
+        winner, reason = self._decided(own_models=3, one_model=2.1)
+        assert winner == "five_components"
+        assert reason.endswith("clients differ.")
+
+
 def test_where_nothing_comes_to_an_end_the_first_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     wild = {"title": "a wild one", "models": ["linear"], "method.name": "local", "schedule.learning_rate": 1e9}
     monkeypatch.setattr(choice, "PORTFOLIO", {"wild": wild})

@@ -1,8 +1,8 @@
 """Layers in forms that stack: same parameters, same values, for whatever number of models at once.
 
 torch's own layers don't: dropout draws from a generator whose state depends on who is trained together, a linear layer
-copies its inputs for every model, pooling copies them for its own order. What a layer must know of the batch besides its
-inputs is a :class:`Pass`.
+copies its inputs for every model, pooling copies them for its own order. What a layer must know of the batch besides
+its inputs is a :class:`Pass`.
 
 Shapes: n samples of a batch, padding included, C channels, H x W pixels.
 """
