@@ -13,11 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import many_clients
 from benchmarks.agreement import check_agreement
 from benchmarks.engine import LEARNING_RATES, NUM_COMPONENTS, SEED, as_server, make_training
 from benchmarks.floor import floor_seconds
-from benchmarks.many_clients import Crowd, compare
-from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
+from benchmarks.measure import Disturbance, Effort, Timing, environment, measure, show_disturbance
 from benchmarks.plain_loop import LOOPS, Client, Server, run_round
 from fedem.data.federation import Federation
 from fedem.data.synthetic import Synthetic
@@ -32,15 +32,11 @@ TITLES = {
 }
 
 
-BUSY = 0.1
-"""Cores busy with other processes above which timings can't be trusted: parallel steps wait for the slowest thread."""
-
-
 class Plan(NamedTuple):
     """Sizes of a run of all benchmarks; the defaults are the paper's."""
 
     source: Synthetic
-    crowd: Crowd
+    crowd: many_clients.Crowd
     stacked: Effort
     loops: Effort
     floor: Effort
@@ -48,14 +44,14 @@ class Plan(NamedTuple):
 
 FULL = Plan(
     Synthetic(num_validation=0, num_test=0),
-    Crowd(),
+    many_clients.Crowd(),
     stacked=Effort(20, 30),  # recordings are made on the way
     loops=Effort(1, 5),
     floor=Effort(5, 20),
 )
 QUICK = Plan(
     Synthetic(num_clients=5, dimension=6, max_samples=200, num_validation=0, num_test=0),
-    Crowd(few=50, many=500, cohort_size=10, samples=8, dimension=4, effort=Effort(1, 2)),
+    many_clients.QUICK,
     stacked=Effort(1, 2),
     loops=Effort(1, 1),
     floor=Effort(1, 2),
@@ -94,10 +90,10 @@ def run_all(plan: Plan, console: Console) -> dict[str, Any]:
         timings = time_method(method, federation, plan)
         figures["rounds"][method] = {name: timing.figures() for name, timing in timings.items()} | _ratios(timings)
         _print_rounds(console, method, timings)
-    figures["many_clients"] = compare(plan.crowd)
-    _print_crowd(console, figures["many_clients"])
+    figures["many_clients"] = many_clients.compare(plan.crowd)
+    many_clients.show(console, figures["many_clients"])
     figures["cores_busy_with_others"] = disturbance.cores()
-    _print_disturbance(console, figures["cores_busy_with_others"])
+    show_disturbance(console, figures["cores_busy_with_others"])
     return figures
 
 
@@ -158,40 +154,6 @@ def _print_rounds(console: Console, method: str, timings: Mapping[str, Timing]) 
         f"{ratios['plain_to_stacked']:.1f} times the stacked engine's."
     )
     console.print(f"The stacked engine takes {ratios['stacked_to_floor']:.1f} times the floor of its multiply-adds.")
-
-
-def _print_crowd(console: Console, figures: Mapping[str, Any]) -> None:
-    table = Table(title=f"FedEM, {figures['cohort_size']} clients a round", box=box.ASCII2, title_justify="left")
-    table.add_column("")
-    for group in ("few", "many"):
-        table.add_column(f"{figures[group]['num_clients']:,} clients", justify="right")
-    mebibyte = 1 << 20
-    for title, key, scale, digits in (
-        ("seconds a round", "seconds", 1, 4),
-        ("seconds to make the data", "data_seconds", 1, 2),
-        ("training data, MiB", "data_bytes", mebibyte, 0),
-        ("peak memory in all, MiB", "peak_bytes", mebibyte, 0),
-        ("resident before training, MiB", "resident_bytes_before_training", mebibyte, 0),
-        ("peak increase in training, MiB", "peak_increase_in_training_bytes", mebibyte, 1),
-        ("state a client, bytes", "state_bytes_per_client", 1, 0),
-    ):
-        table.add_row(title, *(f"{figures[group][key] / scale:,.{digits}f}" for group in ("few", "many")))
-    console.print()
-    console.print(table)
-    few, many = (figures[group]["num_clients"] for group in ("few", "many"))
-    console.print(
-        f"With {many:,} clients a round takes {figures['ratio_many_to_few']:.2f} times as long as with {few:,}."
-    )
-
-
-def _print_disturbance(console: Console, cores: float | None) -> None:
-    if cores is None:
-        return
-    console.print(f"\nOther processes kept {cores:.2f} cores busy meanwhile.")
-    if cores > BUSY:
-        console.print(
-            "That is too much for these figures to mean anything; run again on an idle machine.", soft_wrap=True
-        )
 
 
 if __name__ == "__main__":

@@ -1,42 +1,59 @@
-"""A round costs what its cohort costs, however many clients there are."""
+"""``python -m benchmarks.many_clients``: a round costs what its cohort costs, up to a million clients.
+
+Making the data, splitting them and starting a training take time in proportion to the clients; a round should not. Each
+size is measured in a fresh process. A million clients need about 10 GiB of memory.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import resource
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.engine import NUM_COMPONENTS, SEED, make_training
-from benchmarks.measure import Effort, measure
+from benchmarks.measure import Disturbance, Effort, environment, measure, show_disturbance
 from fedem.core.tree import tree_bytes
+from fedem.data.federation import Federation
 from fedem.data.synthetic import Synthetic
 from fedem.engines import Batching
-from fedem.runs.rounds import Training
 
 _FLOAT_BYTES = 4
+Found = TypeVar("Found")
 
 
 class Crowd(NamedTuple):
     """Sizes of the measurement."""
 
-    few: int = 1_000
-    many: int = 100_000
+    sizes: tuple[int, ...] = (1_000, 100_000)
+    """numbers of clients; the others are compared with the first"""
     cohort_size: int = 100
     samples: int = 50
     dimension: int = 20
     effort: Effort = Effort(warm_up=20, repeats=50)
 
 
-def compare(crowd: Crowd) -> dict[str, object]:
-    """Measure few and many clients, each in a fresh process so that its memory is its own."""
-    figures = {name: _in_fresh_process(crowd, count) for name, count in (("few", crowd.few), ("many", crowd.many))}
-    ratio = figures["many"]["seconds"] / figures["few"]["seconds"]
-    return {"cohort_size": crowd.cohort_size, **figures, "ratio_many_to_few": ratio}
+MILLION = Crowd(sizes=(10_000, 100_000, 1_000_000), cohort_size=1_000)
+QUICK = Crowd(sizes=(50, 500), cohort_size=10, samples=8, dimension=4, effort=Effort(1, 2))
+
+
+def compare(crowd: Crowd) -> dict[str, Any]:
+    """Measure each number of clients, in a fresh process so that its memory is its own."""
+    groups = [_in_fresh_process(crowd, count) for count in crowd.sizes]
+    ratios = [group["seconds"] / groups[0]["seconds"] for group in groups]
+    return {"cohort_size": crowd.cohort_size, "groups": groups, "ratios_to_first": ratios}
 
 
 def _in_fresh_process(crowd: Crowd, num_clients: int) -> dict[str, float]:
@@ -44,7 +61,7 @@ def _in_fresh_process(crowd: Crowd, num_clients: int) -> dict[str, float]:
         return pool.submit(train_crowd, crowd, num_clients).result()
 
 
-def _prepare(crowd: Crowd, num_clients: int, cohort_size: int) -> Training:
+def _make(crowd: Crowd, num_clients: int) -> Federation:
     source = Synthetic(
         num_clients=num_clients,
         dimension=crowd.dimension,
@@ -53,20 +70,32 @@ def _prepare(crowd: Crowd, num_clients: int, cohort_size: int) -> Training:
         num_validation=0,
         num_test=0,
     )
-    return make_training("fedem", source.make(SEED).federation, Batching(), cohort_size)
+    return source.make(SEED).federation
+
+
+def _split(federation: Federation) -> None:
+    """Split all samples into parts to train on, to validate and to test."""
+    samples = federation.train
+    rows = torch.arange(len(samples))
+    Federation.from_pool(samples.pool, federation.names, rows, samples.offsets, ids=rows, seed=SEED)
+
+
+def _timed(run: Callable[[], Found]) -> tuple[Found, float]:
+    started = time.perf_counter()
+    return run(), time.perf_counter() - started
 
 
 def train_crowd(crowd: Crowd, num_clients: int) -> dict[str, float]:
     """Run FedEM rounds of a small cohort among ``num_clients`` clients in this process."""
     # The first gradient makes torch import a good deal; that memory is not of the training measured here.
-    tiny = _prepare(crowd, 2, cohort_size=2)
+    tiny = make_training("fedem", _make(crowd, 2), Batching())
     tiny.step(tiny.init())
-    started = time.perf_counter()
-    training = _prepare(crowd, num_clients, crowd.cohort_size)
-    data_seconds = time.perf_counter() - started
+    federation, data_seconds = _timed(lambda: _make(crowd, num_clients))
+    _, split_seconds = _timed(lambda: _split(federation))
     peak_of_data = _peak_bytes()
     resident = _forget_peak()
-    state = training.init()
+    training = make_training("fedem", federation, Batching(), crowd.cohort_size)
+    state, start_seconds = _timed(training.init)
 
     def advance() -> None:
         nonlocal state
@@ -83,12 +112,44 @@ def train_crowd(crowd: Crowd, num_clients: int) -> dict[str, float]:
         "seconds": timing.median,
         "fastest": min(timing.repeats),
         "data_seconds": data_seconds,
+        "split_seconds": split_seconds,
+        "start_seconds": start_seconds,
         "data_bytes": training.federation.train.num_bytes,
         "peak_bytes": max(peak_of_data, peak_of_training),
         "resident_bytes_before_training": resident,
         "peak_increase_in_training_bytes": max(0, peak_of_training - resident),
         "state_bytes_per_client": bytes_per_client,
     }
+
+
+def show(console: Console, figures: Mapping[str, Any]) -> None:
+    """Print one column for each number of clients."""
+    groups = figures["groups"]
+    table = Table(title=f"FedEM, {figures['cohort_size']:,} clients a round", box=box.ASCII2, title_justify="left")
+    table.add_column("")
+    for group in groups:
+        table.add_column(f"{group['num_clients']:,} clients", justify="right")
+    mebibyte = 1 << 20
+    for title, key, scale, digits in (
+        ("seconds a round", "seconds", 1, 4),
+        ("seconds to make the data", "data_seconds", 1, 2),
+        ("seconds to split them", "split_seconds", 1, 2),
+        ("seconds to start", "start_seconds", 1, 2),
+        ("training data, MiB", "data_bytes", mebibyte, 0),
+        ("peak memory in all, MiB", "peak_bytes", mebibyte, 0),
+        ("resident before training, MiB", "resident_bytes_before_training", mebibyte, 0),
+        ("peak increase in training, MiB", "peak_increase_in_training_bytes", mebibyte, 1),
+        ("state a client, bytes", "state_bytes_per_client", 1, 0),
+    ):
+        table.add_row(title, *(f"{group[key] / scale:,.{digits}f}" for group in groups))
+    console.print()
+    console.print(table)
+    for group, ratio in list(zip(groups, figures["ratios_to_first"], strict=True))[1:]:
+        console.print(
+            f"With {group['num_clients']:,} clients a round takes {ratio:.2f} times as long as with "
+            f"{groups[0]['num_clients']:,}.",
+            soft_wrap=True,
+        )
 
 
 def _peak_bytes() -> int:
@@ -113,3 +174,23 @@ def _forget_peak() -> int:
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak_bytes()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure up to a million clients, print and, if asked, write all figures to a file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_clients", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run of few clients; its figures mean nothing")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
+    options = parser.parse_args(arguments)
+    console, disturbance = Console(highlight=False), Disturbance()
+    figures = {"environment": environment(), "many_clients": compare(QUICK if options.quick else MILLION)}
+    figures["cores_busy_with_others"] = disturbance.cores()
+    console.print("{cpu}, {threads} threads, torch {torch}, Python {python}".format(**figures["environment"]))
+    show(console, figures["many_clients"])
+    show_disturbance(console, figures["cores_busy_with_others"])
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
+
+BUSY = 0.1
+"""Cores busy with other processes above which timings can't be trusted: parallel steps wait for the slowest thread."""
 
 
 class Effort(NamedTuple):
@@ -59,6 +63,17 @@ class Disturbance:
         if now is None or self._others is None:
             return None
         return max(0.0, now - self._others) / (time.perf_counter() - self._started)
+
+
+def show_disturbance(console: Console, cores: float | None) -> None:
+    """Print how many cores others kept busy, and whether that was too many; nothing where it is unknown."""
+    if cores is None:
+        return
+    console.print(f"\nOther processes kept {cores:.2f} cores busy meanwhile.")
+    if cores > BUSY:
+        console.print(
+            "That is too much for these figures to mean anything; run again on an idle machine.", soft_wrap=True
+        )
 
 
 def _seconds_of_others() -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import busy, images, plain_loop, tables
+from benchmarks import busy, images, many_clients, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -46,16 +46,31 @@ def test_quick_run_writes_figures_for_everything(tmp_path: Path, capsys: pytest.
         }, method
         assert all(math.isfinite(number) and number > 0 for number in numbers(rounds)), rounds
         assert all(0 <= difference <= TOLERANCE for difference in numbers(figures["agreement"][method]))
-    crowd = figures["many_clients"]
-    for group in ("few", "many"):
-        assert crowd[group]["state_bytes_per_client"] == 4 * NUM_COMPONENTS["fedem"]
-        assert crowd[group].pop("peak_increase_in_training_bytes") >= 0
-    assert all(math.isfinite(number) and number > 0 for number in numbers(crowd)), crowd
+    check_crowd(figures["many_clients"])
     assert figures["environment"]["threads"] > 0
 
     printed = capsys.readouterr().out
     assert all(title in printed for title in TITLES.values())
     assert f"torch {torch.__version__}" in printed
+
+
+def check_crowd(crowd: dict[str, Any]) -> None:
+    assert [group["num_clients"] for group in crowd["groups"]] == list(many_clients.QUICK.sizes)
+    for group in crowd["groups"]:
+        assert group["state_bytes_per_client"] == 4 * NUM_COMPONENTS["fedem"]
+        assert group.pop("peak_increase_in_training_bytes") >= 0
+    first, second = (group["seconds"] for group in crowd["groups"])
+    assert crowd["ratios_to_first"] == [1, second / first]
+    assert all(math.isfinite(number) and number > 0 for number in numbers(crowd)), crowd
+
+
+def test_crowds_are_measured_up_to_a_million(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    many_clients.main(["--quick", "--out", str(out)])
+    check_crowd(json.loads(out.read_text())["many_clients"])
+    printed = capsys.readouterr().out
+    assert "With 500 clients a round takes" in printed
+    assert many_clients.MILLION.sizes[-1] == 10**6
 
 
 def test_agreement_holds_for_every_method() -> None:
