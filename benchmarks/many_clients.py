@@ -183,7 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
     console, disturbance = Console(highlight=False), Disturbance()
-    figures = {"environment": environment(), "many_clients": compare(QUICK if options.quick else MILLION)}
+    figures: dict[str, Any] = {
+        "environment": environment(),
+        "many_clients": compare(QUICK if options.quick else MILLION),
+    }
     figures["cores_busy_with_others"] = disturbance.cores()
     console.print("{cpu}, {threads} threads, torch {torch}, Python {python}".format(**figures["environment"]))
     show(console, figures["many_clients"])

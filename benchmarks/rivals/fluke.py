@@ -1,0 +1,81 @@
+"""fluke's FedAVG with its own clients and server, in its own environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:
+    # Its compiled part is for another build of torch. fluke needs only the rest, which asks for these names alone.
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+
+from fluke import DDict, FlukeENV
+from fluke.algorithms.fedavg import FedAVG
+from fluke.client import Client
+from fluke.config import OptimizerConfigurator
+from fluke.data import FastDataLoader
+from fluke.server import Server
+from fluke.utils import FederationObserver
+from torch import nn
+
+from benchmarks.rivals.jobs import Clock, Job, Leaves, report
+
+
+class _GivenCohorts(Server):  # type: ignore[misc]
+    """A server whose cohorts are those of the job."""
+
+    def __init__(self, cohorts: Sequence[Sequence[int]], *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._cohorts = iter(cohorts)
+
+    def get_eligible_clients(self, eligible_perc: float) -> list[Client]:
+        return [self.clients[position] for position in next(self._cohorts)]
+
+
+class _AfterRounds(FederationObserver):  # type: ignore[misc]
+    def __init__(self, clock: Clock):
+        self._clock = clock
+
+    def end_round(self, round: int) -> None:
+        self._clock()
+
+
+def train(given: Job, clock: Clock) -> Leaves:
+    """Give every client its samples, shuffled in each round, and let fluke run."""
+    job, network = given.floats(), given.build()
+    FlukeENV().set_device(clock.device)
+    FlukeENV().set_eval_cfg(pre_fit=False, post_fit=False, locals=False, server=False)
+    classes, count = int(job.targets.max()) + 1, len(job.offsets) - 1
+    clients = [
+        Client(
+            position,
+            FastDataLoader(
+                *job.client(position),
+                num_labels=classes,
+                batch_size=job.batch_size,
+                shuffle=True,
+                skip_singleton=False,
+            ),
+            None,
+            OptimizerConfigurator(DDict(name="SGD", lr=job.learning_rate)),
+            nn.CrossEntropyLoss(),
+            local_epochs=1,
+            persistency=False,
+        )
+        for position in range(count)
+    ]
+    server = _GivenCohorts(job.cohorts, network, None, clients, weighted=True)
+    federation = FedAVG(count, None, DDict(), clients=clients, server=server)
+    federation.set_callbacks([_AfterRounds(clock)])
+    clock()
+    federation.run(len(job.cohorts), len(job.cohorts[0]) / count)
+    return dict(server.model.state_dict())
+
+
+if __name__ == "__main__":
+    report(train)
