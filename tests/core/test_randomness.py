@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedem.core.random import choose, client_keys, derive, uniform
+from fedem.core.random import choose, client_keys, derive, scramble, uniform
 
 words = st.integers(-(2**63), 2**63 - 1)
 
@@ -61,3 +62,25 @@ def test_choice_does_not_depend_on_the_order(order: list[int], count: int, word:
     first = {names[i] for i in choose(client_keys(names), count, word).tolist()}
     second = {shuffled[i] for i in choose(client_keys(shuffled), count, word).tolist()}
     assert first == second
+
+
+@pytest.mark.parametrize("count", [1, 7, 500, 19_999])
+def test_the_smallest_hashes_are_chosen(count: int) -> None:
+    keys = client_keys([str(index) for index in range(20_000)])
+    hashes = derive(derive(3, 1), keys).numpy()
+    assert choose(keys, count, 3, 1).tolist() == sorted(np.argsort(hashes)[:count].tolist())
+
+
+def test_the_smallest_are_chosen_even_where_all_hashes_are_large() -> None:
+    keys = client_keys([str(index) for index in range(20_000)])
+    hashes = derive(derive(3, 1), keys).numpy()
+    large = np.argsort(hashes)[-500:]
+    chosen = choose(keys[large], 5, 3, 1)
+    assert chosen.tolist() == sorted(np.argsort(hashes[large])[:5].tolist())
+
+
+def test_hashing_leaves_its_input_as_it_was() -> None:
+    keys = torch.arange(-5, 5)
+    scramble(keys)
+    derive(keys, keys)
+    assert keys.tolist() == list(range(-5, 5))

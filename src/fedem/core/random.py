@@ -5,6 +5,7 @@ a generator. So no result depends on the engine, on the size of a chunk, on the 
 killed run was resumed.
 """
 
+import math
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -24,14 +25,15 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Shift without dragging the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def scramble(x: Tensor) -> Tensor:
     """Apply splitmix64's finaliser to each word, so that a change of one bit changes them all; int64 wraps around."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+    # In place but for the first step: of a million words each new tensor costs more than what is computed.
+    x = (x ^ _shift_right(x, 30)).mul_(_MIX_1)
+    x = x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def derive(key: Tensor | int, *words: Tensor | int) -> Tensor:
@@ -64,4 +66,8 @@ def choose(keys: Tensor, count: int, *words: int) -> Tensor:
     if count >= len(keys):
         return torch.arange(len(keys))
     tickets = derive(derive(*words), keys)  # the words once, and not for each of perhaps a million keys
-    return torch.topk(tickets, count, largest=False, sorted=False).indices.sort().values
+    # Tickets are uniform, so the smallest are almost surely below this bound, and what is below is found in one pass.
+    share = min(1.0, (count + 6 * math.sqrt(count) + 20) / len(keys))
+    below = np.flatnonzero(tickets.numpy() < min(int(share * 2**64) - 2**63, 2**63 - 1))
+    few = torch.from_numpy(below if len(below) >= count else np.arange(len(keys)))
+    return few[torch.topk(tickets[few], count, largest=False, sorted=False).indices].sort().values
