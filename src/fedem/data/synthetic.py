@@ -16,6 +16,8 @@ from fedem.data.federation import Federation
 from fedem.data.partitions import Natural, Partition
 from fedem.data.samples import Pool, Samples
 
+_ROWS = 1024
+
 
 @dataclass(frozen=True)
 class Synthetic(DataSource):
@@ -90,10 +92,13 @@ class Synthetic(DataSource):
         inputs = rng.random((total, self.dimension), dtype=np.float32)
         inputs *= 2
         inputs -= 1
-        # z ~ pi_t by inversion: the number of cumulative weights below a uniform draw.
-        cumulative = np.cumsum(weights, axis=1)[owner, :-1]
-        component = (rng.random(total)[:, None] >= cumulative).sum(axis=1)
-        logits = np.take_along_axis(inputs @ components.T, component[:, None], axis=1)[:, 0]
+        draws, cumulative, logits = rng.random(total), np.cumsum(weights, axis=1)[:, :-1], np.empty(total, np.float32)
+        # Some rows at a time stay in the cache, and BLAS does not share them among threads that wait for each other.
+        for start in range(0, total, _ROWS):
+            some = slice(start, start + _ROWS)
+            # z ~ pi_t by inversion: the number of cumulative weights below a uniform draw.
+            component = (draws[some, None] >= cumulative[owner[some]]).sum(axis=1)
+            logits[some] = np.take_along_axis(inputs[some] @ components.T, component[:, None], axis=1)[:, 0]
         logits += self.noise_scale * rng.standard_normal(total, dtype=np.float32)
         probabilities = (1 + np.tanh(logits / 2)) / 2  # the sigmoid, which can't overflow so
         labels = (rng.random(total) < probabilities).astype(np.int64)
