@@ -1,7 +1,7 @@
 """``python -m benchmarks.many_clients``: a round costs what its cohort costs, up to a million clients.
 
 Making the data, splitting them and starting a training take time in proportion to the clients; a round should not. Each
-size is measured in a fresh process. A million clients need about 10 GiB of memory.
+size is measured in a fresh process. A million clients need about 8 GiB of memory.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     """Print one column for each number of clients."""
     groups = figures["groups"]
     table = Table(title=f"FedEM, {figures['cohort_size']:,} clients a round", box=box.ASCII2, title_justify="left")
-    table.add_column("")
+    table.add_column("clients in all")
     for group in groups:
-        table.add_column(f"{group['num_clients']:,} clients", justify="right")
+        table.add_column(f"{group['num_clients']:,}", justify="right")
     mebibyte = 1 << 20
     for title, key, scale, digits in (
         ("seconds a round", "seconds", 1, 4),
