@@ -101,7 +101,7 @@ def _mlp(shape: tuple[int, ...], classes: int) -> nn.Sequential:
 
 
 def _cnn(shape: tuple[int, ...], classes: int) -> nn.Sequential:
-    """Build ``simple_cnn`` of pfl's own benchmarks, fedem's ``cnn`` without dropout."""
+    """Build the layers of pfl's ``simple_cnn`` and fedem's ``cnn`` without dropout, which each side would draw anew."""
     channels, height, width = shape
     convolved = nn.Conv2d(channels, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     dense = nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128), nn.ReLU()
