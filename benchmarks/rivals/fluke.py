@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 try:
-    import torchvision  # noqa: F401
+    import torchvision  # noqa: F401  # to see whether it loads: fluke imports it
 except RuntimeError:
     # Its compiled part is for another build of torch. fluke needs only the rest, which asks for these names alone.
+    _NAMES = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        _NAMES.define(f"{name}(Tensor x) -> Tensor")
 
 from fluke import DDict, FlukeENV
 from fluke.algorithms.fedavg import FedAVG
@@ -26,7 +27,7 @@ from torch import nn
 from benchmarks.rivals.jobs import Clock, Job, Leaves, report
 
 
-class _GivenCohorts(Server):  # type: ignore[misc]
+class _GivenCohorts(Server):  # type: ignore[misc]  # fluke is not there where types are checked
     """A server whose cohorts are those of the job."""
 
     def __init__(self, cohorts: Sequence[Sequence[int]], *arguments: Any, **options: Any):
@@ -37,7 +38,7 @@ class _GivenCohorts(Server):  # type: ignore[misc]
         return [self.clients[position] for position in next(self._cohorts)]
 
 
-class _AfterRounds(FederationObserver):  # type: ignore[misc]
+class _AfterRounds(FederationObserver):  # type: ignore[misc]  # the same
     def __init__(self, clock: Clock):
         self._clock = clock
 

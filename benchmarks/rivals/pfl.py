@@ -31,7 +31,7 @@ class _WithLoss(nn.Sequential):
         return {}  # nothing is evaluated on the way
 
 
-class _AfterRounds(TrainingProcessCallback):  # type: ignore[misc]
+class _AfterRounds(TrainingProcessCallback):  # type: ignore[misc]  # pfl is not there where types are checked
     def __init__(self, clock: Clock):
         self._clock = clock
 
