@@ -1,11 +1,235 @@
 """Convolutions in a form that stacks.
 
-Shapes: n samples of a batch, padding included, C input and O output channels, H x W pixels.
+Stacked, a convolution is a grouped one to torch. On a GPU that has Triton it is ours (``kernels.py``), or a batched
+product of matrices where its window is a single pixel; elsewhere torch's grouped one stays.
+
+:class:`_Convolution` and its two gradients are linear in each of two arguments, so each one's gradients are the other
+two: derivatives of any order can be had.
+
+Shapes: S stacked models, n samples of a batch, padding included, C input and O output channels, H x W pixels.
 """
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import conv2d, pad
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from fedem.models import layers
+from fedem.models.layers import call, define
+
+Pair = tuple[int, int]
+
+
+class Geometry(NamedTuple):
+    """Of a convolution, each down and across; ``depthwise`` where each channel is convolved by itself."""
+
+    window: Pair
+    stride: Pair
+    padding: Pair
+    depthwise: bool
+
+    def shrink(self, size: Pair) -> Pair:
+        """Return the size of what is put out for images of ``size``."""
+        sides = zip(size, *self[:3], strict=True)
+        height, width = ((side + 2 * pad - window) // stride + 1 for side, window, stride, pad in sides)
+        return height, width
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each pixel is put out by itself: a product of matrices."""
+        return not self.depthwise and self[:3] == ((1, 1), (1, 1), (0, 0))
+
+
+class StackableConv2d(nn.Conv2d):
+    """``nn.Conv2d`` without peculiarities (:func:`is_plain`), by kernels of our own where there are some."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, H, W] -> [n, O, H', W']``."""
+        kind = inputs.device.type
+        if not layers.has_kernels(kind) or inputs.ndim != 4:
+            return super().forward(inputs)
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled(kind):
+            inputs, weight = (leaf.to(torch.get_autocast_dtype(kind)) for leaf in (inputs, weight))
+        assert not isinstance(self.padding, str), "is_plain() has seen to it"
+        window, stride, padding = ((pair[0], pair[1]) for pair in (self.kernel_size, self.stride, self.padding))
+        geometry = Geometry(window, stride, padding, self.groups > 1)
+        outputs = call(_Convolution, inputs[None], weight[None], geometry)[0]
+        return outputs if bias is None else outputs + bias.to(outputs.dtype)[:, None, None]
+
+
+def is_plain(layer: nn.Conv2d) -> bool:
+    """Say whether a convolution has no peculiarities: one group, or as many as channels."""
+    groups = layer.groups == 1 or layer.groups == layer.in_channels == layer.out_channels
+    known = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return groups and known and layer.dilation == (1, 1)
+
+
+class _Convolution(torch.autograd.Function):
+    """``[S, n, C, H, W], [S, O, C, *] -> [S, n, O, H', W']``."""
+
+    @staticmethod
+    def forward(inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+        return torch.ops.fedem.convolve(inputs, weight, *geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Geometry], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.geometry = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        inputs, weight = ctx.saved_tensors
+        size = (inputs.shape[-2], inputs.shape[-1])
+        back = call(_InputGradient, gradient, weight, size, ctx.geometry) if ctx.needs_input_grad[0] else None
+        return back, call(_WeightGradient, inputs, gradient, ctx.geometry), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, int | None, None], *given: Any) -> tuple[Tensor, int]:
+        return _stacked(_Convolution, info.batch_size, dims[:2], *given)
+
+
+class _InputGradient(torch.autograd.Function):
+    """``[S, n, O, H', W'], [S, O, C, *] -> [S, n, C, H, W]``, with H and W given."""
+
+    @staticmethod
+    def forward(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
+        return torch.ops.fedem.convolve_back(gradient, weight, size, *geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Pair, Geometry], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.geometry = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gradient, weight = ctx.saved_tensors
+        again = call(_Convolution, outer, weight, ctx.geometry)
+        return again, call(_WeightGradient, outer, gradient, ctx.geometry), None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, int | None, None, None], *given: Any) -> tuple[Tensor, int]:
+        return _stacked(_InputGradient, info.batch_size, dims[:2], *given)
+
+
+class _WeightGradient(torch.autograd.Function):
+    """``[S, n, C, H, W], [S, n, O, H', W'] -> [S, O, C, *]``."""
+
+    @staticmethod
+    def forward(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
+        return torch.ops.fedem.convolve_weight(inputs, gradient, *geometry)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Geometry], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.geometry = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor, None]:
+        inputs, gradient = ctx.saved_tensors
+        back = call(_InputGradient, gradient, outer, (inputs.shape[-2], inputs.shape[-1]), ctx.geometry)
+        return back, call(_Convolution, inputs, outer, ctx.geometry), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, int | None, None], *given: Any) -> tuple[Tensor, int]:
+        return _stacked(_WeightGradient, info.batch_size, dims[:2], *given)
+
+
+def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> tuple[Tensor, int]:
+    """Call ``function`` once for a mapped dimension of its first two arguments: as more models or, of one, samples."""
+    first, second, *others = given
+    if dims[1] is None and function is not _WeightGradient:  # one weight for all
+        samples = first.movedim(dims[0], 1).flatten(1, 2)
+        return call(function, samples, second, *others).unflatten(1, (size, -1)), 1
+    pairs = zip((first, second), dims, strict=True)
+    models = (leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0) for leaf, dim in pairs)
+    found = call(function, *(leaf.flatten(0, 1) for leaf in models), *others)
+    return found.unflatten(0, (size, -1)), 0
+
+
+def _last(images: Tensor) -> Tensor:
+    """``[S, n, C, H, W] -> [S, n, H, W, C]``, contiguous."""
+    return images.movedim(2, -1).contiguous()
+
+
+def _rows(images: Tensor) -> Tensor:
+    """``[S, n, C, H, W] -> [S, n H W, C]``."""
+    return _last(images).flatten(1, 3)
+
+
+def _convolve(
+    inputs: Tensor, weight: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
+) -> Tensor:
+    geometry, models = _geometry(window, stride, padding, depthwise), len(inputs)
+    if models == 1 or not layers.has_kernels(inputs.device.type):
+        groups = models * (weight.shape[1] if depthwise else 1)
+        found = conv2d(_beside(inputs), weight.flatten(0, 1), None, stride, padding, 1, groups)
+        return found.unflatten(1, (models, -1)).transpose(0, 1).clone()
+    if geometry.is_pointwise:
+        found = torch.bmm(_rows(inputs), weight.flatten(2).mT)
+        return found.unflatten(1, (inputs.shape[1], *inputs.shape[-2:])).movedim(-1, 2)
+    from fedem.models import kernels
+
+    return kernels.convolve(_last(inputs), weight, geometry).movedim(-1, 2)
+
+
+def _convolve_back(
+    gradient: Tensor,
+    weight: Tensor,
+    size: list[int],
+    window: list[int],
+    stride: list[int],
+    padding: list[int],
+    depthwise: bool,
+) -> Tensor:
+    geometry, models = _geometry(window, stride, padding, depthwise), len(gradient)
+    if models == 1 or not layers.has_kernels(gradient.device.type):
+        groups = models * (weight.shape[1] if depthwise else 1)
+        channels = weight.shape[1] if depthwise else weight.shape[2]
+        shape = [gradient.shape[1], models * channels, *size]
+        found = conv2d_input(shape, weight.flatten(0, 1), _beside(gradient), stride, padding, 1, groups)
+        return found.unflatten(1, (models, -1)).transpose(0, 1).clone()
+    if geometry.is_pointwise:
+        found = torch.bmm(_rows(gradient), weight.flatten(2))
+        return found.unflatten(1, (gradient.shape[1], *size)).movedim(-1, 2)
+    from fedem.models import kernels
+
+    return kernels.convolve_back(_last(gradient), weight, (size[0], size[1]), geometry).movedim(-1, 2)
+
+
+def _convolve_weight(
+    inputs: Tensor, gradient: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
+) -> Tensor:
+    geometry, models, channels = _geometry(window, stride, padding, depthwise), len(inputs), inputs.shape[2]
+    if models == 1 or not layers.has_kernels(inputs.device.type):
+        groups = models * (channels if depthwise else 1)
+        shape = [models * gradient.shape[2], 1 if depthwise else channels, *window]
+        found = conv2d_weight(_beside(inputs), shape, _beside(gradient), stride, padding, 1, groups)
+        return found.unflatten(0, (models, -1)).clone()
+    if geometry.is_pointwise:
+        return torch.bmm(_rows(gradient).mT, _rows(inputs))[..., None, None]
+    from fedem.models import kernels
+
+    return kernels.weight_gradient(_last(inputs), _last(gradient), geometry).contiguous()
+
+
+def _geometry(window: list[int], stride: list[int], padding: list[int], depthwise: bool) -> Geometry:
+    first, second, third = ((pair[0], pair[1]) for pair in (window, stride, padding))
+    return Geometry(first, second, third, depthwise)
+
+
+def _beside(images: Tensor) -> Tensor:
+    """Lay models beside each other's channels, ``[S, n, C, H, W] -> [n, S C, H, W]``."""
+    return images.transpose(0, 1).flatten(1, 2)
+
+
+define("convolve", _convolve)
+define("convolve_back", _convolve_back)
+define("convolve_weight", _convolve_weight)
 
 
 class WidenedConv2d(nn.Conv2d):

@@ -7,14 +7,16 @@ its inputs is a :class:`Pass`.
 Shapes: n samples of a batch, padding included, C channels, H x W pixels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from fedem.core.random import derive
 
@@ -27,6 +29,21 @@ Geometry = tuple[Window, Window, Window, Window, bool]  # kernel, stride, paddin
 def call(function: Any, *arguments: Any) -> Any:
     """Call an autograd function, whose ``apply`` torch leaves untyped."""
     return function.apply(*arguments)
+
+
+@cache
+def has_kernels(device: str) -> bool:
+    """Whether many models are convolved and normalised by kernels of our own on a kind of device: by Triton's."""
+    return device == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+
+
+_LIBRARY = library.Library("fedem", "DEF")
+
+
+def define(name: str, operation: Callable[..., Any]) -> None:
+    """Make a function an operation of torch's own kind: a recording then holds one entry for all that it does."""
+    _LIBRARY.define(name + library.infer_schema(operation, mutates_args=()))
+    _LIBRARY.impl(name, operation, "CompositeExplicitAutograd")
 
 
 class StackableMaxPool2d(nn.MaxPool2d):
@@ -101,6 +118,14 @@ class _MaxPoolGradient(torch.autograd.Function):
         *leaves, geometry = arguments
         folded = [_beside_channels(leaf, dim, info.batch_size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
         return call(_MaxPoolGradient, *folded, geometry).unflatten(1, (info.batch_size, -1)), 1
+
+
+class StackableMean2d(nn.AdaptiveAvgPool2d):
+    """``nn.AdaptiveAvgPool2d`` that puts out one pixel: a mean, for which torch has a rule in any layout."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, H, W] -> [n, C, 1, 1]``."""
+        return inputs.mean((-2, -1), keepdim=True)
 
 
 @dataclass

@@ -1,14 +1,20 @@
 """Batch normalisation in a form that stacks: over the rows of a batch that are not padding.
 
-Shapes: n samples of a batch, padding included, C channels.
+On a GPU that has Triton, batches of many models are normalised by kernels of our own (``kernels.py``).
+
+Shapes: S stacked models, n samples of a batch, padding included, C channels, R rows: the pixels of all samples.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedem.models.layers import CURRENT_PASS
+from fedem.core.errors import UserError
+from fedem.models import layers
+from fedem.models.layers import CURRENT_PASS, call, define
 
 
 class MaskedBatchNorm(_BatchNorm):
@@ -25,6 +31,8 @@ class MaskedBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
+        if self.training and layers.has_kernels(inputs.device.type):
+            return self._by_kernels(inputs, CURRENT_PASS.get().mask)
         return self._normalised(inputs.to(self.running_mean.dtype)).to(inputs.dtype)
 
     def _normalised(self, inputs: Tensor) -> Tensor:
@@ -43,7 +51,7 @@ class MaskedBatchNorm(_BatchNorm):
 
     def _masked(self, inputs: Tensor, mask: Tensor) -> Tensor:
         """Normalise by the statistics of the rows in ``mask`` ``[n]``."""
-        running_mean, running_variance, tracked = self.running_mean, self.running_var, self.num_batches_tracked
+        running_mean, running_variance = self.running_mean, self.running_var
         channels, rows = (1, -1, *(1,) * (inputs.ndim - 2)), (-1, *(1,) * (inputs.ndim - 1))
         dims = [0, *range(2, inputs.ndim)]
         weights = mask.to(inputs.dtype).view(rows)
@@ -54,12 +62,148 @@ class MaskedBatchNorm(_BatchNorm):
         centred = inputs - mean.view(channels)
         spread = (weights * centred.square()).sum(dims)
         variance = torch.where(lonely, running_variance, spread / count)
-        tracked.add_((~lonely).long())
-        pace = 1 / tracked.clamp(min=1).to(count.dtype) if self.momentum is None else count.new_full((), self.momentum)
-        pace = torch.where(lonely, 0.0, pace)
         # As torch has it: the running variance is the unbiased one.
         unbiased = torch.where(lonely, running_variance, spread.detach() / (count - 1).clamp(min=1))
-        running_mean.add_(pace * (mean.detach() - running_mean))
-        running_variance.add_(pace * (unbiased - running_variance))
+        self._track(mean.detach(), unbiased, lonely)
         outputs = centred * torch.rsqrt(variance + self.eps).view(channels)
         return outputs if self.weight is None else outputs * self.weight.view(channels) + self.bias.view(channels)
+
+    def _by_kernels(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        """Normalise by the statistics of the rows in ``mask`` ``[n]`` (None: all), in the inputs' type."""
+        kept = self.running_mean, self.running_var
+        scales = (self.weight, self.bias) if self.affine else (torch.ones_like(kept[0]), torch.zeros_like(kept[0]))
+        stacked = (leaf[None] for leaf in (inputs, *scales, *kept))
+        outputs, mean, variance = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps)
+        rows = kept[0].new_tensor(len(inputs)) if mask is None else mask.sum().to(kept[0].dtype)
+        count = rows * inputs.shape[2:].numel()
+        lonely = count <= 1
+        unbiased = torch.where(lonely, kept[1], variance[0] * count / (count - 1).clamp(min=1))
+        self._track(mean[0], unbiased, lonely)
+        return outputs[0]
+
+    def _track(self, mean: Tensor, variance: Tensor, lonely: Tensor) -> None:
+        """Bring the running statistics forward by a batch's, unless it was ``lonely``."""
+        self.num_batches_tracked.add_((~lonely).long())
+        tracked = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+        pace = 1 / tracked if self.momentum is None else torch.full_like(tracked, self.momentum)
+        pace = torch.where(lonely, 0.0, pace)
+        self.running_mean.add_(pace * (mean - self.running_mean))
+        self.running_var.add_(pace * (variance - self.running_var))
+
+
+class _Normalisation(torch.autograd.Function):
+    """Normalise ``[S, n, C, ...]`` by the statistics of its rows in ``mask`` ``[S, n]``.
+
+    Takes scales, shifts and running statistics ``[S, C]``, which stand in where a model has a single row. Returns also
+    the means and variances that it was normalised by.
+    """
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.fedem.normalise(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        images, weight, _, _, _, mask, ctx.eps = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(images, weight, mask, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        images, weight, mask, mean, variance = ctx.saved_tensors
+        given = gradient, images, weight, mean, variance, mask, ctx.eps
+        return *call(_NormalisationGradient, *given), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
+        return _stacked(_Normalisation, info.batch_size, dims, *given)
+
+
+class _NormalisationGradient(torch.autograd.Function):
+    """Its backward pass: the gradients of the inputs, of the scales and of the shifts."""
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.fedem.normalise_back(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise UserError(
+            "The gradient of a batch normalisation was differentiated again; allowed: methods of first derivatives."
+        )
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
+        return _stacked(_NormalisationGradient, info.batch_size, dims, *given)
+
+
+def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> tuple[Any, tuple[int, ...]]:
+    """Call ``function`` once for a mapped dimension, as more models; the last argument is no tensor."""
+    *leaves, eps = given
+    pairs = zip(leaves, dims[:-1], strict=True)
+    models = [
+        leaf if leaf is None else leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+        for leaf, dim in pairs
+    ]
+    found = call(function, *(leaf if leaf is None else leaf.flatten(0, 1) for leaf in models), eps)
+    return tuple(leaf.unflatten(0, (size, -1)) for leaf in found), (0,) * len(found)
+
+
+def _rows(images: Tensor) -> Tensor:
+    """``[S, n, C, ...] -> [S, R, C]``, contiguous."""
+    return images.movedim(2, -1).contiguous().flatten(1, -2)
+
+
+def _like(rows: Tensor, images: Tensor) -> Tensor:
+    """Undo :func:`_rows`, for images of that shape, without moving anything in memory."""
+    return rows.unflatten(1, (images.shape[1], *images.shape[3:])).movedim(-1, 2)
+
+
+def _counted(images: Tensor, mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Return which rows count, ``[S, R]`` (None: all), and how many do, ``[S, 1]``."""
+    pixels = images.shape[3:].numel()
+    if mask is None:
+        return None, torch.full((len(images), 1), float(images.shape[1] * pixels), device=images.device)
+    return mask.repeat_interleave(pixels, dim=1).contiguous(), mask.sum(1, keepdim=True).float() * pixels
+
+
+def _normalise(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_variance: Tensor,
+    mask: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fedem.models import kernels
+
+    rows, (counted, count) = _rows(images), _counted(images, mask)
+    mean, variance = kernels.moments(rows, counted)
+    mean = torch.where(count > 1, mean, running_mean)
+    variance = torch.where(count > 1, variance, running_variance)
+    scale = weight * torch.rsqrt(variance + eps)
+    return _like(kernels.normalise(rows, mean, scale, bias.contiguous()), images), mean, variance
+
+
+def _normalise_back(
+    gradient: Tensor, images: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, mask: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fedem.models import kernels
+
+    rows, slopes, (counted, count) = _rows(images), _rows(gradient), _counted(images, mask)
+    inverse = torch.rsqrt(variance + eps)
+    plain, crossed = kernels.sums(rows, slopes, mean)
+    # Of a model with a single row the statistics are given: nothing flows back through them.
+    scale, share = weight * inverse, torch.where(count > 1, 1 / count, 0.0)
+    level, slope = scale * share * plain, scale * share * inverse.square() * crossed
+    back = kernels.normalise_back(rows, slopes, counted, mean, scale, level, slope)
+    return _like(back, images), crossed * inverse, plain
+
+
+define("normalise", _normalise)
+define("normalise_back", _normalise_back)

@@ -12,11 +12,11 @@ gates that the cell depends on.
 from typing import Any
 
 import torch
-from torch import Tensor, library, nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fedem.core.errors import UserError
-from fedem.models.layers import call, keyed_dropout
+from fedem.models.layers import call, define, keyed_dropout
 
 _State = tuple[Tensor, Tensor]
 
@@ -221,9 +221,5 @@ def _recur_back(
     return grads, grads[:, 0] @ weight, grad_cell
 
 
-# As operations of torch's own kind: a recording then holds one entry for a whole loop.
-_LIBRARY = library.Library("fedem", "DEF")
-_LIBRARY.define("lstm" + library.infer_schema(_recur, mutates_args=()))
-_LIBRARY.define("lstm_gradient" + library.infer_schema(_recur_back, mutates_args=()))
-_LIBRARY.impl("lstm", _recur, "CompositeExplicitAutograd")
-_LIBRARY.impl("lstm_gradient", _recur_back, "CompositeExplicitAutograd")
+define("lstm", _recur)
+define("lstm_gradient", _recur_back)

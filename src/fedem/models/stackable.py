@@ -8,24 +8,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedem.core.errors import UserError
-from fedem.models.convolutions import WidenedConv2d, is_widened
-from fedem.models.layers import FoldedLinear, KeyedChannelDropout, KeyedDropout, StackableMaxPool2d
+from fedem.models.convolutions import StackableConv2d, WidenedConv2d, is_plain, is_widened
+from fedem.models.layers import FoldedLinear, KeyedChannelDropout, KeyedDropout, StackableMaxPool2d, StackableMean2d
 from fedem.models.normalisation import MaskedBatchNorm
 from fedem.models.recurrence import StackableLSTM
 
-_FORMS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Linear: FoldedLinear,
-    nn.Dropout: KeyedDropout,
-    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), KeyedChannelDropout),
-    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), MaskedBatchNorm),
-    nn.Conv2d: WidenedConv2d,
-    nn.MaxPool2d: StackableMaxPool2d,
-    nn.LSTM: StackableLSTM,
-}
-_ONLY_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
-    nn.Conv2d: is_widened,
-    nn.MaxPool2d: lambda layer: not layer.return_indices,
-    nn.LSTM: lambda layer: not layer.proj_size,  # which projects its hidden state
+_Fits = Callable[[Any], bool]
+
+
+def _always(layer: nn.Module) -> bool:
+    return True
+
+
+# Of each kind of layer its forms, of which the first that fits is taken; a layer that none fits stays as it is.
+_FORMS: dict[type[nn.Module], tuple[tuple[type[nn.Module], _Fits], ...]] = {
+    nn.Linear: ((FoldedLinear, _always),),
+    nn.Dropout: ((KeyedDropout, _always),),
+    **dict.fromkeys((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), ((KeyedChannelDropout, _always),)),
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm), ((MaskedBatchNorm, _always),)),
+    nn.Conv2d: ((WidenedConv2d, is_widened), (StackableConv2d, is_plain)),
+    nn.MaxPool2d: ((StackableMaxPool2d, lambda layer: not layer.return_indices),),
+    nn.AdaptiveAvgPool2d: ((StackableMean2d, lambda layer: layer.output_size in (1, (1, 1))),),
+    nn.LSTM: ((StackableLSTM, lambda layer: not layer.proj_size),),  # which projects its hidden state
 }
 
 
@@ -39,7 +43,8 @@ def make_stackable(module: nn.Module) -> nn.Module:
         if any(is_lazy(leaf) for leaf in part.parameters(recurse=False)):
             said = f"Part {name!r} ({type(part).__name__}) has no shape before its first input"
             raise UserError(f"{said}; allowed: layers of given sizes.")
-        kind = type(part)
-        if kind in _FORMS and _ONLY_IF.get(kind, lambda _: True)(part):
-            part.__class__ = _FORMS[kind]
+        for form, fits in _FORMS.get(type(part), ()):
+            if fits(part):
+                part.__class__ = form
+                break
     return module

@@ -1,0 +1,384 @@
+"""Triton kernels for many models at once: convolutions and batch normalisation, forwards and backwards.
+
+To cuDNN, stacked convolutions are a grouped one, which it cuts into a call for each group. Here a launch serves all
+models. Channels come last in memory, so that what is read and written together is adjacent.
+
+Sums are in float32, whatever the type of the inputs, and in a fixed order: the same inputs give the same bits.
+
+Shapes: S models, n samples, C input and O output channels, H x W pixels, R = n H W rows of a model, and K places of a
+window. Tensors are ``[S, n, C, H, W]`` to torch and ``[S, n, H, W, C]`` in memory; functions here take and return the
+latter.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# What Triton compiles has no types that a checker knows.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedem.models.convolutions import Geometry, Pair
+
+
+def _constants(geometry: Geometry) -> dict[str, int]:
+    """Return what a kernel is compiled for."""
+    (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w), _ = geometry
+    strides = {"STRIDE_H": stride_h, "STRIDE_W": stride_w, "PAD_H": pad_h, "PAD_W": pad_w}
+    return {"KERNEL_H": kernel_h, "KERNEL_W": kernel_w, **strides}
+
+
+def convolve(inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """Convolve, ``[S, n, H, W, C], [S, O, C, *] -> [S, n, H', W', O]``."""
+    size = geometry.shrink((inputs.shape[2], inputs.shape[3]))
+    return _convolved(inputs, weight.permute(0, 3, 4, 2, 1), size, geometry, back=False)
+
+
+def convolve_back(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
+    """Return the gradient of inputs of ``size``, ``[S, n, H', W', O], [S, O, C, *] -> [S, n, H, W, C]``."""
+    order = (0, 3, 4, 2, 1) if geometry.depthwise else (0, 3, 4, 1, 2)
+    return _convolved(gradient, weight.permute(order), size, geometry, back=True)
+
+
+def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
+    """Convolve by a weight ``[S, k_h, k_w, C, O]``, where C is 1 if each channel is convolved by itself."""
+    (models, samples, height, width, channels), weight = images.shape, weight.contiguous()
+    outputs = images.new_empty(models, samples, *size, weight.shape[-1])
+    sizes = samples * size[0] * size[1], *size, height, width, channels
+    if geometry.depthwise:
+        rows, columns = _tile(sizes[0], channels)
+        grid = triton.cdiv(sizes[0], rows), triton.cdiv(channels, columns), models
+        how: dict[str, Any] = {"BACK": back, "ROWS": rows, "COLUMNS": columns}
+        _filter[grid](images, weight, outputs, *sizes, **_constants(geometry), **how)
+        return outputs
+    blocks = _blocks(sizes[0], weight.shape[-1], channels)
+    grid = triton.cdiv(sizes[0], blocks["ROWS"]), triton.cdiv(weight.shape[-1], blocks["COLUMNS"]), models
+    how = {"BACK": back, "PRECISION": _precision(images), **blocks}
+    _multiply[grid](images, weight, outputs, *sizes, weight.shape[-1], **_constants(geometry), **how)
+    return outputs
+
+
+def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
+    """Return the gradient of the weight, ``[S, n, H, W, C], [S, n, H', W', O] -> [S, O, C, *]``."""
+    (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
+    sizes = samples * high * wide, high, wide, height, width, channels
+    places = geometry.window[0] * geometry.window[1]
+    if geometry.depthwise:
+        rows, columns = _tile(sizes[0], channels)
+        found = inputs.new_empty(models, places, 1, channels)
+        grid = places, triton.cdiv(channels, columns), models
+        how: dict[str, Any] = {"ROWS": rows, "COLUMNS": columns}
+        _filter_gradient[grid](inputs, gradient, found, *sizes, **_constants(geometry), **how)
+    else:
+        # A product whose inner side is the rows.
+        blocks = _blocks(channels, outputs, sizes[0])
+        found = inputs.new_empty(models, places, channels, outputs)
+        grid = places * triton.cdiv(channels, blocks["ROWS"]), triton.cdiv(outputs, blocks["COLUMNS"]), models
+        how = {"PRECISION": _precision(inputs), **blocks}
+        _multiply_gradient[grid](inputs, gradient, found, *sizes, outputs, **_constants(geometry), **how)
+    return found.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
+
+
+def _blocks(rows: int, columns: int, inner: int) -> dict[str, int]:
+    """Return how much of a matrix product one program computes: powers of two, from 16 up."""
+    sides = {"ROWS": (rows, 128), "COLUMNS": (columns, 64), "INNER": (inner, 32)}
+    return {name: max(16, min(most, triton.next_power_of_2(side))) for name, (side, most) in sides.items()}
+
+
+def _tile(rows: int, columns: int) -> Pair:
+    """Return how many rows and columns one program passes over together."""
+    across = min(64, triton.next_power_of_2(columns))
+    return max(1, min(4096 // across, triton.next_power_of_2(rows))), across
+
+
+def _precision(tensor: Tensor) -> str:
+    """Return how products of float32 are computed: as torch computes its own."""
+    return "tf32" if tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+@triton.jit
+def _seen(
+    row, high, wide, height, width, down, across,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Return which row of ``[n, height, width]`` one of ``[n, high, wide]`` sees in a place of its window, if any."""
+    sample, inner = row // (high * wide), row % (high * wide)
+    h, w = inner // wide, inner % wide
+    if BACK:  # from an input to the output whose window has it in that place
+        h, w = h + PAD_H - down, w + PAD_W - across
+        there = (h >= 0) & (w >= 0) & (h % STRIDE_H == 0) & (w % STRIDE_W == 0)
+        h, w = h // STRIDE_H, w // STRIDE_W
+    else:
+        h, w = h * STRIDE_H - PAD_H + down, w * STRIDE_W - PAD_W + across
+        there = (h >= 0) & (w >= 0)
+    there = there & (h < height) & (w < width)
+    return (sample * height + h) * width + w, there
+
+
+@triton.jit
+def _multiply(
+    images, weight, outputs, num_rows, high, wide, height, width, channels, num_outputs,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of windows by a model's weight, place by place."""
+    model = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_seen = num_rows // (high * wide) * height * width
+    images += model * num_seen * channels
+    weight += model * KERNEL_H * KERNEL_W * channels * num_outputs
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for place in range(KERNEL_H * KERNEL_W):
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
+        )
+        there = there & (row < num_rows)
+        for first in range(0, channels, INNER):
+            channel = first + tl.arange(0, INNER)
+            left = tl.load(
+                images + seen[:, None] * channels + channel[None, :],
+                mask=there[:, None] & (channel < channels)[None, :],
+                other=0.0,
+            )
+            right = tl.load(
+                weight + (place * channels + channel)[:, None] * num_outputs + column[None, :],
+                mask=(channel < channels)[:, None] & (column < num_outputs)[None, :],
+                other=0.0,
+            )
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    outputs += model * num_rows * num_outputs
+    kept = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
+    tl.store(outputs + row[:, None] * num_outputs + column[None, :], total, mask=kept)
+
+
+@triton.jit
+def _multiply_gradient(
+    images, gradient, found, num_rows, high, wide, height, width, channels, num_outputs,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Multiply what a place of all windows saw by the gradients of what was put out."""
+    model = tl.program_id(2).to(tl.int64)
+    parts = tl.cdiv(channels, ROWS)
+    place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    channel = part * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_seen = num_rows // (high * wide) * height * width
+    images += model * num_seen * channels
+    gradient += model * num_rows * num_outputs
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, num_rows, INNER):
+        row = first + tl.arange(0, INNER)
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
+        )
+        there = there & (row < num_rows)
+        left = tl.load(
+            images + seen[None, :] * channels + channel[:, None],
+            mask=there[None, :] & (channel < channels)[:, None],
+            other=0.0,
+        )
+        right = tl.load(
+            gradient + row[:, None] * num_outputs + column[None, :],
+            mask=(row < num_rows)[:, None] & (column < num_outputs)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    found += (model * KERNEL_H * KERNEL_W + place) * channels * num_outputs
+    kept = (channel < channels)[:, None] & (column < num_outputs)[None, :]
+    tl.store(found + channel[:, None] * num_outputs + column[None, :], total, mask=kept)
+
+
+@triton.jit
+def _filter(
+    images, weight, outputs, num_rows, high, wide, height, width, channels,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Convolve each channel by itself."""
+    model = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_seen = num_rows // (high * wide) * height * width
+    images += model * num_seen * channels
+    weight += model * KERNEL_H * KERNEL_W * channels
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for place in tl.static_range(KERNEL_H * KERNEL_W):
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
+        )
+        kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
+        pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
+        scale = tl.load(weight + place * channels + channel, mask=channel < channels, other=0.0)
+        total += pixel.to(tl.float32) * scale.to(tl.float32)[None, :]
+    kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
+    tl.store(outputs + model * num_rows * channels + row[:, None] * channels + channel[None, :], total, mask=kept)
+
+
+@triton.jit
+def _filter_gradient(
+    images, gradient, found, num_rows, high, wide, height, width, channels,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum, for each channel and a place of the window, what the place saw times the gradient of what was put out."""
+    model, place = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    num_seen = num_rows // (high * wide) * height * width
+    images += model * num_seen * channels
+    gradient += model * num_rows * channels
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
+        )
+        kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
+        pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
+        slope = tl.load(gradient + row[:, None] * channels + channel[None, :], mask=kept, other=0.0)
+        total += tl.sum(pixel.to(tl.float32) * slope.to(tl.float32), axis=0)
+    found += (model * KERNEL_H * KERNEL_W + place) * channels
+    tl.store(found + channel, total, mask=channel < channels)
+
+
+def moments(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return means and variances, ``[S, R, C] -> [S, C]``, of the rows ``[S, R]`` that are counted (None: all)."""
+    models, num_rows, channels = rows.shape
+    mean, variance = torch.empty(2, models, channels, dtype=torch.float32, device=rows.device)
+    high, across = _tile(num_rows, channels)
+    grid = triton.cdiv(channels, across), models
+    mask = rows if counted is None else counted
+    how = {"MASKED": counted is not None, "ROWS": high, "COLUMNS": across}
+    _moments[grid](rows, mask, mean, variance, num_rows, channels, **how)
+    return mean, variance
+
+
+@triton.jit
+def _moments(
+    images, mask, mean, variance, num_rows, channels,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Join the counts, means and sums of squares of parts, which loses no digits (Chan et al. 1983)."""
+    model = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    images += model * num_rows * channels
+    count = 0.0
+    centre, square = tl.zeros((COLUMNS,), dtype=tl.float32), tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        weight = (row < num_rows).to(tl.float32)
+        if MASKED:
+            weight = tl.load(mask + model * num_rows + row, mask=row < num_rows, other=0).to(tl.float32)
+        kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
+        pixel = tl.load(images + row[:, None] * channels + channel[None, :], mask=kept, other=0.0).to(tl.float32)
+        own = tl.sum(weight)
+        middle = tl.sum(pixel * weight[:, None], axis=0) / tl.maximum(own, 1.0)
+        away = pixel - middle[None, :]
+        joined = tl.maximum(count + own, 1.0)
+        gap = middle - centre
+        square += tl.sum(away * away * weight[:, None], axis=0) + gap * gap * (count * own / joined)
+        centre += gap * (own / joined)
+        count += own
+    place = model * channels + channel
+    tl.store(mean + place, centre, mask=channel < channels)
+    tl.store(variance + place, square / tl.maximum(count, 1.0), mask=channel < channels)
+
+
+def normalise(rows: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return ``(rows - mean) * scale + shift``, ``[S, R, C]`` by ``[S, C]``, in the type of the rows."""
+    models, num_rows, channels = rows.shape
+    outputs = torch.empty_like(rows)
+    high, across = _tile(num_rows, channels)
+    grid = triton.cdiv(num_rows, high), triton.cdiv(channels, across), models
+    _normalise[grid](rows, mean, scale, shift, outputs, num_rows, channels, ROWS=high, COLUMNS=across)
+    return outputs
+
+
+@triton.jit
+def _normalise(
+    images, mean, scale, shift, outputs, num_rows, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    model = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place, known = model * channels + channel, channel < channels
+    middle = tl.load(mean + place, mask=known, other=0.0)
+    slope, level = tl.load(scale + place, mask=known, other=0.0), tl.load(shift + place, mask=known, other=0.0)
+    where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+    kept = (row < num_rows)[:, None] & known[None, :]
+    pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
+    tl.store(outputs + where, (pixel - middle[None, :]) * slope[None, :] + level[None, :], mask=kept)
+
+
+def sums(rows: Tensor, gradient: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, over all rows, the sums of the gradient and of the gradient times ``rows - mean``, ``[S, C]``."""
+    models, num_rows, channels = rows.shape
+    plain, crossed = torch.empty(2, models, channels, dtype=torch.float32, device=rows.device)
+    high, across = _tile(num_rows, channels)
+    grid = triton.cdiv(channels, across), models
+    _sums[grid](rows, gradient, mean, plain, crossed, num_rows, channels, ROWS=high, COLUMNS=across)
+    return plain, crossed
+
+
+@triton.jit
+def _sums(
+    images, gradient, mean, plain, crossed, num_rows, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    model = tl.program_id(1).to(tl.int64)
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    place, known = model * channels + channel, channel < channels
+    middle = tl.load(mean + place, mask=known, other=0.0)
+    first_sum, second_sum = tl.zeros((COLUMNS,), dtype=tl.float32), tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, num_rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+        kept = (row < num_rows)[:, None] & known[None, :]
+        pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
+        slope = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
+        first_sum += tl.sum(slope, axis=0)
+        second_sum += tl.sum(slope * (pixel - middle[None, :]), axis=0)
+    tl.store(plain + place, first_sum, mask=known)
+    tl.store(crossed + place, second_sum, mask=known)
+
+
+def normalise_back(
+    rows: Tensor, gradient: Tensor, counted: Tensor | None, mean: Tensor, scale: Tensor, level: Tensor, slope: Tensor
+) -> Tensor:
+    """Return ``scale * gradient - level - slope * (rows - mean)``, the last two for counted rows alone."""
+    models, num_rows, channels = rows.shape
+    outputs = torch.empty_like(rows)
+    high, across = _tile(num_rows, channels)
+    grid = triton.cdiv(num_rows, high), triton.cdiv(channels, across), models
+    mask = rows if counted is None else counted
+    how = {"MASKED": counted is not None, "ROWS": high, "COLUMNS": across}
+    _normalise_back[grid](rows, gradient, mask, mean, scale, level, slope, outputs, num_rows, channels, **how)
+    return outputs
+
+
+@triton.jit
+def _normalise_back(
+    images, gradient, mask, mean, scale, level, slope, outputs, num_rows, channels,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place, known = model * channels + channel, channel < channels
+    middle, factor = tl.load(mean + place, mask=known, other=0.0), tl.load(scale + place, mask=known, other=0.0)
+    lift, tilt = tl.load(level + place, mask=known, other=0.0), tl.load(slope + place, mask=known, other=0.0)
+    where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+    kept = (row < num_rows)[:, None] & known[None, :]
+    pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
+    own = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
+    through = lift[None, :] + tilt[None, :] * (pixel - middle[None, :])
+    if MASKED:
+        weight = tl.load(mask + model * num_rows + row, mask=row < num_rows, other=0).to(tl.float32)
+        through = through * weight[:, None]
+    tl.store(outputs + where, own * factor[None, :] - through, mask=kept)

@@ -1,0 +1,189 @@
+"""Kernels for many models at once, against torch's own, one model after the other.
+
+Where there is no GPU, Triton's interpreter runs them on the CPU: slow, and the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import batch_norm, conv2d
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+pytest.importorskip("triton")
+
+from fedem.core.tree import Tree, tree_stack  # once Triton is there
+from fedem.models import convolutions, kernels, layers
+from fedem.models.base import Model
+from fedem.models.convolutions import Geometry, StackableConv2d
+from fedem.models.layers import training_pass
+from fedem.models.losses import CrossEntropy
+from fedem.models.stackable import make_stackable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layers, "has_kernels", lambda device: True)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
+
+
+# Models, samples, channels, outputs, pixels; window, stride and padding; whether each channel is by itself.
+CASES = {
+    "3x3": (2, 3, 5, 7, (6, 5), Geometry((3, 3), (1, 1), (1, 1), False)),
+    "uneven": (2, 2, 4, 9, (7, 8), Geometry((3, 2), (2, 1), (1, 0), False)),
+    "more channels than a block": (2, 1, 37, 70, (3, 3), Geometry((3, 3), (1, 1), (1, 1), False)),
+    "1x1, stride 2": (3, 2, 20, 6, (5, 5), Geometry((1, 1), (2, 2), (0, 0), False)),
+    "1x1": (3, 2, 20, 6, (5, 4), Geometry((1, 1), (1, 1), (0, 0), False)),
+    "depthwise, stride 2": (2, 3, 5, 5, (7, 6), Geometry((3, 3), (2, 2), (1, 1), True)),
+    "depthwise 5x5": (2, 2, 6, 6, (6, 6), Geometry((5, 5), (1, 1), (2, 2), True)),
+    "one model": (1, 2, 3, 4, (9, 9), Geometry((7, 7), (2, 2), (3, 3), False)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(case: str) -> None:
+    models, samples, channels, outputs, size, geometry = CASES[case]
+    inputs = _draw(models, samples, channels, *size).requires_grad_()
+    weight = _draw(models, outputs, 1 if geometry.depthwise else channels, *geometry.window).requires_grad_()
+    how = (None, geometry.stride, geometry.padding, 1, channels if geometry.depthwise else 1)
+    expected = torch.stack([conv2d(own, each, *how) for own, each in zip(inputs, weight, strict=True)])
+    found = convolutions._Convolution.apply(inputs, weight, geometry)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    outer = _draw(*expected.shape, seed=1)
+    ours, theirs = (torch.autograd.grad(each, (inputs, weight), outer) for each in (found, expected))
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_through_vmap_over_clients_and_components(groups: int) -> None:
+    """Inputs of 3 clients, weights of 2 components of each; and gradients of second order."""
+    layer = StackableConv2d(4, 4, 3, padding=1, groups=groups).to(DEVICE)
+    plain = nn.Conv2d(4, 4, 3, padding=1, groups=groups).to(DEVICE)
+    weight, bias = _draw(3, 2, *layer.weight.shape), _draw(3, 2, 4)
+    inputs = _draw(3, 2, 4, 5, 5)
+
+    def loss(module: nn.Module, weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
+        return functional_call(module, {"weight": weight, "bias": bias}, (inputs,)).square().mean()
+
+    def slope(module: nn.Module, weight: Tensor, bias: Tensor, inputs: Tensor) -> Tensor:
+        return grad(loss, argnums=1)(module, weight, bias, inputs).square().sum()
+
+    for function in (loss, slope):
+        of_both = vmap(vmap(grad(function, argnums=(1, 2, 3)), (None, 0, 0, None)), (None, 0, 0, 0))
+        found = of_both(layer, weight, bias, inputs)
+        expected = [
+            [grad(function, argnums=(1, 2, 3))(plain, *own, inputs[client]) for own in zip(*each, strict=True)]
+            for client, each in enumerate(zip(weight, bias, strict=True))
+        ]
+        for place, leaf in enumerate(found):
+            stacked = torch.stack([torch.stack([own[place] for own in client]) for client in expected])
+            torch.testing.assert_close(leaf, stacked, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_moments_of_counted_rows(masked: bool) -> None:
+    rows = 3 * _draw(2, 137, 5) + 1000
+    counted = (_draw(2, 137) > 0) if masked else None
+    mean, variance = kernels.moments(rows, counted)
+    for model in range(2):
+        own = rows[model].double() if counted is None else rows[model][counted[model]].double()
+        torch.testing.assert_close(mean[model].double(), own.mean(0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(variance[model].double(), own.var(0, correction=0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_normalisation_is_torchs_over_the_rows_that_count(padded: bool, affine: bool) -> None:
+    layer = make_stackable(nn.BatchNorm2d(3, affine=affine)).to(DEVICE).train()
+    models, samples, real = 4, 5, 3 if padded else 5
+    inputs, mask = 2 * _draw(models, samples, 3, 2, 2) + 3, torch.arange(samples, device=DEVICE) < real
+    state = {name: leaf.expand(models, *leaf.shape).clone() for name, leaf in layer.state_dict().items()}
+    if affine:
+        state |= {"weight": _draw(models, 3), "bias": _draw(models, 3, seed=1)}
+    outer = _draw(models, samples, 3, 2, 2, seed=2) * mask[:, None, None, None]
+
+    def loss(
+        leaves: dict[str, Tensor], inputs: Tensor, outer: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
+        own = dict(leaves)
+        with training_pass(mask if padded else None, torch.zeros((), dtype=torch.int64)):
+            outputs = functional_call(layer, own, (inputs,))
+        return (outputs * outer).sum(), (outputs, {name: own[name] for name in ("running_mean", "running_var")})
+
+    trained = {name: leaf for name, leaf in state.items() if name in ("weight", "bias")}
+    kept = {name: leaf for name, leaf in state.items() if name not in trained}
+
+    def both(trained: dict[str, Tensor], kept: dict[str, Tensor], inputs: Tensor, outer: Tensor) -> object:
+        def own_loss(own: dict[str, Tensor], inputs: Tensor) -> object:  # buffers change, so they are copies
+            return loss(own | {name: leaf.clone() for name, leaf in kept.items()}, inputs, outer)
+
+        return grad(own_loss, argnums=(0, 1), has_aux=True)(trained, inputs)
+
+    (ours_trained, ours_inputs), (outputs, after) = vmap(both)(trained, kept, inputs, outer)
+    for model in range(models):
+        own = {name: leaf[model].clone().requires_grad_() for name, leaf in trained.items()}
+        running = [kept[name][model].clone() for name in ("running_mean", "running_var")]
+        rows = inputs[model, :real].clone().requires_grad_()
+        expected = batch_norm(rows, *running, own.get("weight"), own.get("bias"), True, 0.1)
+        torch.testing.assert_close(outputs[model, :real], expected, **CLOSE)
+        gradients = torch.autograd.grad((expected * outer[model, :real]).sum(), [rows, *own.values()])
+        torch.testing.assert_close(ours_inputs[model, :real], gradients[0], **CLOSE)
+        for name, gradient in zip(own, gradients[1:], strict=True):
+            torch.testing.assert_close(ours_trained[name][model], gradient, **CLOSE)
+        for name, leaf in zip(("running_mean", "running_var"), running, strict=True):
+            torch.testing.assert_close(after[name][model], leaf, **CLOSE)
+
+
+def _network() -> nn.Module:
+    """All kinds of convolutions, normalised, with a join; and a linear head."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU6(),
+        nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU6(),
+        nn.Conv2d(6, 6, 3, 2, 1, groups=6, bias=False), nn.BatchNorm2d(6), nn.ReLU6(),
+        nn.Conv2d(6, 5, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+# Triton's interpreter takes the bits of bfloat16 for whole numbers when it multiplies matrices.
+_ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+
+@pytest.mark.parametrize("precision", ["tf32", pytest.param("bfloat16", marks=_ON_GPU)])
+def test_a_network_trains_stacked_as_it_does_without_kernels(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients and statistics of 2 clients with 2 components, some rows of the second client being padding."""
+    model = Model(_network, CrossEntropy(), precision=precision)
+    components = tree_stack([tree_stack([model.init(2 * client + m) for m in range(2)]) for client in range(2)])
+    components = {name: leaf.to(DEVICE) for name, leaf in components.items()}
+    inputs, targets = _draw(2, 4, 3, 8, 8), torch.tensor([[0, 1, 2, 0], [2, 1, 0, 0]], device=DEVICE)
+    mask = torch.tensor([[True] * 4, [True, True, False, False]], device=DEVICE)
+    key = torch.zeros((), dtype=torch.int64, device=DEVICE)
+
+    def step(state: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> object:
+        def loss(trained: Tree) -> tuple[Tensor, Tree]:
+            losses, buffers = model.training_losses(state | trained, inputs, targets, mask, key)
+            return (losses * mask).sum(), buffers
+
+        return grad(loss, has_aux=True)({name: state[name] for name in model.trainable})
+
+    both = vmap(vmap(step, (0, None, None, None)), (0, 0, 0, 0))
+    ours = both(components, inputs, targets, mask)
+    monkeypatch.setattr(layers, "has_kernels", lambda device: False)
+    theirs = both(components, inputs, targets, mask)
+    close = CLOSE if precision == "tf32" else {"rtol": 0.1, "atol": 0.05}
+    torch.testing.assert_close(ours, theirs, **close)
