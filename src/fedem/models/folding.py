@@ -1,0 +1,84 @@
+"""Batch normalisations folded into the convolutions before them: in evaluation mode both together are one convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import fx, nn
+
+from fedem.core.tree import Tree
+from fedem.models.normalisation import MaskedBatchNorm
+
+
+class Fold(NamedTuple):
+    """A convolution and the normalisation of what it puts out, by their names."""
+
+    convolution: str
+    normalisation: str
+    eps: float
+    affine: bool
+
+    def apply(self, state: Tree) -> Tree:
+        """Return the folded convolution's weight and bias."""
+        weight, before = state[f"{self.convolution}.weight"], state.get(f"{self.convolution}.bias")
+        mean, variance = (state[f"{self.normalisation}.running_{name}"] for name in ("mean", "var"))
+        scale, shift = torch.rsqrt(variance + self.eps), torch.zeros_like(mean)
+        if self.affine:
+            scale, shift = scale * state[f"{self.normalisation}.weight"], state[f"{self.normalisation}.bias"]
+        centre = mean if before is None else mean - before
+        shape = (-1, *(1,) * (weight.ndim - 1))
+        bias = shift - centre * scale
+        return {f"{self.convolution}.weight": weight * scale.view(shape), f"{self.convolution}.bias": bias}
+
+
+class _Tracer(fx.Tracer):
+    """Follows what a network does with its layers, and not what a layer does."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return not any(m.children())
+
+
+def find_folds(module: nn.Module) -> list[Fold]:
+    """Return what can be folded; nothing where a network decides by its inputs what it does, which can't be followed."""
+    try:
+        nodes = list(_Tracer().trace(module).nodes)
+    except Exception:  # a user's forward may raise anything on a stand-in for its inputs
+        return []
+    parts: dict[str, nn.Module] = dict(module.named_modules())
+    calls = [node for node in nodes if node.op == "call_module"]
+    # A layer that is called twice is left as it is.
+    once = {str(node.target) for node in calls if sum(other.target == node.target for other in calls) == 1}
+    found = []
+    for node in calls:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
+            continue
+        name, before = str(node.target), str(source.target)
+        layer, convolution = parts[name], parts[before]
+        if isinstance(layer, MaskedBatchNorm) and isinstance(convolution, nn.Conv2d) and {name, before} <= once:
+            found.append(Fold(before, name, layer.eps, layer.affine))
+    return found
+
+
+def folded(module: nn.Module) -> tuple[nn.Module, Callable[[Tree], Tree]]:
+    """Return ``module``, which is in evaluation mode, without the normalisations that fold, and what folds a state."""
+    folds = find_folds(module)
+    if not folds:
+        return module, lambda state: state
+    module, gone = deepcopy(module), tuple(f"{fold.normalisation}." for fold in folds)
+    for fold in folds:
+        convolution = module.get_submodule(fold.convolution)
+        assert isinstance(convolution, nn.Conv2d), "find_folds() has seen to it"
+        convolution.bias = nn.Parameter(convolution.weight.new_zeros(convolution.out_channels))
+        module.set_submodule(fold.normalisation, nn.Identity())
+
+    def fold_state(state: Tree) -> Tree:
+        kept = {name: leaf for name, leaf in state.items() if not name.startswith(gone)}
+        for fold in folds:
+            kept |= fold.apply(state)
+        return kept
+
+    return module, fold_state

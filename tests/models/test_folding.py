@@ -1,0 +1,79 @@
+"""In evaluation mode a convolution and its normalisation are one convolution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedem.core.tree import tree_stack
+from fedem.models import MODELS
+from fedem.models.base import Model, leaves_of
+from fedem.models.folding import find_folds
+from fedem.models.losses import CrossEntropy
+
+
+def _settled(module: nn.Module) -> nn.Module:
+    """Give normalisations statistics, scales and shifts as training would leave them."""
+    draw = torch.Generator().manual_seed(1)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean.normal_(0, 0.1, generator=draw)  # type: ignore[union-attr]  # it tracks
+            part.running_var.uniform_(0.5, 2, generator=draw)  # type: ignore[union-attr]
+            if part.affine:
+                nn.init.uniform_(part.weight, 0.5, 2, generator=draw)
+                nn.init.normal_(part.bias, 0, 0.1, generator=draw)
+    return module
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "efficientnet_lite0"])
+def test_shipped_networks_put_out_the_same_with_all_folded(name: str) -> None:
+    model = Model(lambda: MODELS[name]().build((3, 32, 32), 4), CrossEntropy())
+    plain = _settled(model.build()).eval()
+    assert len(find_folds(model.evaluation)) == sum(isinstance(part, nn.BatchNorm2d) for part in plain.modules())
+    inputs = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    state = {name: leaf.detach() for name, leaf in leaves_of(plain).items()}
+    with torch.no_grad():
+        torch.testing.assert_close(model.outputs(state, inputs), plain(inputs), rtol=1e-4, atol=1e-4)
+
+
+class _Own(nn.Module):
+    """A convolution with a bias, one that is called twice, and a normalisation of no convolution's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)
+        self.twice, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3, affine=False)
+        self.three = nn.BatchNorm2d(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.one(self.first(inputs))
+        hidden = self.two(self.twice(self.twice(hidden)))
+        return self.three(torch.relu(hidden)).flatten(2).mean(-1)
+
+
+class _Deciding(_Own):
+    """What it does depends on its inputs, so nothing can be said beforehand."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs if inputs.sum() > 0 else -inputs)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(_Own, 1), (_Deciding, 0)])
+def test_what_can_not_be_folded_stays(kind: type[nn.Module], count: int) -> None:
+    model = Model(kind, CrossEntropy())
+    assert len(find_folds(model.evaluation)) == count
+    plain = _settled(kind()).eval()
+    inputs = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = model.outputs({name: leaf.detach() for name, leaf in leaves_of(plain).items()}, inputs)
+        torch.testing.assert_close(found, plain(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_stacked_models_fold_each_for_itself() -> None:
+    model = Model(_Own, CrossEntropy())
+    inputs = torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    states = [model.init(seed) | {"one.running_mean": torch.full((3,), float(seed))} for seed in range(3)]
+    found = vmap(model.outputs, in_dims=(0, None))(tree_stack(states), inputs)
+    torch.testing.assert_close(found, torch.stack([model.outputs(state, inputs) for state in states]))
