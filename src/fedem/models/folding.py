@@ -1,4 +1,4 @@
-"""Batch normalisations folded into the convolutions before them: in evaluation mode both together are one convolution."""
+"""Batch normalisations folded into the convolutions before them: in evaluation mode the two are one convolution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Tracer(fx.Tracer):
 
 
 def find_folds(module: nn.Module) -> list[Fold]:
-    """Return what can be folded; nothing where a network decides by its inputs what it does, which can't be followed."""
+    """Return what can be folded; nothing where what a network does depends on its inputs, and can't be followed."""
     try:
         nodes = list(_Tracer().trace(module).nodes)
     except Exception:  # a user's forward may raise anything on a stand-in for its inputs
