@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
-from fedem.models.layers import max_pool
+from fedem.models.layers import KeyedAugmentation, max_pool
 
 Size = tuple[int, int]
 
@@ -147,6 +147,9 @@ class Pretrainable(ModelSpec):
             components differ everywhere.
         stem_stride: of the first convolution; 1 keeps more of small images than the original 2.
         dropout: rate before the head.
+        enlarge: how many times larger images are shown to it, each way; weights from larger images expect larger ones.
+        flips: whether every other image is mirrored in training.
+        shift: pixels by which images are moved in training, at most, each way.
     """
 
     head: ClassVar[str]  # what the names of the head's parameters begin with
@@ -155,6 +158,9 @@ class Pretrainable(ModelSpec):
     jitter: float = field(default=0.0, metadata={"min": 0})
     stem_stride: int = field(default=2, metadata={"min": 1, "max": 2})
     dropout: float = field(default=0.2, metadata={"min": 0, "below": 1})
+    enlarge: int = field(default=1, metadata={"min": 1, "max": 16})
+    flips: bool = False
+    shift: int = field(default=0, metadata={"min": 0})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +183,11 @@ class Pretrainable(ModelSpec):
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         """Draw the network afresh, then lay the file's weights over all but its head."""
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
-        module = self.network((height, width), num_outputs)
+        module = self.network((height * self.enlarge, width * self.enlarge), num_outputs)
+        steps = [KeyedAugmentation(self.flips, self.shift)] if self.flips or self.shift else []
+        steps += [nn.Upsample(scale_factor=self.enlarge, mode="bilinear")] if self.enlarge > 1 else []
+        if steps:
+            module.images = nn.Sequential(module.images, *steps)
         if self.weights:
             self._load_body(module)
         return module

@@ -169,6 +169,36 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
     return inputs * (kept * torch.tensor(1 / (1 - rate), dtype=inputs.dtype))
 
 
+class KeyedAugmentation(nn.Module):
+    """In training, each image moved by up to ``shift`` pixels each way and, if ``flips``, every other one mirrored.
+
+    What is moved in from outside is 0, the mean of standardised pixels. By keys, as dropout is.
+    """
+
+    def __init__(self, flips: bool, shift: int):
+        super().__init__()
+        self.flips, self.shift = flips, shift
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[n, C, H, W]``, unchanged in evaluation mode."""
+        if not self.training:
+            return images
+        count, channels, height, width = images.shape
+        current, device = CURRENT_PASS.get(), images.device
+        current.draws += 1
+        words = derive(current.key, current.draws, torch.arange(count, device=device))
+        down, across = ((words >> bits & 0xFFFF) % (2 * self.shift + 1) - self.shift for bits in (16, 32))
+        rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
+        mirrored = (words & 1 if self.flips else torch.zeros_like(words))[:, None]
+        rows = rows + down[:, None]
+        columns = torch.where(mirrored == 1, width - 1 - columns, columns) + across[:, None]
+        inside = [(place >= 0) & (place < side) for place, side in ((rows, height), (columns, width))]
+        above = rows.clamp(0, height - 1)[:, None, :, None].expand(-1, channels, -1, width)
+        beside = columns.clamp(0, width - 1)[:, None, None, :].expand(-1, channels, height, -1)
+        moved = images.gather(2, above).gather(3, beside)
+        return moved * (inside[0][:, None, :, None] & inside[1][:, None, None, :])
+
+
 class KeyedDropout(nn.Dropout):
     """``nn.Dropout`` by keys."""
 
