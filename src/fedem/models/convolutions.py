@@ -50,7 +50,7 @@ class StackableConv2d(nn.Conv2d):
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, O, H', W']``."""
         kind = inputs.device.type
-        if not layers.has_kernels(kind) or inputs.ndim != 4:
+        if not layers.has_kernels(inputs) or inputs.ndim != 4:
             return super().forward(inputs)
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(kind):
@@ -165,7 +165,7 @@ def _convolve(
     inputs: Tensor, weight: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
 ) -> Tensor:
     geometry, models = _geometry(window, stride, padding, depthwise), len(inputs)
-    if models == 1 or not layers.has_kernels(inputs.device.type):
+    if models == 1 or not layers.has_kernels(inputs):
         groups = models * (weight.shape[1] if depthwise else 1)
         found = conv2d(_beside(inputs), weight.flatten(0, 1), None, stride, padding, 1, groups)
         return found.unflatten(1, (models, -1)).transpose(0, 1).clone()
@@ -187,7 +187,7 @@ def _convolve_back(
     depthwise: bool,
 ) -> Tensor:
     geometry, models = _geometry(window, stride, padding, depthwise), len(gradient)
-    if models == 1 or not layers.has_kernels(gradient.device.type):
+    if models == 1 or not layers.has_kernels(gradient):
         groups = models * (weight.shape[1] if depthwise else 1)
         channels = weight.shape[1] if depthwise else weight.shape[2]
         shape = [gradient.shape[1], models * channels, *size]
@@ -205,7 +205,7 @@ def _convolve_weight(
     inputs: Tensor, gradient: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
 ) -> Tensor:
     geometry, models, channels = _geometry(window, stride, padding, depthwise), len(inputs), inputs.shape[2]
-    if models == 1 or not layers.has_kernels(inputs.device.type):
+    if models == 1 or not layers.has_kernels(inputs):
         groups = models * (channels if depthwise else 1)
         shape = [models * gradient.shape[2], 1 if depthwise else channels, *window]
         found = conv2d_weight(_beside(inputs), shape, _beside(gradient), stride, padding, 1, groups)

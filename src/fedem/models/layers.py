@@ -31,10 +31,14 @@ def call(function: Any, *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
+def has_kernels(images: Tensor) -> bool:
+    """Whether many models convolve and normalise ``images`` by kernels of our own, which sum in float32."""
+    return images.is_cuda and images.dtype != torch.float64 and _has_triton()
+
+
 @cache
-def has_kernels(device: str) -> bool:
-    """Whether many models are convolved and normalised by kernels of our own on a kind of device: by Triton's."""
-    return device == "cuda" and torch.version.hip is None and find_spec("triton") is not None
+def _has_triton() -> bool:
+    return torch.version.hip is None and find_spec("triton") is not None
 
 
 _LIBRARY = library.Library("fedem", "DEF")

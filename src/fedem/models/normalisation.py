@@ -31,7 +31,7 @@ class MaskedBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
-        if self.training and layers.has_kernels(inputs.device.type):
+        if self.training and layers.has_kernels(inputs):
             return self._by_kernels(inputs, CURRENT_PASS.get().mask)
         return self._normalised(inputs.to(self.running_mean.dtype)).to(inputs.dtype)
 
