@@ -187,3 +187,23 @@ def test_a_network_trains_stacked_as_it_does_without_kernels(precision: str, mon
     theirs = both(components, inputs, targets, mask)
     close = CLOSE if precision == "tf32" else {"rtol": 0.1, "atol": 0.05}
     torch.testing.assert_close(ours, theirs, **close)
+
+
+@pytest.mark.parametrize(("size", "samples"), [(5, 3), (40, 18)])
+def test_an_lstm_runs_and_learns_as_it_does_without_kernels(
+    size: int, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_stackable(nn.LSTM(4, size, num_layers=2, batch_first=True)).to(DEVICE)
+    state = tree_stack(
+        [{name: _draw(*leaf.shape, seed=model) / 3 for name, leaf in layer.named_parameters()} for model in range(2)]
+    )
+    inputs, outer = _draw(2, samples, 6, 4), _draw(2, samples, 6, size, seed=1)
+
+    def loss(state: Tree, inputs: Tensor, outer: Tensor) -> Tensor:
+        outputs, (hidden, cell) = functional_call(layer, state, (inputs,))
+        return (outputs * outer).sum() + hidden.square().sum() + cell.square().sum()
+
+    both = vmap(grad(loss, argnums=(0, 1)))
+    ours = both(state, inputs, outer)
+    monkeypatch.setattr(layers, "has_kernels", lambda images: False)
+    torch.testing.assert_close(ours, both(state, inputs, outer), rtol=1e-3, atol=1e-4)

@@ -382,3 +382,118 @@ def _normalise_back(
         weight = tl.load(mask + model * num_rows + row, mask=row < num_rows, other=0).to(tl.float32)
         through = through * weight[:, None]
     tl.store(outputs + where, own * factor[None, :] - through, mask=kept)
+
+
+def recur(gates: Tensor, weight: Tensor, hidden: Tensor, cells: Tensor) -> None:
+    """Run an LSTM's loop over time, in place, a program for some samples of a model through all times.
+
+    ``gates`` ``[S, T, n, 4h]`` are the inputs' share, biases included, and become the activated gates: output, input,
+    forget, candidate. ``hidden`` and ``cells`` ``[S, T + 1, n, h]`` hold the first ones; ``weight`` is ``[S, h, 4h]``.
+    """
+    models, times, samples, _ = gates.shape
+    blocks = _blocks(samples, hidden.shape[-1], hidden.shape[-1]) | {"PRECISION": _precision(gates)}
+    blocks["ROWS"] = min(64, blocks["ROWS"])  # four sums for each number
+    blocks["COLUMNS"] = min(32, blocks["COLUMNS"])
+    grid = triton.cdiv(samples, blocks["ROWS"]), models
+    _recur[grid](gates, weight, hidden, cells, times, samples, SIZE=hidden.shape[-1], **blocks)
+
+
+@triton.jit
+def _recur(
+    gates, weight, hidden, cells, num_times, num_samples, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    weight += model * SIZE * 4 * SIZE
+    for time in range(num_times):
+        own = (model * num_times + time) * num_samples + row  # of gates
+        before = (model * (num_times + 1) + time) * num_samples + row  # of states
+        after = before + num_samples
+        for first in range(0, SIZE, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
+            gate = gates + own[:, None] * 4 * SIZE + column[None, :]
+            leave = tl.load(gate, mask=kept, other=0.0)
+            enter = tl.load(gate + SIZE, mask=kept, other=0.0)
+            keep = tl.load(gate + 2 * SIZE, mask=kept, other=0.0)
+            candidate = tl.load(gate + 3 * SIZE, mask=kept, other=0.0)
+            for start in range(0, SIZE, INNER):
+                inner = start + tl.arange(0, INNER)
+                seen = (row < num_samples)[:, None] & (inner < SIZE)[None, :]
+                left = tl.load(hidden + before[:, None] * SIZE + inner[None, :], mask=seen, other=0.0)
+                right = weight + inner[:, None] * 4 * SIZE + column[None, :]
+                there = (inner < SIZE)[:, None] & (column < SIZE)[None, :]
+                leave = tl.dot(left, tl.load(right, mask=there, other=0.0), leave, input_precision=PRECISION)
+                enter = tl.dot(left, tl.load(right + SIZE, mask=there, other=0.0), enter, input_precision=PRECISION)
+                keep = tl.dot(left, tl.load(right + 2 * SIZE, mask=there, other=0.0), keep, input_precision=PRECISION)
+                candidate = tl.dot(
+                    left, tl.load(right + 3 * SIZE, mask=there, other=0.0), candidate, input_precision=PRECISION
+                )
+            leave, enter, keep, candidate = tl.sigmoid(leave), tl.sigmoid(enter), tl.sigmoid(keep), _tanh(candidate)
+            cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
+            cell = keep * cell + enter * candidate
+            tl.store(cells + after[:, None] * SIZE + column[None, :], cell, mask=kept)
+            tl.store(hidden + after[:, None] * SIZE + column[None, :], leave * _tanh(cell), mask=kept)
+            tl.store(gate, leave, mask=kept)
+            tl.store(gate + SIZE, enter, mask=kept)
+            tl.store(gate + 2 * SIZE, keep, mask=kept)
+            tl.store(gate + 3 * SIZE, candidate, mask=kept)
+        tl.debug_barrier()  # the next time reads what all threads of this program have written
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+def recur_back(
+    weight: Tensor, keep: Tensor, slope: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
+) -> None:
+    """Run the loop backwards, in place.
+
+    ``grads`` ``[S, T, n, 4h]`` are each gate's slope times what the gate was multiplied by, and become the gates'
+    gradients; ``keep`` ``[S, T, n, h]`` are the forget gates and ``slope`` the slopes of hidden states towards cells.
+    ``grad_hidden`` ``[S, T, n, h]`` is read, ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is
+    ``[S, 4h, h]``.
+    """
+    models, times, samples, size = grad_hidden.shape
+    blocks = _blocks(samples, size, 4 * size) | {"PRECISION": _precision(grads)}
+    blocks["ROWS"] = min(64, blocks["ROWS"])
+    grid = triton.cdiv(samples, blocks["ROWS"]), models
+    _recur_back[grid](weight, keep, slope, grads, grad_hidden, grad_cell, times, samples, SIZE=size, **blocks)
+
+
+@triton.jit
+def _recur_back(
+    weight, keep, slope, grads, grad_hidden, grad_cell, num_times, num_samples, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    weight += model * 4 * SIZE * SIZE
+    for step in range(num_times):
+        time = num_times - 1 - step
+        own = (model * num_times + time) * num_samples + row
+        for first in range(0, SIZE, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
+            place = own[:, None] * SIZE + column[None, :]
+            total = tl.load(grad_hidden + place, mask=kept, other=0.0)
+            if step > 0:
+                later = own + num_samples
+                for start in range(0, 4 * SIZE, INNER):
+                    inner = start + tl.arange(0, INNER)
+                    seen = (row < num_samples)[:, None] & (inner < 4 * SIZE)[None, :]
+                    left = tl.load(grads + later[:, None] * 4 * SIZE + inner[None, :], mask=seen, other=0.0)
+                    there = (inner < 4 * SIZE)[:, None] & (column < SIZE)[None, :]
+                    right = tl.load(weight + inner[:, None] * SIZE + column[None, :], mask=there, other=0.0)
+                    total = tl.dot(left, right, total, input_precision=PRECISION)
+            cell = grad_cell + (model * num_samples + row)[:, None] * SIZE + column[None, :]
+            through = tl.load(cell, mask=kept, other=0.0) + total * tl.load(slope + place, mask=kept, other=0.0)
+            gate = grads + own[:, None] * 4 * SIZE + column[None, :]
+            tl.store(gate, tl.load(gate, mask=kept, other=0.0) * total, mask=kept)
+            for part in tl.static_range(1, 4):
+                tl.store(gate + part * SIZE, tl.load(gate + part * SIZE, mask=kept, other=0.0) * through, mask=kept)
+            tl.store(cell, through * tl.load(keep + place, mask=kept, other=0.0), mask=kept)
+        tl.debug_barrier()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fedem.core.errors import UserError
+from fedem.models import layers
 from fedem.models.layers import call, define, keyed_dropout
 
 _State = tuple[Tensor, Tensor]
@@ -168,10 +169,17 @@ def _recur(
     """Run forwards, seven operations a step, in place within what is returned."""
     num_models, num_times, num_samples, size = *gates.shape[:3], hidden.shape[-1]
     gates = torch.add(gates, bias[:, None, None], out=gates.new_empty(gates.shape))
-    all_hidden = gates.new_empty(num_models, num_times, num_samples, size)
     cells = gates.new_empty(num_models, num_times + 1, num_samples, size)
     cells[:, 0] = cell
     weight = weight.mT.contiguous()  # once, where the product would do it at each step
+    if layers.has_kernels(gates):
+        from fedem.models import kernels
+
+        states = torch.empty_like(cells)
+        states[:, 0] = hidden
+        kernels.recur(gates, weight, states, cells)
+        return states[:, 1:].contiguous(), cells[:, -1].clone(), gates, cells
+    all_hidden = gates.new_empty(num_models, num_times, num_samples, size)
     parts = (gates, gates[..., : 3 * size], *gates.chunk(4, dim=-1), all_hidden, cells[:, :-1], cells[:, 1:])
     # All views beforehand: to slice costs as much as to launch.
     steps = zip(*(part.unbind(1) for part in parts), strict=True)
@@ -206,6 +214,11 @@ def _recur_back(
     slope = torch.addcmul(output, hidden, tanh, value=-1, out=tanh)
     # Copies, which the loop changes.
     grad_hidden, grad_cell = (grad.clone(memory_format=torch.contiguous_format) for grad in (grad_hidden, grad_cell))
+    if layers.has_kernels(gates):
+        from fedem.models import kernels
+
+        kernels.recur_back(weight.contiguous(), keep.contiguous(), slope, grads, grad_hidden, grad_cell)
+        return grads, grads[:, 0] @ weight, grad_cell
     through_cell = grads.unflatten(-1, (4, size))[..., 1:, :]
     parts = (grad_hidden, slope, keep, grads, by_output, through_cell)
     steps = zip(*(reversed(part.unbind(1)) for part in parts), strict=True)
