@@ -56,7 +56,7 @@ def one_epoch_by_hand(
     key = derive(keys[position], FINE_TUNE, 0)[None]
     plan = BatchPlan(Batching(4), samples.sizes[position : position + 1], key, torch.device("cpu"))
     for step in range(int(plan.steps)):
-        rows = plan.batch(step, 0, 1).positions[0]
+        rows = plan.batch(step, slice(1)).positions[0]
         optimizer.zero_grad()
         training.algorithm.model.loss.negative_log_likelihood(layer(data[0][rows]), data[1][rows]).mean().backward()
         optimizer.step()

@@ -22,7 +22,7 @@ def _walk(plan: BatchPlan) -> list[list[list[int]]]:
     walked: list[list[list[int]]] = [[] for _ in plan.steps]
     for step in range(int(plan.steps.max())):
         active = int((plan.steps > step).sum())
-        batch = plan.batch(step, 0, active)
+        batch = plan.batch(step, slice(active))
         assert batch.padded == (not bool(batch.mask.all()))
         for client in range(active):
             walked[client].append(batch.positions[client][batch.mask[client]].tolist())

@@ -8,7 +8,7 @@ from helpers import NEVER, advance, make_federation, make_training, same_states
 from torch.func import vmap
 
 from fedem.engines import Batching, Stacked
-from fedem.engines.stacked import Replay
+from fedem.engines.replay import Traced
 from fedem.methods import METHODS
 from fedem.solvers import LBFGS, SOLVERS, Various
 
@@ -73,7 +73,7 @@ def test_a_function_is_recorded_once_a_shape_and_only_when_it_comes_back() -> No
         calls.append(a.shape)
         return 2 * a + b * c
 
-    replay = Replay(vmap(double, in_dims=(0, 0, None)), after=2)
+    replay = Traced(vmap(double, in_dims=(0, 0, None)), after=2)
     small, large = (torch.arange(float(n * 3)).reshape(n, 3) for n in (2, 4))
     for _ in range(6):
         assert torch.equal(replay(small, small, torch.tensor(3.0)), 5 * small)

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from fedem.core.tree import Tree, tree_stack  # once Triton is there
+from fedem.engines.device import products
 from fedem.models import convolutions, kernels, layers
 from fedem.models.base import Model
 from fedem.models.convolutions import Geometry, StackableConv2d
@@ -33,10 +34,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(layers, "has_kernels", lambda images: images.dtype != torch.float64)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    with products("float32", torch.device(DEVICE)):
+        yield
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:

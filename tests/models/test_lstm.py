@@ -11,7 +11,7 @@ from lstms import HIDDEN, INPUTS, SAMPLES, TIMES, Tree, close, draw, draw_parame
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from fedem.engines.stacked import Replay
+from fedem.engines.replay import Traced
 from fedem.models.layers import training_pass
 
 
@@ -198,7 +198,7 @@ def test_dropout_between_layers_is_keyed_by_the_sample() -> None:
 def test_a_recording_gives_the_same_bits_and_has_no_entry_for_each_time() -> None:
     _, module = make_pair(num_layers=2)
     stacked = vmap(vmap(pull(module), in_dims=(0, None)))
-    replay = Replay(lambda parameters, inputs, _: stacked(parameters, inputs), after=0)
+    replay = Traced(lambda parameters, inputs, _: stacked(parameters, inputs), after=0)
     sizes = []
     for times in (2, 60):
         inputs = draw(3, times, SAMPLES, INPUTS)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedem.models.layers import StackableMaxPool2d
+from fedem.models.pooling import StackableMaxPool2d
 from fedem.models.stackable import make_stackable
 
 SETTINGS: list[dict[str, Any]] = [

@@ -144,9 +144,9 @@ class Positions(NamedTuple):
     padded: bool  # whether the mask is false anywhere
 
     @classmethod
-    def first(cls, counts: Tensor, device: torch.device) -> Positions:
-        """Return the first ``counts`` ``[A]`` positions of each client, on ``device``; ``counts`` are on the CPU."""
-        width, least = int(counts.max()), int(counts.min())
+    def first(cls, counts: Tensor, device: torch.device, width: int = 0) -> Positions:
+        """Return the first ``counts`` ``[A]``, on the CPU, positions of each client, ``width`` at least."""
+        width, least = max(width, int(counts.max())), int(counts.min())
         counts, columns = counts.to(device)[:, None], torch.arange(width, device=device)
         return cls(torch.minimum(columns, counts - 1), columns < counts, padded=least < width)
 
@@ -175,15 +175,23 @@ class BatchPlan:
         words = derive(derive(self.keys[segment_client.to(device)], segment_epoch.to(device))[segment], position)
         self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
 
-    def batch(self, step: int, first: int, last: int) -> Positions:
-        """Return batch number ``step`` of the clients from ``first`` up to ``last``; all of them must have one."""
-        some = slice(first, last)
-        sizes, widths = self._sizes[some], self._widths[some]
-        epoch, index = step // self._steps_per_epoch[some], step % self._steps_per_epoch[some]
+    def counts(self, step: int | Tensor, which: slice | Tensor) -> Tensor:
+        """Return how many samples are in batch number ``step``, one for all or of each, of ``which`` clients."""
+        return self._find(step, which)[0]
+
+    def batch(self, step: int | Tensor, which: slice | Tensor, width: int = 0) -> Positions:
+        """Return batch ``step``, ``width`` at least, of ``which`` clients; who has no such batch gets its last."""
+        counts, begins = self._find(step, which)
+        where = Positions.first(counts, self._device, width)
+        return where._replace(positions=self._order[begins.to(self._device)[:, None] + where.positions])
+
+    def _find(self, step: int | Tensor, which: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the size of each batch, and where it begins."""
+        sizes, widths, each = self._sizes[which], self._widths[which], self._steps_per_epoch[which]
+        taken = torch.clamp(self.steps[which] - 1, max=step)
+        epoch, index = taken // each, taken % each
         counts = torch.minimum(widths, sizes - index * widths)
-        begins = (self._starts[some] + epoch * sizes + index * widths).to(self._device)
-        where = Positions.first(counts, self._device)
-        return where._replace(positions=self._order[begins[:, None] + where.positions])
+        return counts, self._starts[which] + epoch * sizes + index * widths
 
 
 def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[int, Positions]]:
@@ -251,7 +259,7 @@ def _run(algorithm: Algorithm, client: _Client, batching: Batching, key: Tensor,
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int(layer_key))
         for step in range(int(plan.steps)):
-            rows = plan.batch(step, 0, 1).positions[0]
+            rows = plan.batch(step, slice(1)).positions[0]
             weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=device)
             columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
             batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))

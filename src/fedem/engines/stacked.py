@@ -1,16 +1,15 @@
 """The simulator's engine: many clients at once through ``torch.func.vmap``.
 
 Clients are sorted by their number of steps, so that those still active are always a prefix and nothing is masked or
-copied when one finishes. Samples stay flat; only a batch is ever padded, and those whose last batch is short take it
-apart from the others.
+copied when one finishes. Samples stay flat; only a batch is ever padded. Where a padded row is dear, as in a deep
+network, everybody's last batch, which may be short, waits for the end, and those of similar size are taken together.
 
 Shapes: C clients of the cohort, c of a chunk, A active, B the width of a batch, n samples of a client.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, final
@@ -18,21 +17,22 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves
 
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
 from fedem.data.samples import Pool, Samples
 from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, Work, blocks
 from fedem.engines.device import budget, is_out_of_memory, release
+from fedem.engines.replay import Captured, Replay, Traced
 from fedem.methods.base import Algorithm, Batch, Local
 
 _T = TypeVar("_T")
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
-_MOST_SHAPES = 256  # recorded at most: sampled cohorts may never come back
-_MOST_RECORDED = 64  # leaves of a model: recording a deep one takes longer than it ever saves
+_MOST_TRACED = 64  # leaves of a model: on a CPU, to record a deep one takes longer than it ever saves
+_LARGE_CALL = 16  # as many calls of a small model on a GPU are worth a recording as one of a large model
+_LEAST_WIDTH = 16  # batches smaller than that are as quick as one of that size
 
 
 @final
@@ -44,7 +44,8 @@ class Stacked(Engine):
         chunk_size: clients stacked together; 0 chooses as many as ``max_bytes`` hold. It never changes a result beyond
             rounding. Where memory runs out all the same, it is halved, and training goes on.
         max_bytes: bytes that a chunk may take, roughly; 0 for a share of what is free.
-        record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all.
+        record_after: calls with the same shapes before they are recorded and replayed; it changes no result at all. On
+            a GPU a call of a large model counts as sixteen.
     """
 
     chunk_size: int = field(default=0, metadata={"min": 0})
@@ -81,46 +82,44 @@ class Stacked(Engine):
                 if count == 1 or not is_out_of_memory(error):
                     raise
                 count = self._found[what] = count // 2
+            self._replays.clear()  # recordings hold memory too
             release(cohort.device)
 
-    def _stacked(self, function: Callable[..., Any], deep: bool, *dims: int | None) -> Callable[..., Any]:
-        """Return a method's function for many clients; unless ``deep``, recorded where the same shapes come back."""
-        stacked = vmap(function, in_dims=dims)
-        return stacked if deep else self._replays.setdefault((function, dims), Replay(stacked, self.record_after))
+    def _steps(self, algorithm: Algorithm, rate_dim: int | None, device: torch.device) -> Callable[..., Local]:
+        """Return a local step of many clients, recorded where the same shapes come back."""
+        model, key = algorithm.model, (algorithm.step, rate_dim)
+        stacked = vmap(algorithm.step, in_dims=(0, 0, rate_dim))
+        if device.type == "cuda":
+            after = self.record_after // (_LARGE_CALL if model.is_large else 1)
+            return self._replays.setdefault(key, Captured(stacked, after))
+        if len(model.trainable) > _MOST_TRACED:
+            return stacked
+        return self._replays.setdefault(key, Traced(stacked, self.record_after))
+
+    def _begins(self, algorithm: Algorithm, shared_dim: int | None) -> Callable[..., Any]:
+        """Return how many clients begin a round, recorded likewise."""
+        stacked, key = vmap(algorithm.begin, in_dims=(shared_dim, 0, 0, 0)), (algorithm.begin, shared_dim)
+        if len(algorithm.model.trainable) > _MOST_TRACED:
+            return stacked
+        return self._replays.setdefault(key, Traced(stacked, self.record_after))
 
     def _train_chunk(self, algorithm: Algorithm, chunk: Chunk, work: Work, flat: Tree | None, rows: int) -> Finished:
+        device = chunk.starts.device
         scale = torch.ones(()) if work.scales is None else work.scales
-        rate = (work.learning_rate * scale.double()).to(chunk.starts.device, algorithm.model.dtype)
-        deep = len(algorithm.model.trainable) > _MOST_RECORDED
-        step = self._stacked(algorithm.step, deep, 0, 0, 0 if rate.ndim else None)
-        begin = self._stacked(algorithm.begin, deep, chunk.shared_dim, 0, 0, 0)
+        rate = (work.learning_rate * scale.double()).to(device, algorithm.model.dtype)
+        step, begin = (
+            self._steps(algorithm, 0 if rate.ndim else None, device),
+            self._begins(algorithm, chunk.shared_dim),
+        )
         local, samples, starts = _begin_clients(begin, algorithm, chunk, flat, rows)
-        plan = BatchPlan(work.batching, chunk.sizes, work.keys, chunk.starts.device)
-        layer_keys, steps = derive(plan.keys, STOCHASTIC_LAYERS), plan.steps
-
-        def advance(local: Local, index: int, first: int, last: int) -> Local:
-            where, some = plan.batch(index, first, last), slice(first, last)
-            inputs, targets = chunk.some(some).read(where)
-            weights = where.mask.to(algorithm.model.dtype) / where.mask.sum(1, keepdim=True)
-            masks = (where.mask,) if where.padded else ()
-            columns = _columns(samples, starts[some], where)
-            batch = Batch(inputs, targets, weights, columns, derive(layer_keys[some], index), masks)
-            return step(local, batch, rate[some] if rate.ndim else rate)
-
-        done: list[Local] = []
-        for index in range(int(steps.max())):
-            num_active, num_staying = int((steps > index).sum()), int((steps > index + 1).sum())
-            if algorithm.model.is_large and 0 < num_staying < num_active:
-                # Padding would cost more than a second call.
-                done.append(advance(_slice(local, slice(num_staying, None)), index, num_staying, num_active))
-                local = advance(_slice(local, slice(num_staying)), index, 0, num_staying)
-                continue
-            local = advance(local, index, 0, num_active)
-            if num_staying < num_active:
-                done.append(_slice(local, slice(num_staying, None)))
-                local = _slice(local, slice(num_staying))
-        trained = vmap(algorithm.finish)(Local(*map(tree_cat, zip(*reversed(done), strict=True))))
-        return Finished(chunk.members, trained.upload, trained.personal)
+        plan = BatchPlan(work.batching, chunk.sizes, work.keys, device)
+        walk = Walk(step, chunk, plan, derive(plan.keys, STOCHASTIC_LAYERS), samples, starts, rate)
+        if not algorithm.model.is_large:
+            local, order = walk.to_the_end(local, plan.steps), torch.arange(len(plan.steps))
+        else:  # padding is dear
+            local, order = walk.last_steps(walk.to_the_end(local, plan.steps - 1))
+        trained = vmap(algorithm.finish)(local)
+        return Finished(chunk.members[order], trained.upload, trained.personal)
 
     def _max_bytes(self, cohort: Cohort) -> int:
         """Return the bytes that clients may take together, found once for a device."""
@@ -149,6 +148,7 @@ class Stacked(Engine):
                 largest = sizes[some[0]]
                 per_client = model_bytes + row_bytes * int(batching.widths(largest)) + own_bytes * int(largest)
                 count = max(1, self._max_bytes(cohort) // max(per_client, 1))
+                count = -(-len(some) // -(-len(some) // count))  # as even parts as can be
                 yield some[:count]
                 some = some[count:]
 
@@ -225,6 +225,85 @@ class Chunk:
         return self.samples.read(self.starts[:, None] + where.positions)
 
 
+@dataclass(frozen=True)
+class Walk:
+    """The way of clients, stacked together, through their batches."""
+
+    step: Callable[..., Local]
+    chunk: Chunk
+    plan: BatchPlan
+    layer_keys: Tensor  # [c]
+    samples: Tree  # [..., columns], what begin made of all samples
+    starts: Tensor  # [c] each client's first column
+    rate: Tensor  # [c], or one for all
+
+    @property
+    def _on_gpu(self) -> bool:
+        """Where a step overwrites what the one before returned, and as few shapes as can be are recorded."""
+        return self.starts.is_cuda
+
+    def to_the_end(self, local: Local, steps: Tensor) -> Local:
+        """Take the first ``steps`` ``[c]``, which are falling, of each client."""
+        kept: list[Local] = []
+        count = rows = len(steps)
+        for index in range(int(steps.max()) + 1):
+            num_active = int((steps > index).sum())
+            if num_active < count:
+                kept.append(self._keep(local, slice(num_active, count)))
+                count = num_active
+            if not count:
+                break
+            # On a GPU a few that are through go on, for nothing.
+            height = min(_rounded(count), rows) if self._on_gpu else count
+            if height < rows:
+                local, rows = _slice(local, slice(height)), height
+            local = self._advance(local, index, slice(height))
+        return _join(reversed(kept))
+
+    def last_steps(self, local: Local) -> tuple[Local, Tensor]:
+        """Take each client's last step, those with batches of similar size together; return the order of clients."""
+        last = self.plan.steps - 1
+        widths = self.plan.counts(last, slice(None))
+        order = torch.argsort(widths, descending=True, stable=True)
+        kept: list[Local] = []
+        for run in similar(widths[order].clamp(min=_LEAST_WIDTH).tolist()):
+            some, width = order[run], 0
+            if self._on_gpu:
+                width = 1 << (int(widths[some[0]]) - 1).bit_length()
+                some = torch.cat([some, some[-1:].expand(_rounded(len(some)) - len(some))])
+            own = Local(*(tree_index(tree, some.to(self.starts.device)) for tree in local))
+            kept.append(self._keep(self._advance(own, last[some], some, width), slice(len(order[run]))))
+        return _join(kept), order
+
+    def _advance(self, local: Local, index: int | Tensor, some: slice | Tensor, width: int = 0) -> Local:
+        """Take step ``index`` of ``some``, whose batches are padded to ``width`` at least."""
+        where, chunk = self.plan.batch(index, some, width), self.chunk
+        if isinstance(index, Tensor):
+            index = index.to(self.starts.device)
+        if isinstance(some, Tensor):
+            some = some.to(self.starts.device)
+        inputs, targets = chunk.samples.read(chunk.starts[some][:, None] + where.positions)
+        weights = where.mask.to(self.rate.dtype) / where.mask.sum(1, keepdim=True)
+        masks = (where.mask,) if where.padded else ()
+        columns = _columns(self.samples, self.starts[some], where)
+        batch = Batch(inputs, targets, weights, columns, derive(self.layer_keys[some], index), masks)
+        return self.step(local, batch, self.rate[some] if self.rate.ndim else self.rate)
+
+    def _keep(self, local: Local, which: slice) -> Local:
+        some = _slice(local, which)
+        return Local(*(tree_map(torch.clone, tree) for tree in some)) if self._on_gpu else some
+
+
+def _rounded(count: int) -> int:
+    """Round up to a number of four bits and zeros, at most an eighth more."""
+    unit = 1 << max(0, count.bit_length() - 4)
+    return -(-count // unit) * unit
+
+
+def _join(parts: Iterable[Local]) -> Local:
+    return Local(*map(tree_cat, zip(*parts, strict=True)))
+
+
 def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
     """Estimate what one sample takes on its way through all of a client's models."""
     components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
@@ -269,7 +348,7 @@ def _begin_clients(
         columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
         starts.append(total + where.mask.shape[1] * torch.arange(len(where.mask), device=where.mask.device))
         total += where.mask.numel()
-    return Local(*map(tree_cat, zip(*locals_, strict=True))), tree_cat(columns, -1), torch.cat(starts)
+    return _join(locals_), tree_cat(columns, -1), torch.cat(starts)
 
 
 def _padded_scores(algorithm: Algorithm, chunk: Chunk, where: Positions, flat: Tree | None, rows: int) -> Tree:
@@ -285,32 +364,3 @@ def _padded_scores(algorithm: Algorithm, chunk: Chunk, where: Positions, flat: T
         piece = stacked(some.shared, *some.read(block))
         pieces.append(tree_map(lambda leaf, k=missing: torch.cat([leaf, leaf.new_zeros(k, *leaf.shape[1:])]), piece))
     return tree_cat(pieces, -1)
-
-
-class Replay:
-    """A pure function of trees of tensors, recorded for the shapes that it has been called with ``after`` times.
-
-    A call through nested vmap and grad costs about a millisecond of Python, whatever the data. Where the same shapes
-    come back round after round, the tensor operations behind a call are recorded (``make_fx``) and from then on run
-    directly: same operations, same bits. Recording costs about what sixty calls save, so it waits for a shape's return.
-    """
-
-    def __init__(self, function: Callable[..., Any], after: int):
-        self._function, self._after = function, after
-        self._calls: Counter[Any] = Counter()
-        self._recordings: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *arguments: Any) -> Any:
-        # Strides too: a recording may view what another layout would have to copy.
-        key = tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in tree_leaves(arguments))
-        if key not in self._recordings:
-            self._calls[key] += 1
-            if self._calls[key] <= self._after or len(self._recordings) >= _MOST_SHAPES:
-                if len(self._calls) > 8 * _MOST_SHAPES:
-                    self._calls.clear()
-                return self._function(*arguments)
-            from torch.fx.experimental.proxy_tensor import make_fx
-
-            # make_fx counts parameters, and vmap hides them.
-            self._recordings[key] = make_fx(lambda given: self._function(*given))(arguments)
-        return self._recordings[key](arguments)

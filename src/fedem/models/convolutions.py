@@ -1,7 +1,7 @@
 """Convolutions in a form that stacks.
 
 Stacked, a convolution is a grouped one to torch. On a GPU that has Triton it is ours (``kernels.py``), or a batched
-product of matrices where its window is a single pixel; elsewhere torch's grouped one stays.
+product of matrices where its window is a single pixel; elsewhere torch's grouped one stays, as it does for one model.
 
 :class:`_Convolution` and its two gradients are linear in each of two arguments, so each one's gradients are the other
 two: derivatives of any order can be had.
@@ -43,23 +43,44 @@ class Geometry(NamedTuple):
         """Whether each pixel is put out by itself: a product of matrices."""
         return not self.depthwise and self[:3] == ((1, 1), (1, 1), (0, 0))
 
+    def cropped(self, size: Pair) -> tuple[Geometry, tuple[slice, slice]]:
+        """Leave out the edges of the window that see nothing but padding of images of ``size``; say what is left."""
+        sides = list(zip(size, self.shrink(size), *self[:3], strict=True))
+        first = [max(0, pad - (outputs - 1) * stride) for _, outputs, _, stride, pad in sides]
+        last = [min(window, side + pad) for side, _, window, _, pad in sides]
+        (top, left), (bottom, right) = first, last
+        padding = self.padding[0] - top, self.padding[1] - left
+        less = self._replace(window=(bottom - top, right - left), padding=padding)
+        if less.shrink(size) != self.shrink(size):
+            return self, (slice(None), slice(None))
+        return less, (slice(top, bottom), slice(left, right))
+
 
 class StackableConv2d(nn.Conv2d):
-    """``nn.Conv2d`` without peculiarities (:func:`is_plain`), by kernels of our own where there are some."""
+    """``nn.Conv2d`` by kernels of our own where there are some."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, O, H', W']``."""
-        kind = inputs.device.type
-        if not layers.has_kernels(inputs) or inputs.ndim != 4:
+        if not layers.has_kernels(inputs):
             return super().forward(inputs)
-        weight, bias = self.weight, self.bias
-        if torch.is_autocast_enabled(kind):
-            inputs, weight = (leaf.to(torch.get_autocast_dtype(kind)) for leaf in (inputs, weight))
-        assert not isinstance(self.padding, str), "is_plain() has seen to it"
-        window, stride, padding = ((pair[0], pair[1]) for pair in (self.kernel_size, self.stride, self.padding))
-        geometry = Geometry(window, stride, padding, self.groups > 1)
-        outputs = call(_Convolution, inputs[None], weight[None], geometry)[0]
-        return outputs if bias is None else outputs + bias.to(outputs.dtype)[:, None, None]
+        outputs = convolve(self, inputs, self.weight)
+        return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)[:, None, None]
+
+
+def convolve(layer: nn.Conv2d, inputs: Tensor, weight: Tensor) -> Tensor:
+    """Convolve as ``layer`` does, by another weight and without a bias."""
+    kind = inputs.device.type
+    if not layers.has_kernels(inputs) or inputs.ndim != 4 or not is_plain(layer):
+        return layer._conv_forward(inputs, weight, None)
+    if torch.is_autocast_enabled(kind):
+        inputs, weight = (leaf.to(torch.get_autocast_dtype(kind)) for leaf in (inputs, weight))
+    assert not isinstance(layer.padding, str), "is_plain() has seen to it"
+    window, stride, padding = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.padding))
+    geometry, (down, across) = Geometry(window, stride, padding, layer.groups > 1).cropped(
+        (inputs.shape[2], inputs.shape[3])
+    )
+    # Squeezed, whose gradient is a view: to select is to fill zeros, and to copy, on the way back.
+    return call(_Convolution, inputs[None], weight[None, ..., down, across], geometry).squeeze(0)
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
@@ -161,17 +182,20 @@ def _rows(images: Tensor) -> Tensor:
     return _last(images).flatten(1, 3)
 
 
+def _alone(images: Tensor) -> Tensor:
+    """``[1, n, C, H, W] -> [n, C, H, W]``, channels last in memory, as cuDNN has them."""
+    return images[0].contiguous(memory_format=torch.channels_last)
+
+
 def _convolve(
     inputs: Tensor, weight: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
 ) -> Tensor:
-    geometry, models = _geometry(window, stride, padding, depthwise), len(inputs)
-    if models == 1 or not layers.has_kernels(inputs):
-        groups = models * (weight.shape[1] if depthwise else 1)
-        found = conv2d(_beside(inputs), weight.flatten(0, 1), None, stride, padding, 1, groups)
-        return found.unflatten(1, (models, -1)).transpose(0, 1).clone()
+    geometry = _geometry(window, stride, padding, depthwise)
     if geometry.is_pointwise:
         found = torch.bmm(_rows(inputs), weight.flatten(2).mT)
         return found.unflatten(1, (inputs.shape[1], *inputs.shape[-2:])).movedim(-1, 2)
+    if len(inputs) == 1 and not depthwise:
+        return conv2d(_alone(inputs), weight[0], None, stride, padding)[None]
     from fedem.models import kernels
 
     return kernels.convolve(_last(inputs), weight, geometry).movedim(-1, 2)
@@ -186,16 +210,13 @@ def _convolve_back(
     padding: list[int],
     depthwise: bool,
 ) -> Tensor:
-    geometry, models = _geometry(window, stride, padding, depthwise), len(gradient)
-    if models == 1 or not layers.has_kernels(gradient):
-        groups = models * (weight.shape[1] if depthwise else 1)
-        channels = weight.shape[1] if depthwise else weight.shape[2]
-        shape = [gradient.shape[1], models * channels, *size]
-        found = conv2d_input(shape, weight.flatten(0, 1), _beside(gradient), stride, padding, 1, groups)
-        return found.unflatten(1, (models, -1)).transpose(0, 1).clone()
+    geometry = _geometry(window, stride, padding, depthwise)
     if geometry.is_pointwise:
         found = torch.bmm(_rows(gradient), weight.flatten(2))
         return found.unflatten(1, (gradient.shape[1], *size)).movedim(-1, 2)
+    if len(gradient) == 1 and not depthwise:
+        shape = [gradient.shape[1], weight.shape[2], *size]
+        return conv2d_input(shape, weight[0], _alone(gradient), stride, padding)[None]
     from fedem.models import kernels
 
     return kernels.convolve_back(_last(gradient), weight, (size[0], size[1]), geometry).movedim(-1, 2)
@@ -204,14 +225,12 @@ def _convolve_back(
 def _convolve_weight(
     inputs: Tensor, gradient: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
 ) -> Tensor:
-    geometry, models, channels = _geometry(window, stride, padding, depthwise), len(inputs), inputs.shape[2]
-    if models == 1 or not layers.has_kernels(inputs):
-        groups = models * (channels if depthwise else 1)
-        shape = [models * gradient.shape[2], 1 if depthwise else channels, *window]
-        found = conv2d_weight(_beside(inputs), shape, _beside(gradient), stride, padding, 1, groups)
-        return found.unflatten(0, (models, -1)).clone()
+    geometry = _geometry(window, stride, padding, depthwise)
     if geometry.is_pointwise:
         return torch.bmm(_rows(gradient).mT, _rows(inputs))[..., None, None]
+    if len(inputs) == 1 and not depthwise:
+        shape = [gradient.shape[2], inputs.shape[2], *window]
+        return conv2d_weight(_alone(inputs), shape, _alone(gradient), stride, padding)[None]
     from fedem.models import kernels
 
     return kernels.weight_gradient(_last(inputs), _last(gradient), geometry).contiguous()
@@ -220,11 +239,6 @@ def _convolve_weight(
 def _geometry(window: list[int], stride: list[int], padding: list[int], depthwise: bool) -> Geometry:
     first, second, third = ((pair[0], pair[1]) for pair in (window, stride, padding))
     return Geometry(first, second, third, depthwise)
-
-
-def _beside(images: Tensor) -> Tensor:
-    """Lay models beside each other's channels, ``[S, n, C, H, W] -> [n, S C, H, W]``."""
-    return images.transpose(0, 1).flatten(1, 2)
 
 
 define("convolve", _convolve)
@@ -249,7 +263,7 @@ class WidenedConv2d(nn.Conv2d):
         below, right = self.kernel_size[0] - 1 - above, self.kernel_size[1] - 1 - left
         carried = pad(self.bias[:, None, None, None], (left, right, above, below))
         weight = torch.cat([self.weight, carried], dim=1)
-        return self._conv_forward(pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight, None)
+        return convolve(self, pad(inputs, (0, 0, 0, 0, 0, 1), value=1.0), weight)
 
 
 def is_widened(layer: nn.Conv2d) -> bool:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
-from fedem.models.layers import KeyedAugmentation, max_pool
+from fedem.models.convolutions import convolve
+from fedem.models.layers import KeyedAugmentation
+from fedem.models.pooling import max_pool
 
 Size = tuple[int, int]
 
@@ -74,7 +76,7 @@ class PooledConv2d(nn.Conv2d):
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, O, h // 2, w // 2]``."""
         # Bias and ReLU commute with pooling, so they come after it, where they have a quarter of the numbers.
-        pooled = max_pool(self._conv_forward(inputs, self.weight, None), (2, 2, 0, 1, False))
+        pooled = max_pool(convolve(self, inputs, self.weight), (2, 2, 0, 1, False))
         return pooled if self.bias is None else pooled + self.bias[:, None, None]
 
 
@@ -184,10 +186,13 @@ class Pretrainable(ModelSpec):
         """Draw the network afresh, then lay the file's weights over all but its head."""
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
         module = self.network((height * self.enlarge, width * self.enlarge), num_outputs)
-        steps = [KeyedAugmentation(self.flips, self.shift)] if self.flips or self.shift else []
-        steps += [nn.Upsample(scale_factor=self.enlarge, mode="bilinear")] if self.enlarge > 1 else []
-        if steps:
-            module.images = nn.Sequential(module.images, *steps)
+        shown: list[nn.Module] = [module.get_submodule("images")]
+        if self.flips or self.shift:
+            shown.append(KeyedAugmentation(self.flips, self.shift))
+        if self.enlarge > 1:
+            shown.append(nn.Upsample(scale_factor=self.enlarge, mode="bilinear"))
+        if len(shown) > 1:
+            module.images = nn.Sequential(*shown)
         if self.weights:
             self._load_body(module)
         return module

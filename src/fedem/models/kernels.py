@@ -24,6 +24,8 @@ from torch import Tensor
 
 from fedem.models.convolutions import Geometry, Pair
 
+_FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
+
 
 def _constants(geometry: Geometry) -> dict[str, int]:
     """Return what a kernel is compiled for."""
@@ -55,9 +57,11 @@ def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, b
         how: dict[str, Any] = {"BACK": back, "ROWS": rows, "COLUMNS": columns}
         _filter[grid](images, weight, outputs, *sizes, **_constants(geometry), **how)
         return outputs
-    blocks = _blocks(sizes[0], weight.shape[-1], channels)
+    # Measured on an H200.
+    most = (256, 64) if images.dtype == torch.float32 else (128, 128)
+    blocks = _blocks(sizes[0], weight.shape[-1], channels, images, most)
     grid = triton.cdiv(sizes[0], blocks["ROWS"]), triton.cdiv(weight.shape[-1], blocks["COLUMNS"]), models
-    how = {"BACK": back, "PRECISION": _precision(images), **blocks}
+    how = {"BACK": back, "FLAT": channels < _FEW, **blocks}
     _multiply[grid](images, weight, outputs, *sizes, weight.shape[-1], **_constants(geometry), **how)
     return outputs
 
@@ -75,18 +79,23 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
         _filter_gradient[grid](inputs, gradient, found, *sizes, **_constants(geometry), **how)
     else:
         # A product whose inner side is the rows.
-        blocks = _blocks(channels, outputs, sizes[0])
+        flat = channels < _FEW
+        blocks = _blocks(places * channels if flat else channels, outputs, sizes[0], inputs)
         found = inputs.new_empty(models, places, channels, outputs)
-        grid = places * triton.cdiv(channels, blocks["ROWS"]), triton.cdiv(outputs, blocks["COLUMNS"]), models
-        how = {"PRECISION": _precision(inputs), **blocks}
-        _multiply_gradient[grid](inputs, gradient, found, *sizes, outputs, **_constants(geometry), **how)
+        parts = (
+            triton.cdiv(places * channels, blocks["ROWS"]) if flat else places * triton.cdiv(channels, blocks["ROWS"])
+        )
+        grid = parts, triton.cdiv(outputs, blocks["COLUMNS"]), models
+        _multiply_gradient[grid](inputs, gradient, found, *sizes, outputs, **_constants(geometry), FLAT=flat, **blocks)
     return found.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
 
 
-def _blocks(rows: int, columns: int, inner: int) -> dict[str, int]:
-    """Return how much of a matrix product one program computes: powers of two, from 16 up."""
-    sides = {"ROWS": (rows, 128), "COLUMNS": (columns, 64), "INNER": (inner, 32)}
-    return {name: max(16, min(most, triton.next_power_of_2(side))) for name, (side, most) in sides.items()}
+def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (128, 128)) -> dict[str, Any]:
+    """Return how one program multiplies matrices: how much of them, powers of two from 16 up, and with what."""
+    sides = {"ROWS": (rows, most[0]), "COLUMNS": (columns, most[1]), "INNER": (inner, 128 // tensor.element_size())}
+    blocks = {name: max(16, min(limit, triton.next_power_of_2(side))) for name, (side, limit) in sides.items()}
+    warps = 8 if blocks["ROWS"] * blocks["COLUMNS"] > 8192 else 4
+    return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
 
 
 def _tile(rows: int, columns: int) -> Pair:
@@ -123,7 +132,7 @@ def _seen(
 def _multiply(
     images, weight, outputs, num_rows, high, wide, height, width, channels, num_outputs,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, PRECISION: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of windows by a model's weight, place by place."""
@@ -134,24 +143,33 @@ def _multiply(
     images += model * num_seen * channels
     weight += model * KERNEL_H * KERNEL_W * channels * num_outputs
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for place in range(KERNEL_H * KERNEL_W):
-        seen, there = _seen(
-            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
+    parts = 1 if FLAT else tl.cdiv(channels, INNER)
+    steps = tl.cdiv(KERNEL_H * KERNEL_W * channels, INNER) if FLAT else KERNEL_H * KERNEL_W * parts
+    for step in range(steps):
+        if FLAT:
+            inner = step * INNER + tl.arange(0, INNER)
+            known = inner < KERNEL_H * KERNEL_W * channels
+            place, channel = (inner // channels)[None, :], inner % channels
+            seen, there = _seen(
+                row[:, None], high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+                STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK,
+            )  # fmt: skip
+            there = there & (row < num_rows)[:, None]
+        else:
+            place, channel = step // parts, step % parts * INNER + tl.arange(0, INNER)
+            inner, known = place * channels + channel, channel < channels
+            seen, there = _seen(
+                row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+                STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK,
+            )  # fmt: skip
+            seen, there = seen[:, None], (there & (row < num_rows))[:, None]
+        left = tl.load(images + seen * channels + channel[None, :], mask=there & known[None, :], other=0.0)
+        right = tl.load(
+            weight + inner[:, None] * num_outputs + column[None, :],
+            mask=known[:, None] & (column < num_outputs)[None, :],
+            other=0.0,
         )
-        there = there & (row < num_rows)
-        for first in range(0, channels, INNER):
-            channel = first + tl.arange(0, INNER)
-            left = tl.load(
-                images + seen[:, None] * channels + channel[None, :],
-                mask=there[:, None] & (channel < channels)[None, :],
-                other=0.0,
-            )
-            right = tl.load(
-                weight + (place * channels + channel)[:, None] * num_outputs + column[None, :],
-                mask=(channel < channels)[:, None] & (column < num_outputs)[None, :],
-                other=0.0,
-            )
-            total = tl.dot(left, right, total, input_precision=PRECISION)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
     outputs += model * num_rows * num_outputs
     kept = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
     tl.store(outputs + row[:, None] * num_outputs + column[None, :], total, mask=kept)
@@ -161,14 +179,19 @@ def _multiply(
 def _multiply_gradient(
     images, gradient, found, num_rows, high, wide, height, width, channels, num_outputs,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, PRECISION: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Multiply what a place of all windows saw by the gradients of what was put out."""
+    """Multiply what places of all windows saw by the gradients of what was put out."""
     model = tl.program_id(2).to(tl.int64)
-    parts = tl.cdiv(channels, ROWS)
-    place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-    channel = part * ROWS + tl.arange(0, ROWS)
+    if FLAT:
+        inner = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        known = inner < KERNEL_H * KERNEL_W * channels
+        place, channel = (inner // channels)[None, :], inner % channels
+    else:
+        parts = tl.cdiv(channels, ROWS)
+        place, channel = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+        inner, known = place * channels + channel, channel < channels
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     num_seen = num_rows // (high * wide) * height * width
     images += model * num_seen * channels
@@ -177,23 +200,20 @@ def _multiply_gradient(
     for first in range(0, num_rows, INNER):
         row = first + tl.arange(0, INNER)
         seen, there = _seen(
-            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
-        )
-        there = there & (row < num_rows)
-        left = tl.load(
-            images + seen[None, :] * channels + channel[:, None],
-            mask=there[None, :] & (channel < channels)[:, None],
-            other=0.0,
-        )
+            row[:, None], high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+            STRIDE_H, STRIDE_W, PAD_H, PAD_W, False,
+        )  # fmt: skip
+        there = there & (row < num_rows)[:, None] & known[None, :]
+        left = tl.load(images + seen * channels + channel[None, :], mask=there, other=0.0)
         right = tl.load(
             gradient + row[:, None] * num_outputs + column[None, :],
             mask=(row < num_rows)[:, None] & (column < num_outputs)[None, :],
             other=0.0,
         )
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-    found += (model * KERNEL_H * KERNEL_W + place) * channels * num_outputs
-    kept = (channel < channels)[:, None] & (column < num_outputs)[None, :]
-    tl.store(found + channel[:, None] * num_outputs + column[None, :], total, mask=kept)
+        total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
+    found += model * KERNEL_H * KERNEL_W * channels * num_outputs
+    kept = known[:, None] & (column < num_outputs)[None, :]
+    tl.store(found + inner[:, None] * num_outputs + column[None, :], total, mask=kept)
 
 
 @triton.jit
@@ -246,6 +266,88 @@ def _filter_gradient(
         total += tl.sum(pixel.to(tl.float32) * slope.to(tl.float32), axis=0)
     found += (model * KERNEL_H * KERNEL_W + place) * channels
     tl.store(found + channel, total, mask=channel < channels)
+
+
+def pool(images: Tensor, places: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return the largest number of each window and its place in it, ``[n, H, W, C] -> [n, H', W', C]``.
+
+    With ``places`` given, return the numbers there.
+    """
+    (samples, height, width, channels), size = images.shape, geometry.shrink((images.shape[1], images.shape[2]))
+    outputs = images.new_empty(samples, *size, channels)
+    given = places is not None
+    places = torch.empty_like(outputs, dtype=torch.int8) if places is None else places
+    num_rows = samples * size[0] * size[1]
+    rows, columns = _tile(num_rows, channels)
+    grid = triton.cdiv(num_rows, rows), triton.cdiv(channels, columns)
+    how = {"GIVEN": given, "ROWS": rows, "COLUMNS": columns}
+    _pool[grid](images, outputs, places, num_rows, *size, height, width, channels, **_constants(geometry), **how)
+    return outputs, places
+
+
+@triton.jit
+def _pool(
+    images, outputs, places, num_rows, high, wide, height, width, channels,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
+    own = row[:, None] * channels + channel[None, :]
+    best = tl.full((ROWS, COLUMNS), float("-inf"), dtype=tl.float32)
+    found = tl.zeros((ROWS, COLUMNS), dtype=tl.int8)
+    if GIVEN:
+        found = tl.load(places + own, mask=kept, other=-1)
+    for place in tl.static_range(KERNEL_H * KERNEL_W):
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+            STRIDE_H, STRIDE_W, PAD_H, PAD_W, False,
+        )  # fmt: skip
+        inside = kept & there[:, None]
+        where = images + seen[:, None] * channels + channel[None, :]
+        pixel = tl.load(where, mask=inside, other=float("-inf")).to(tl.float32)
+        if GIVEN:
+            best = tl.where(found == place, pixel, best)
+        else:
+            better = (pixel > best) | (pixel != pixel)  # what is not a number is passed on
+            best, found = tl.where(better, pixel, best), tl.where(better, place, found).to(tl.int8)
+    tl.store(outputs + own, best, mask=kept)
+    if not GIVEN:
+        tl.store(places + own, found, mask=kept)
+
+
+def pool_back(numbers: Tensor, places: Tensor, size: Pair, geometry: Geometry) -> Tensor:
+    """Add numbers up where their places are, ``[n, H', W', C] -> [n, H, W, C]``."""
+    samples, high, wide, channels = numbers.shape
+    outputs = numbers.new_empty(samples, *size, channels)
+    num_rows = samples * size[0] * size[1]
+    rows, columns = _tile(num_rows, channels)
+    grid = triton.cdiv(num_rows, rows), triton.cdiv(channels, columns)
+    how = {"ROWS": rows, "COLUMNS": columns}
+    _pool_back[grid](numbers, places, outputs, num_rows, *size, high, wide, channels, **_constants(geometry), **how)
+    return outputs
+
+
+@triton.jit
+def _pool_back(
+    numbers, places, outputs, num_rows, high, wide, height, width, channels,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for place in tl.static_range(KERNEL_H * KERNEL_W):
+        seen, there = _seen(
+            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+            STRIDE_H, STRIDE_W, PAD_H, PAD_W, True,
+        )  # fmt: skip
+        inside, where = kept & there[:, None], seen[:, None] * channels + channel[None, :]
+        is_its = tl.load(places + where, mask=inside, other=-1) == place
+        total += tl.load(numbers + where, mask=inside & is_its, other=0.0).to(tl.float32)
+    tl.store(outputs + row[:, None] * channels + channel[None, :], total, mask=kept)
 
 
 def moments(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -385,61 +487,60 @@ def _normalise_back(
 
 
 def recur(gates: Tensor, weight: Tensor, hidden: Tensor, cells: Tensor) -> None:
-    """Run an LSTM's loop over time, in place, a program for some samples of a model through all times.
+    """Run an LSTM's loop over time, in place, a launch for each time.
 
     ``gates`` ``[S, T, n, 4h]`` are the inputs' share, biases included, and become the activated gates: output, input,
     forget, candidate. ``hidden`` and ``cells`` ``[S, T + 1, n, h]`` hold the first ones; ``weight`` is ``[S, h, 4h]``.
     """
     models, times, samples, _ = gates.shape
-    blocks = _blocks(samples, hidden.shape[-1], hidden.shape[-1]) | {"PRECISION": _precision(gates)}
-    blocks["ROWS"] = min(64, blocks["ROWS"])  # four sums for each number
-    blocks["COLUMNS"] = min(32, blocks["COLUMNS"])
-    grid = triton.cdiv(samples, blocks["ROWS"]), models
-    _recur[grid](gates, weight, hidden, cells, times, samples, SIZE=hidden.shape[-1], **blocks)
+    blocks, grid = _recurrent(models, samples, hidden.shape[-1], gates)
+    for time in range(times):
+        _recur[grid](gates, weight, hidden, cells, time, times, samples, SIZE=hidden.shape[-1], **blocks)
 
 
-@triton.jit
+def _recurrent(models: int, samples: int, size: int, tensor: Tensor) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Return how programs share a step's work, and how many there are."""
+    blocks = _blocks(samples, size, size, tensor, most=(64, 32))  # four sums for each number
+    return blocks, (triton.cdiv(samples, blocks["ROWS"]), triton.cdiv(size, blocks["COLUMNS"]), models)
+
+
+@triton.jit(do_not_specialize=["time"])
 def _recur(
-    gates, weight, hidden, cells, num_times, num_samples, SIZE: tl.constexpr,
+    gates, weight, hidden, cells, time, num_times, num_samples, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    model = tl.program_id(1).to(tl.int64)
+    model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     weight += model * SIZE * 4 * SIZE
-    for time in range(num_times):
-        own = (model * num_times + time) * num_samples + row  # of gates
-        before = (model * (num_times + 1) + time) * num_samples + row  # of states
-        after = before + num_samples
-        for first in range(0, SIZE, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
-            gate = gates + own[:, None] * 4 * SIZE + column[None, :]
-            leave = tl.load(gate, mask=kept, other=0.0)
-            enter = tl.load(gate + SIZE, mask=kept, other=0.0)
-            keep = tl.load(gate + 2 * SIZE, mask=kept, other=0.0)
-            candidate = tl.load(gate + 3 * SIZE, mask=kept, other=0.0)
-            for start in range(0, SIZE, INNER):
-                inner = start + tl.arange(0, INNER)
-                seen = (row < num_samples)[:, None] & (inner < SIZE)[None, :]
-                left = tl.load(hidden + before[:, None] * SIZE + inner[None, :], mask=seen, other=0.0)
-                right = weight + inner[:, None] * 4 * SIZE + column[None, :]
-                there = (inner < SIZE)[:, None] & (column < SIZE)[None, :]
-                leave = tl.dot(left, tl.load(right, mask=there, other=0.0), leave, input_precision=PRECISION)
-                enter = tl.dot(left, tl.load(right + SIZE, mask=there, other=0.0), enter, input_precision=PRECISION)
-                keep = tl.dot(left, tl.load(right + 2 * SIZE, mask=there, other=0.0), keep, input_precision=PRECISION)
-                candidate = tl.dot(
-                    left, tl.load(right + 3 * SIZE, mask=there, other=0.0), candidate, input_precision=PRECISION
-                )
-            leave, enter, keep, candidate = tl.sigmoid(leave), tl.sigmoid(enter), tl.sigmoid(keep), _tanh(candidate)
-            cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
-            cell = keep * cell + enter * candidate
-            tl.store(cells + after[:, None] * SIZE + column[None, :], cell, mask=kept)
-            tl.store(hidden + after[:, None] * SIZE + column[None, :], leave * _tanh(cell), mask=kept)
-            tl.store(gate, leave, mask=kept)
-            tl.store(gate + SIZE, enter, mask=kept)
-            tl.store(gate + 2 * SIZE, keep, mask=kept)
-            tl.store(gate + 3 * SIZE, candidate, mask=kept)
-        tl.debug_barrier()  # the next time reads what all threads of this program have written
+    own = (model * num_times + time) * num_samples + row  # of gates
+    before = (model * (num_times + 1) + time) * num_samples + row  # of states
+    after = before + num_samples
+    kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
+    gate = gates + own[:, None] * 4 * SIZE + column[None, :]
+    leave = tl.load(gate, mask=kept, other=0.0)
+    enter = tl.load(gate + SIZE, mask=kept, other=0.0)
+    keep = tl.load(gate + 2 * SIZE, mask=kept, other=0.0)
+    candidate = tl.load(gate + 3 * SIZE, mask=kept, other=0.0)
+    for start in range(0, SIZE, INNER):
+        inner = start + tl.arange(0, INNER)
+        seen = (row < num_samples)[:, None] & (inner < SIZE)[None, :]
+        left = tl.load(hidden + before[:, None] * SIZE + inner[None, :], mask=seen, other=0.0)
+        right = weight + inner[:, None] * 4 * SIZE + column[None, :]
+        there = (inner < SIZE)[:, None] & (column < SIZE)[None, :]
+        leave = tl.dot(left, tl.load(right, mask=there, other=0.0), leave, input_precision=PRECISION)
+        enter = tl.dot(left, tl.load(right + SIZE, mask=there, other=0.0), enter, input_precision=PRECISION)
+        keep = tl.dot(left, tl.load(right + 2 * SIZE, mask=there, other=0.0), keep, input_precision=PRECISION)
+        candidate = tl.dot(left, tl.load(right + 3 * SIZE, mask=there, other=0.0), candidate, input_precision=PRECISION)
+    leave, enter, keep, candidate = tl.sigmoid(leave), tl.sigmoid(enter), tl.sigmoid(keep), _tanh(candidate)
+    cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
+    cell = keep * cell + enter * candidate
+    tl.store(cells + after[:, None] * SIZE + column[None, :], cell, mask=kept)
+    tl.store(hidden + after[:, None] * SIZE + column[None, :], leave * _tanh(cell), mask=kept)
+    tl.store(gate, leave, mask=kept)
+    tl.store(gate + SIZE, enter, mask=kept)
+    tl.store(gate + 2 * SIZE, keep, mask=kept)
+    tl.store(gate + 3 * SIZE, candidate, mask=kept)
 
 
 @triton.jit
@@ -448,52 +549,55 @@ def _tanh(x):
 
 
 def recur_back(
-    weight: Tensor, keep: Tensor, slope: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
+    weight: Tensor, gates: Tensor, hidden: Tensor, cells: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
 ) -> None:
-    """Run the loop backwards, in place.
+    """Run the loop backwards, a launch for each time.
 
-    ``grads`` ``[S, T, n, 4h]`` are each gate's slope times what the gate was multiplied by, and become the gates'
-    gradients; ``keep`` ``[S, T, n, h]`` are the forget gates and ``slope`` the slopes of hidden states towards cells.
-    ``grad_hidden`` ``[S, T, n, h]`` is read, ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is
-    ``[S, 4h, h]``.
+    ``gates`` ``[S, T, n, 4h]``, ``hidden`` ``[S, T, n, h]`` and ``cells`` ``[S, T + 1, n, h]`` are what the loop left.
+    ``grads`` become the gates' gradients before their activation; ``grad_hidden`` ``[S, T, n, h]`` is read,
+    ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is ``[S, 4h, h]``.
     """
     models, times, samples, size = grad_hidden.shape
-    blocks = _blocks(samples, size, 4 * size) | {"PRECISION": _precision(grads)}
-    blocks["ROWS"] = min(64, blocks["ROWS"])
-    grid = triton.cdiv(samples, blocks["ROWS"]), models
-    _recur_back[grid](weight, keep, slope, grads, grad_hidden, grad_cell, times, samples, SIZE=size, **blocks)
+    blocks, grid = _recurrent(models, samples, size, grads)
+    given = gates, hidden, cells, grads, grad_hidden, grad_cell
+    for time in reversed(range(times)):
+        _recur_back[grid](weight, *given, time, times, samples, SIZE=size, **blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["time"])
 def _recur_back(
-    weight, keep, slope, grads, grad_hidden, grad_cell, num_times, num_samples, SIZE: tl.constexpr,
+    weight, gates, hidden, cells, grads, grad_hidden, grad_cell, time, num_times, num_samples, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    model = tl.program_id(1).to(tl.int64)
+    model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     weight += model * 4 * SIZE * SIZE
-    for step in range(num_times):
-        time = num_times - 1 - step
-        own = (model * num_times + time) * num_samples + row
-        for first in range(0, SIZE, COLUMNS):
-            column = first + tl.arange(0, COLUMNS)
-            kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
-            place = own[:, None] * SIZE + column[None, :]
-            total = tl.load(grad_hidden + place, mask=kept, other=0.0)
-            if step > 0:
-                later = own + num_samples
-                for start in range(0, 4 * SIZE, INNER):
-                    inner = start + tl.arange(0, INNER)
-                    seen = (row < num_samples)[:, None] & (inner < 4 * SIZE)[None, :]
-                    left = tl.load(grads + later[:, None] * 4 * SIZE + inner[None, :], mask=seen, other=0.0)
-                    there = (inner < 4 * SIZE)[:, None] & (column < SIZE)[None, :]
-                    right = tl.load(weight + inner[:, None] * SIZE + column[None, :], mask=there, other=0.0)
-                    total = tl.dot(left, right, total, input_precision=PRECISION)
-            cell = grad_cell + (model * num_samples + row)[:, None] * SIZE + column[None, :]
-            through = tl.load(cell, mask=kept, other=0.0) + total * tl.load(slope + place, mask=kept, other=0.0)
-            gate = grads + own[:, None] * 4 * SIZE + column[None, :]
-            tl.store(gate, tl.load(gate, mask=kept, other=0.0) * total, mask=kept)
-            for part in tl.static_range(1, 4):
-                tl.store(gate + part * SIZE, tl.load(gate + part * SIZE, mask=kept, other=0.0) * through, mask=kept)
-            tl.store(cell, through * tl.load(keep + place, mask=kept, other=0.0), mask=kept)
-        tl.debug_barrier()
+    own = (model * num_times + time) * num_samples + row
+    kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
+    place = own[:, None] * SIZE + column[None, :]
+    total = tl.load(grad_hidden + place, mask=kept, other=0.0)
+    if time < num_times - 1:
+        later = own + num_samples
+        for start in range(0, 4 * SIZE, INNER):
+            inner = start + tl.arange(0, INNER)
+            seen = (row < num_samples)[:, None] & (inner < 4 * SIZE)[None, :]
+            left = tl.load(grads + later[:, None] * 4 * SIZE + inner[None, :], mask=seen, other=0.0)
+            there = (inner < 4 * SIZE)[:, None] & (column < SIZE)[None, :]
+            right = tl.load(weight + inner[:, None] * SIZE + column[None, :], mask=there, other=0.0)
+            total = tl.dot(left, right, total, input_precision=PRECISION)
+    gate = own[:, None] * 4 * SIZE + column[None, :]
+    leave = tl.load(gates + gate, mask=kept, other=0.0)
+    enter = tl.load(gates + gate + SIZE, mask=kept, other=0.0)
+    keep = tl.load(gates + gate + 2 * SIZE, mask=kept, other=0.0)
+    candidate = tl.load(gates + gate + 3 * SIZE, mask=kept, other=0.0)
+    before = (model * (num_times + 1) + time) * num_samples + row
+    cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
+    tanh = _tanh(tl.load(cells + (before + num_samples)[:, None] * SIZE + column[None, :], mask=kept, other=0.0))
+    through = grad_cell + (model * num_samples + row)[:, None] * SIZE + column[None, :]
+    slope = tl.load(through, mask=kept, other=0.0) + total * leave * (1 - tanh * tanh)
+    tl.store(grads + gate, total * tanh * leave * (1 - leave), mask=kept)
+    tl.store(grads + gate + SIZE, slope * candidate * enter * (1 - enter), mask=kept)
+    tl.store(grads + gate + 2 * SIZE, slope * cell * keep * (1 - keep), mask=kept)
+    tl.store(grads + gate + 3 * SIZE, slope * enter * (1 - candidate * candidate), mask=kept)
+    tl.store(through, slope * keep, mask=kept)

@@ -1,7 +1,7 @@
 """Layers in forms that stack: same parameters, same values, for whatever number of models at once.
 
 torch's own layers don't: dropout draws from a generator whose state depends on who is trained together, a linear layer
-copies its inputs for every model, pooling copies them for its own order. What a layer must know of the batch besides
+copies its inputs for every model. What a layer must know of the batch besides
 its inputs is a :class:`Pass`.
 
 Shapes: n samples of a batch, padding included, C channels, H x W pixels.
@@ -21,9 +21,6 @@ from torch import Tensor, library, nn
 from fedem.core.random import derive
 
 _LEVELS = 1 << 16  # a rate is rounded to 16 bits, so that one word serves four draws
-
-Window = int | tuple[int, int]
-Geometry = tuple[Window, Window, Window, Window, bool]  # kernel, stride, padding, dilation, and if windows may overhang
 
 
 def call(function: Any, *arguments: Any) -> Any:
@@ -48,88 +45,6 @@ def define(name: str, operation: Callable[..., Any]) -> None:
     """Make a function an operation of torch's own kind: a recording then holds one entry for all that it does."""
     _LIBRARY.define(name + library.infer_schema(operation, mutates_args=()))
     _LIBRARY.impl(name, operation, "CompositeExplicitAutograd")
-
-
-class StackableMaxPool2d(nn.MaxPool2d):
-    """``nn.MaxPool2d`` with stacked models beside the channels, where a convolution's outputs have them.
-
-    torch's rule for vmap lays them beside the samples, which copies the largest tensors of a network, both ways.
-    """
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[n, C, H, W] -> [n, C, H', W']``, or without n."""
-        stride = self.kernel_size if self.stride is None else self.stride
-        geometry = (self.kernel_size, stride, self.padding, self.dilation, self.ceil_mode)
-        return max_pool(inputs, geometry) if inputs.ndim == 4 else max_pool(inputs[None], geometry)[0]
-
-
-def max_pool(inputs: Tensor, geometry: Geometry) -> Tensor:
-    """Return the largest number of each window, ``[n, C, H, W] -> [n, C, H', W']``."""
-    return call(_MaxPool, inputs, geometry)[0]
-
-
-def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
-    """Fold a stacked dimension into the channels, ``[n, C, ...] -> [n, size * C, ...]``."""
-    stacked = leaf.unsqueeze(1).expand(-1, size, *leaf.shape[1:]) if dim is None else leaf.movedim(dim, 1)
-    return stacked.flatten(1, 2)
-
-
-class _MaxPool(torch.autograd.Function):
-    @staticmethod
-    def forward(inputs: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        return torch.ops.aten.max_pool2d_with_indices(inputs, *geometry)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Geometry], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(inputs[0], output[1])
-        ctx.geometry = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        return call(_MaxPoolGradient, gradient, *ctx.saved_tensors, ctx.geometry), None
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[int, None], inputs: Tensor, geometry: Geometry) -> tuple[Any, tuple[int, int]]:
-        pooled = call(_MaxPool, _beside_channels(inputs, dims[0], info.batch_size), geometry)
-        return tuple(leaf.unflatten(1, (info.batch_size, -1)) for leaf in pooled), (1, 1)
-
-
-class _MaxPoolGradient(torch.autograd.Function):
-    """Its backward pass, with a rule of its own for the same reason."""
-
-    @staticmethod
-    def forward(gradient: Tensor, inputs: Tensor, indices: Tensor, geometry: Geometry) -> Tensor:
-        kernel, stride, padding, dilation, _ = geometry
-        gradient = gradient.contiguous()
-        if kernel == stride and padding == 0 and dilation == 1:
-            # Windows that don't overlap: every number goes to one place, and putting it there is much faster.
-            return torch.ops.aten.max_unpool2d(gradient, indices, inputs.shape[-2:])
-        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, inputs, *geometry, indices)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Geometry], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        """It puts numbers where the maxima were, so backwards they are picked up there."""
-        (indices,) = ctx.saved_tensors
-        return gradient.flatten(-2).gather(-1, indices.flatten(-2)).reshape(indices.shape), None, None, None
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-        *leaves, geometry = arguments
-        folded = [_beside_channels(leaf, dim, info.batch_size) for leaf, dim in zip(leaves, dims[:-1], strict=True)]
-        return call(_MaxPoolGradient, *folded, geometry).unflatten(1, (info.batch_size, -1)), 1
-
-
-class StackableMean2d(nn.AdaptiveAvgPool2d):
-    """``nn.AdaptiveAvgPool2d`` that puts out one pixel: a mean, for which torch has a rule in any layout."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """``[n, C, H, W] -> [n, C, 1, 1]``."""
-        return inputs.mean((-2, -1), keepdim=True)
 
 
 @dataclass
@@ -170,7 +85,7 @@ def keyed_dropout(inputs: Tensor, rate: float, whole_channels: bool = False) -> 
     quarters = words[..., None] << torch.arange(0, 64, 16, device=inputs.device)
     kept = (quarters >= (round(rate * _LEVELS) - _LEVELS // 2) << 48).flatten(1)[:, :places]
     kept = kept.reshape(*shape, *(1,) * (inputs.ndim - len(shape)))
-    return inputs * (kept * torch.tensor(1 / (1 - rate), dtype=inputs.dtype))
+    return inputs * (kept.to(inputs.dtype) * (1 / (1 - rate)))
 
 
 class KeyedAugmentation(nn.Module):

@@ -74,12 +74,12 @@ class MaskedBatchNorm(_BatchNorm):
         scales = (self.weight, self.bias) if self.affine else (torch.ones_like(kept[0]), torch.zeros_like(kept[0]))
         stacked = (leaf[None] for leaf in (inputs, *scales, *kept))
         outputs, mean, variance = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps)
-        rows = kept[0].new_tensor(len(inputs)) if mask is None else mask.sum().to(kept[0].dtype)
+        rows = kept[0].new_full((), len(inputs)) if mask is None else mask.sum().to(kept[0].dtype)
         count = rows * inputs.shape[2:].numel()
         lonely = count <= 1
         unbiased = torch.where(lonely, kept[1], variance[0] * count / (count - 1).clamp(min=1))
         self._track(mean[0], unbiased, lonely)
-        return outputs[0]
+        return outputs.squeeze(0)
 
     def _track(self, mean: Tensor, variance: Tensor, lonely: Tensor) -> None:
         """Bring the running statistics forward by a batch's, unless it was ``lonely``."""

@@ -78,7 +78,7 @@ class StackableLSTM(nn.LSTM):
         # times in few bits drifts.
         moving = (part.to(recurrent.dtype) for part in (gates, *start))
         hidden, cell, _, _ = call(_Recurrence, bias, recurrent, *moving)
-        outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden[0]
+        outputs = torch.cat([hidden[0], hidden[1].flip(0)], dim=-1) if self.bidirectional else hidden.squeeze(0)
         return outputs, (hidden[:, -1], cell)
 
     def _stack(self, name: str) -> Tensor:
@@ -198,6 +198,13 @@ def _recur_back(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run backwards, five operations a step; the slopes of all activations are found beforehand, at once."""
     size = hidden.shape[-1]
+    if layers.has_kernels(gates):
+        from fedem.models import kernels
+
+        grads, grad_cell = torch.empty_like(gates), grad_cell.clone(memory_format=torch.contiguous_format)
+        states = gates.contiguous(), hidden.contiguous(), cells.contiguous()
+        kernels.recur_back(weight.contiguous(), *states, grads, grad_hidden.contiguous(), grad_cell)
+        return grads, grads[:, 0] @ weight, grad_cell
     output, write, keep, candidate = gates.chunk(4, dim=-1)
     tanh = cells[:, 1:].tanh()
     # Each gate's slope, s - s^2 of a sigmoid and 1 - t^2 of a tanh, times what the gate was multiplied by.
@@ -214,11 +221,6 @@ def _recur_back(
     slope = torch.addcmul(output, hidden, tanh, value=-1, out=tanh)
     # Copies, which the loop changes.
     grad_hidden, grad_cell = (grad.clone(memory_format=torch.contiguous_format) for grad in (grad_hidden, grad_cell))
-    if layers.has_kernels(gates):
-        from fedem.models import kernels
-
-        kernels.recur_back(weight.contiguous(), keep.contiguous(), slope, grads, grad_hidden, grad_cell)
-        return grads, grads[:, 0] @ weight, grad_cell
     through_cell = grads.unflatten(-1, (4, size))[..., 1:, :]
     parts = (grad_hidden, slope, keep, grads, by_output, through_cell)
     steps = zip(*(reversed(part.unbind(1)) for part in parts), strict=True)

@@ -9,8 +9,9 @@ from torch.nn.parameter import is_lazy
 
 from fedem.core.errors import UserError
 from fedem.models.convolutions import StackableConv2d, WidenedConv2d, is_plain, is_widened
-from fedem.models.layers import FoldedLinear, KeyedChannelDropout, KeyedDropout, StackableMaxPool2d, StackableMean2d
+from fedem.models.layers import FoldedLinear, KeyedChannelDropout, KeyedDropout
 from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.pooling import StackableMaxPool2d, StackableMean2d
 from fedem.models.recurrence import StackableLSTM
 
 _Fits = Callable[[Any], bool]

@@ -211,7 +211,7 @@ class LBFGS(Solver):
         direction = state["reach"] * _times_inverse_hessian(gradient, state).nan_to_num()
         # In the order of preference, and last 0.
         lengths = [1.0, 2.0, 4.0, *(0.5**k for k in range(1, self.num_trials - 2)), 0.0]
-        trials = start - torch.tensor(lengths, dtype=start.dtype, device=start.device)[:, None] * direction
+        trials = torch.stack([start - length * direction for length in lengths])
         # One after the other: under vmap modules that change their buffers, or have no rule for it, would fail.
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
