@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    NEVER,
     StopError,
     advance,
     distance,
@@ -72,6 +73,41 @@ def test_convolutions_on_the_gpu_give_the_same_bits_each_time() -> None:
         fedem.train(federation, rounds=4, model="cnn", batch_size=16, device="cuda").state() for _ in range(2)
     )
     assert same_states(first, second)
+
+
+@every_method
+def test_captured_rounds_give_the_same_bits(method: str) -> None:
+    states = [
+        advance(make_training(method, engine=Stacked(2, record_after=after), cohort_size=3, device="cuda"), 5)
+        for after in (NEVER, 0)
+    ]
+    assert same_states(*states)
+
+
+# How far a round's change of the components may be from that of clients trained one by one, as a share of it.
+APART = {"float32": 0.01, "tf32": 0.05, "bfloat16": 0.2}
+
+
+@pytest.mark.parametrize("precision", APART)
+@pytest.mark.parametrize("name", ["cnn", "mobilenet_v2", "resnet18", "efficientnet_lite0", "lstm"])
+def test_networks_train_stacked_as_one_by_one(name: str, precision: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = {
+        "cnn": torch.rand(90, 1, 28, 28, generator=generator),
+        "lstm": torch.randint(1, 80, (90, 20), generator=generator),
+    }.get(name, torch.rand(90, 3, 64, 64, generator=generator))
+    federation = fedem.Federation.from_arrays(samples, torch.arange(90) % 3, torch.arange(90) % 4)
+    settings = {"model": name, "num_components": 2, "batch_size": 16, "device": "cuda", "precision": precision}
+    start, *states = (
+        fedem.train(federation, rounds=4, engine=engine, learning_rate=rate, **settings).state().shared
+        for rate, engine in ((1e-12, "one_by_one"), (0.01, "one_by_one"), (0.01, "stacked"))
+    )
+    change, gap = (
+        torch.stack([(a[name] - b[name]).double().norm() for name in a if a[name].is_floating_point()]).norm()
+        for a, b in ((states[0], start), (states[0], states[1]))
+    )
+    print(name, precision, float(gap / change))
+    assert 0 < gap / change < APART[precision]
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0"])

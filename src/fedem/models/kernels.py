@@ -3,7 +3,8 @@
 To cuDNN, stacked convolutions are a grouped one, which it cuts into a call for each group. Here a launch serves all
 models. Channels come last in memory, so that what is read and written together is adjacent.
 
-Sums are in float32, whatever the type of the inputs, and in a fixed order: the same inputs give the same bits.
+Sums are in float32, whatever the type of the inputs, and in a fixed order: the same inputs give the same bits. Rows
+of a model are counted in 32 bits, and its numbers in 64.
 
 Shapes: S models, n samples, C input and O output channels, H x W pixels, R = n H W rows of a model, and K places of a
 window. Tensors are ``[S, n, C, H, W]`` to torch and ``[S, n, H, W, C]`` in memory; functions here take and return the
@@ -125,7 +126,7 @@ def _seen(
         h, w = h * STRIDE_H - PAD_H + down, w * STRIDE_W - PAD_W + across
         there = (h >= 0) & (w >= 0)
     there = there & (h < height) & (w < width)
-    return (sample * height + h) * width + w, there
+    return ((sample * height + h) * width + w).to(tl.int64), there
 
 
 @triton.jit
@@ -172,7 +173,7 @@ def _multiply(
         total = tl.dot(left, right, total, input_precision=PRECISION)
     outputs += model * num_rows * num_outputs
     kept = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
-    tl.store(outputs + row[:, None] * num_outputs + column[None, :], total, mask=kept)
+    tl.store(outputs + row.to(tl.int64)[:, None] * num_outputs + column[None, :], total, mask=kept)
 
 
 @triton.jit
@@ -206,7 +207,7 @@ def _multiply_gradient(
         there = there & (row < num_rows)[:, None] & known[None, :]
         left = tl.load(images + seen * channels + channel[None, :], mask=there, other=0.0)
         right = tl.load(
-            gradient + row[:, None] * num_outputs + column[None, :],
+            gradient + row.to(tl.int64)[:, None] * num_outputs + column[None, :],
             mask=(row < num_rows)[:, None] & (column < num_outputs)[None, :],
             other=0.0,
         )
@@ -239,7 +240,11 @@ def _filter(
         scale = tl.load(weight + place * channels + channel, mask=channel < channels, other=0.0)
         total += pixel.to(tl.float32) * scale.to(tl.float32)[None, :]
     kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
-    tl.store(outputs + model * num_rows * channels + row[:, None] * channels + channel[None, :], total, mask=kept)
+    tl.store(
+        outputs + model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :],
+        total,
+        mask=kept,
+    )
 
 
 @triton.jit
@@ -262,7 +267,7 @@ def _filter_gradient(
         )
         kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
         pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-        slope = tl.load(gradient + row[:, None] * channels + channel[None, :], mask=kept, other=0.0)
+        slope = tl.load(gradient + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=kept, other=0.0)
         total += tl.sum(pixel.to(tl.float32) * slope.to(tl.float32), axis=0)
     found += (model * KERNEL_H * KERNEL_W + place) * channels
     tl.store(found + channel, total, mask=channel < channels)
@@ -379,7 +384,9 @@ def _moments(
         if MASKED:
             weight = tl.load(mask + model * num_rows + row, mask=row < num_rows, other=0).to(tl.float32)
         kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
-        pixel = tl.load(images + row[:, None] * channels + channel[None, :], mask=kept, other=0.0).to(tl.float32)
+        pixel = tl.load(images + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=kept, other=0.0).to(
+            tl.float32
+        )
         own = tl.sum(weight)
         middle = tl.sum(pixel * weight[:, None], axis=0) / tl.maximum(own, 1.0)
         away = pixel - middle[None, :]
@@ -413,7 +420,7 @@ def _normalise(
     place, known = model * channels + channel, channel < channels
     middle = tl.load(mean + place, mask=known, other=0.0)
     slope, level = tl.load(scale + place, mask=known, other=0.0), tl.load(shift + place, mask=known, other=0.0)
-    where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+    where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
     kept = (row < num_rows)[:, None] & known[None, :]
     pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
     tl.store(outputs + where, (pixel - middle[None, :]) * slope[None, :] + level[None, :], mask=kept)
@@ -440,7 +447,7 @@ def _sums(
     first_sum, second_sum = tl.zeros((COLUMNS,), dtype=tl.float32), tl.zeros((COLUMNS,), dtype=tl.float32)
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
-        where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+        where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
         kept = (row < num_rows)[:, None] & known[None, :]
         pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
         slope = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
@@ -475,7 +482,7 @@ def _normalise_back(
     place, known = model * channels + channel, channel < channels
     middle, factor = tl.load(mean + place, mask=known, other=0.0), tl.load(scale + place, mask=known, other=0.0)
     lift, tilt = tl.load(level + place, mask=known, other=0.0), tl.load(slope + place, mask=known, other=0.0)
-    where = model * num_rows * channels + row[:, None] * channels + channel[None, :]
+    where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
     kept = (row < num_rows)[:, None] & known[None, :]
     pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
     own = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
