@@ -23,7 +23,19 @@ from torch.utils._pytree import tree_leaves
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
 from fedem.data.samples import Pool, Samples
-from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, Work, blocks
+from fedem.engines.base import (
+    Batching,
+    BatchPlan,
+    Cohort,
+    Engine,
+    Finished,
+    Positions,
+    Tally,
+    Work,
+    alike,
+    blocks,
+    similar,
+)
 from fedem.engines.device import budget, is_out_of_memory, release
 from fedem.methods.base import Algorithm, Batch, Local
 
@@ -31,6 +43,7 @@ _T = TypeVar("_T")
 _TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
+_FIT_ROWS = 1 << 16  # the same for fits, with their padding
 _MOST_SHAPES = 256  # recorded at most: sampled cohorts may never come back
 _MOST_RECORDED = 64  # leaves of a model: recording a deep one takes longer than it ever saves
 
@@ -177,6 +190,35 @@ class Stacked(Engine):
                 found.setdefault(name, torch.zeros(len(sizes), dtype=torch.float64))[members] = total.cpu()
         return found
 
+    def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:
+        fit = partial(self._fit, algorithm, cohort, max_iterations)
+        return self._in_rows(algorithm, cohort, _FIT_ROWS, fit)[0]
+
+    def _fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None, rows: int) -> Tree | None:
+        can_fit, positions, trees = True, [], []
+
+        def fit_one(shared: Tree, scores: Tree, mask: Tensor) -> Tree:
+            nonlocal can_fit
+            tree = algorithm.adapt(shared, scores, mask, max_iterations)
+            can_fit = tree is not None
+            return tree or {}
+
+        # Clients that read trees of their own need copies of them beside each other.
+        own_bytes = max(1, tree_bytes(tree_index(cohort.shared, 0)))
+        most = self.chunk_size or max(1, self._max_bytes(cohort) // own_bytes)
+        for members in (some for run in alike(cohort.samples.sizes, rows) for some in run.split(most)):
+            here = members.sort().values
+            some = cohort.take(here)
+            chunk = Chunk.of(some, some.samples.sizes.argsort(descending=True, stable=True))
+            where = Positions.first(chunk.sizes, chunk.starts.device)
+            scores = _padded_scores(algorithm, chunk, where, _flat_scores(algorithm, some, rows), rows)
+            fitted = vmap(fit_one, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, scores, where.mask)
+            if not can_fit:
+                return None
+            positions.append(here[chunk.members])
+            trees.append(fitted)
+        return tree_index(tree_cat(trees), torch.cat(positions).argsort().to(cohort.device))
+
 
 def _slice(local: Local, which: slice) -> Local:
     return Local(*(tree_index(tree, which) for tree in local))
@@ -232,23 +274,15 @@ def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
     return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
 
 
-def similar(sizes: list[int]) -> Iterator[slice]:
-    """Cut falling ``sizes`` where they have halved."""
-    start = 0
-    for end in range(1, len(sizes) + 1):
-        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
-            yield slice(start, end)
-            start = end
-
-
 def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
-    """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
-    if len(next(iter(cohort.shared.values()))) > 1:
+    """Score all samples, if any, under the one tree that everybody reads; None when they read several."""
+    samples, total = cohort.samples, len(cohort.samples)
+    if total and len(next(iter(cohort.shared.values()))) > 1:
         return None
     if not algorithm.has_scores:
         return {}
-    shared, samples, total = tree_index(cohort.shared, 0), cohort.samples, len(cohort.samples)
-    spans = (samples.span(start, min(start + rows, total)) for start in range(0, total, rows))
+    shared = tree_index(cohort.shared, int(cohort.reads[0]))
+    spans = (samples.span(start, min(start + rows, total)) for start in range(0, max(1, total), rows))
     return tree_cat([algorithm.score(shared, *span.to(cohort.device)) for span in spans], -1)
 
 
