@@ -40,7 +40,6 @@ from fedem.engines.device import budget, is_out_of_memory, release
 from fedem.methods.base import Algorithm, Batch, Local
 
 _T = TypeVar("_T")
-_TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
 _FIT_ROWS = 1 << 16  # the same for fits, with their padding
@@ -165,19 +164,22 @@ class Stacked(Engine):
                 yield some[:count]
                 some = some[count:]
 
+    def _most_beside(self, cohort: Cohort) -> int:
+        """Return how many clients may stand beside each other by what is copied for them: their own trees."""
+        shared = tree_index(cohort.shared, 0) if len(next(iter(cohort.shared.values()))) > 1 else {}
+        own_bytes = tree_bytes(shared) + tree_bytes(tree_index(cohort.personal, 0))
+        return self.chunk_size or max(1, self._max_bytes(cohort) // max(1, own_bytes))
+
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         return self._in_rows(algorithm, cohort, _TALLY_ROWS, partial(self._tally, function, cohort))[0]
 
     def _tally(self, function: Tally, cohort: Cohort, rows: int) -> Tree:
-        sizes = cohort.samples.sizes
-        order = torch.argsort(sizes, descending=True, stable=True)
-        order = order[sizes[order] > 0]
-        most = min(rows, self.chunk_size or _TALLY_CLIENTS)
+        sizes, most = cohort.samples.sizes, self._most_beside(cohort)
         if cohort.samples.pool.device != cohort.device:
             largest = cohort.samples.num_bytes * int(sizes.max()) // len(cohort.samples)
             most = max(1, min(most, self._max_bytes(cohort) // max(1, largest)))
         found: Tree = {}
-        for members in order.split(most):
+        for members in (some for run in alike(sizes, rows) for some in run.split(most) if int(sizes[run[0]])):
             chunk = Chunk.of(cohort, members)
             stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
             totals: Tree = {}
@@ -203,9 +205,7 @@ class Stacked(Engine):
             can_fit = tree is not None
             return tree or {}
 
-        # Clients that read trees of their own need copies of them beside each other.
-        own_bytes = max(1, tree_bytes(tree_index(cohort.shared, 0)))
-        most = self.chunk_size or max(1, self._max_bytes(cohort) // own_bytes)
+        most = self._most_beside(cohort)
         for members in (some for run in alike(cohort.samples.sizes, rows) for some in run.split(most)):
             here = members.sort().values
             some = cohort.take(here)
