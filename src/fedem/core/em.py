@@ -124,9 +124,10 @@ class _Converged(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], losses: Tensor, mask: Tensor, prior: float) -> Any:
-        pairs = zip((losses, mask), in_dims, strict=False)
-        stacked = [leaf.expand(info.batch_size, *leaf.shape) if d is None else leaf.movedim(d, 0) for leaf, d in pairs]
-        return _converge(*stacked, prior), 0
+        def stacked(leaf: Tensor, dim: int | None) -> Tensor:
+            return leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+
+        return _converge(stacked(losses, in_dims[0]), stacked(mask, in_dims[1]), prior), 0
 
 
 def _converge(losses: Tensor, mask: Tensor, prior: float) -> Tensor:
