@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import minimize
 from torch import Tensor
+from torch.func import vmap
 
 from fedem.core.em import (
     fit_log_weights,
@@ -107,6 +108,25 @@ def test_predictions_mix_probabilities_and_not_logits() -> None:
 PRIORS = st.sampled_from([0.0, 0.1, 1.0, 30.0])
 
 
+def _posterior(losses: Tensor, log_weights: Tensor, prior: float) -> float:
+    """The negative logarithm of the posterior under Dirichlet(1 + prior / M), a sample."""
+    likelihood = negative_log_likelihood(losses, log_weights).sum()
+    density = prior * log_weights.mean() if prior else torch.tensor(0.0)
+    return float(likelihood - density) / (losses.shape[1] + prior)
+
+
+def _gap(losses: np.ndarray, weights: np.ndarray, prior: float) -> float:
+    """By how much the best direction into the simplex improves the likelihood: max_m mean_i p_im / p_i - 1.
+
+    It is not positive at the optimum. Among the prior's samples p_im / p_i is 1 / pi_m for one of M.
+    """
+    num_components, count = losses.shape
+    finite = np.minimum(losses, 1e300)
+    likelihoods = np.exp(finite.min(axis=0) - finite)
+    sums = (likelihoods / (weights @ likelihoods)).sum(axis=1) + (prior / num_components / weights if prior else 0)
+    return float(sums.max()) / (count + prior) - 1
+
+
 @given(st.integers(2, 4), st.integers(1, 40), PRIORS, st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
 def test_fitted_weights_reach_the_optimum_that_scipy_finds(
@@ -114,20 +134,14 @@ def test_fitted_weights_reach_the_optimum_that_scipy_finds(
 ) -> None:
     losses = torch.from_numpy(np.random.default_rng(seed).exponential(2, (num_components, count)))
 
-    def value(log_weights: Tensor) -> float:
-        """Of the posterior under Dirichlet(1 + prior / M), a sample."""
-        likelihood = negative_log_likelihood(losses, log_weights).sum()
-        density = prior * log_weights.mean() if prior else torch.tensor(0.0)
-        return float(likelihood - density) / (count + prior)
-
     def objective(logits: np.ndarray) -> float:
-        return value(torch.log_softmax(torch.from_numpy(logits), 0))
+        return _posterior(losses, torch.log_softmax(torch.from_numpy(logits), 0), prior)
 
     best = min(
         minimize(objective, start, method="Nelder-Mead", options={"maxiter": 4000, "fatol": 1e-9, "xatol": 1e-6}).fun
         for start in (np.zeros(num_components), np.random.default_rng(0).normal(size=num_components))
     )
-    assert value(fit_log_weights(losses, prior=prior)) <= best + 2e-6
+    assert _posterior(losses, fit_log_weights(losses, prior=prior), prior) <= best + 2e-6
 
 
 @pytest.mark.parametrize("kind", ["plain", "twins", "hopeless", "huge"])
@@ -136,18 +150,69 @@ def test_fitted_weights_reach_the_optimum_that_scipy_finds(
 def test_fitted_weights_are_optimal_by_their_own_certificate(
     kind: str, num_components: int, count: int, exponent: float, prior: float, seed: int
 ) -> None:
-    """No direction into the simplex improves the likelihood: mean_i p_im / p_i is at most one for every component.
-
-    Among the prior's samples p_im / p_i is 1 / pi_m for one of M.
-    """
     losses = np.random.default_rng(seed).exponential(10**exponent, (num_components, count))
     losses[1] = losses[0] if kind == "twins" else losses[1]
     losses[0] += {"hopeless": 1000, "huge": 1e30}.get(kind, 0)
     weights = fit_log_weights(torch.from_numpy(losses), prior=prior).exp().numpy()
     assert weights.sum() == pytest.approx(1)
-    likelihoods = np.exp(losses.min(axis=0) - losses)
-    sums = (likelihoods / (weights @ likelihoods)).sum(axis=1) + (prior / num_components / weights if prior else 0)
-    assert sums.max() / (count + prior) <= 1 + 1.1e-6
+    assert _gap(losses, weights, prior) <= 1.1e-6
+
+
+KINDS = ("plain", "alike", "twins", "far apart", "huge", "infinite")
+
+
+def _draw_losses(rng: np.random.Generator, kind: str, num_components: int, count: int) -> np.ndarray:
+    losses = rng.exponential(2, (num_components, count))
+    if kind == "alike":
+        losses[:] = losses[:, :1]  # samples with identical losses
+    elif kind == "twins":
+        losses[-1] = losses[0]
+    elif kind == "far apart":
+        losses *= 1e4
+    elif kind == "huge":
+        losses += 1e4
+    elif kind == "infinite":
+        losses[0] = np.inf
+    return losses
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 40)), min_size=1, max_size=8),
+    st.integers(1, 5),
+    PRIORS,
+    st.sampled_from([None, 1, 3]),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=60, deadline=None)
+def test_clients_fitted_together_have_the_weights_that_they_have_alone(
+    clients: list[tuple[str, int]], num_components: int, prior: float, updates: int | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = [torch.from_numpy(_draw_losses(rng, kind, num_components, count)) for kind, count in clients]
+    width = max(count for _, count in clients)
+    padded = torch.from_numpy(rng.exponential(100, (len(clients), num_components, width)))  # and anything besides
+    mask = torch.arange(width) < torch.tensor([[count] for _, count in clients])
+    for row, losses in zip(padded, drawn, strict=True):
+        row[:, : losses.shape[1]] = losses
+    together = vmap(lambda losses, mask: fit_log_weights(losses, updates, prior, mask))(padded, mask)
+    torch.testing.assert_close(together.exp().sum(1), torch.ones(len(clients), dtype=torch.float64))
+    for losses, fitted in zip(drawn, together, strict=True):
+        alone = fit_log_weights(losses, updates, prior)
+        torch.testing.assert_close(fitted.exp(), alone.exp(), rtol=0, atol=1e-8)
+        values = [_posterior(losses, each, prior if updates is None else 0.0) for each in (fitted, alone)]
+        assert values[0] <= values[1] + 1e-9 * abs(values[1])
+        if updates is None:
+            assert _gap(losses.numpy(), fitted.exp().numpy(), prior) <= 1.1e-6
+
+
+def test_a_single_component_has_all_the_weight() -> None:
+    assert torch.equal(fit_log_weights(torch.tensor([[3.0, 1e4]])), torch.zeros(1))
+
+
+def test_fitted_weights_have_the_type_of_the_losses() -> None:
+    losses = torch.tensor([[[0.5, 2.0], [1.0, 0.1]]])
+    assert vmap(fit_log_weights)(losses).dtype == torch.float32
+    torch.testing.assert_close(vmap(fit_log_weights)(losses).double(), vmap(fit_log_weights)(losses.double()))
 
 
 def test_samples_that_are_certainly_of_one_component_are_counted_and_the_priors_with_them() -> None:

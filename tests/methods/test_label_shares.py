@@ -236,3 +236,16 @@ def test_what_can_not_be_shifted_is_refused() -> None:
         fedem.train(classes, "fedem", rounds=1, label_shares=True, model=nn.Linear(DIMENSION, 4))
     with pytest.raises(UserError, match="LabelShares can't be diagnosed"):
         fedem.train(classes, "fedem", rounds=1, label_shares=True, diagnose_every=1)
+
+
+@pytest.mark.parametrize("method", ["fedem", "fedavg", "ensemble"])
+def test_newcomers_have_their_own_shifts_and_weights_whoever_else_is_fitted(method: str) -> None:
+    pairs, new = _pairs(), _federation(_pairs(seed=1))
+    common: dict[str, Any] = SETTINGS | {"label_shares": True, "loss": "cross_entropy"}
+    alone, together = (
+        fedem.train(_federation(pairs), method, engine=engine, **common).with_unseen(new)
+        for engine in ("one_by_one", "stacked")
+    )
+    inputs = new.train.inputs
+    for name in new.names:
+        torch.testing.assert_close(together.predict(name, inputs), alone.predict(name, inputs), rtol=0, atol=1e-9)

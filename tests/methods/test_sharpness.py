@@ -134,7 +134,8 @@ def test_an_unseen_client_has_the_weights_with_which_its_predictions_are_most_li
     state = advance(training)
     algorithm, shared = training.algorithm, tree_index(state.shared, 0)
     inputs, targets = training.federation.train.client(3)
-    fitted = algorithm.adapt(shared, algorithm.score(shared, inputs, targets), None)
+    everything = torch.ones_like(targets, dtype=torch.bool)
+    fitted = algorithm.adapt(shared, algorithm.score(shared, inputs, targets), everything, None)
     assert fitted is not None
 
     def value(log_weights: Tensor) -> float:

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import advance, make_personalizer, make_training, same_states, stacked
+from helpers import advance, make_federation, make_personalizer, make_training, same_states, stacked
 from newcomers import NEWCOMERS, both_engines, every_method, every_sharing_method, losses_of, predict_all
 
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
-from fedem.data.samples import Pool, Samples
+from fedem.data.samples import Pool, Samples, offsets_of
 from fedem.engines import Engine, OneByOne
 from fedem.methods.mixer import Settled
 from fedem.runs.evaluate import evaluate
@@ -36,6 +36,22 @@ def test_a_new_client_is_given_a_predictor(method: str, engine: Engine) -> None:
     torch.testing.assert_close(predictions.sum(-1), torch.ones(3, 24, dtype=torch.float64))
     scores = evaluate(training.algorithm, engine, found, NEWCOMERS)
     torch.testing.assert_close(scores["train"].losses, losses_of(training, found, NEWCOMERS.train), rtol=0, atol=1e-12)
+
+
+@every_sharing_method
+def test_whoever_else_is_fitted_a_new_client_gets_the_same(method: str) -> None:
+    """One by one, or together with larger and smaller clients and some without samples."""
+    training, state = trained(method)
+    drawn = make_federation(sizes=(6, 3, 15, 1, 40), seed=9).train
+    sizes = torch.tensor([6, 0, 3, 15, 0, 1, 40])
+    many, keys = Samples(drawn.pool, offsets_of(sizes)), client_keys(list("abcdefg"))
+    engines = (OneByOne(), stacked(), stacked(chunk_size=2), stacked(max_bytes=1))
+    makers = [make_personalizer(training, engine) for engine in engines]
+    expected, *others = [predict_all(training, maker.personalize(state, many, keys)) for maker in makers]
+    for found in others:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    alone = [makers[1].personalize(state, many.take(at), keys[at]) for at in torch.arange(7).split(1)]
+    torch.testing.assert_close(torch.cat([predict_all(training, one) for one in alone]), expected, rtol=0, atol=1e-10)
 
 
 def test_clients_that_train_alone_leave_nothing_to_a_new_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.graphs import Ring
 from fedem.methods.decentralised import Graph
-from fedem.runs.personalize import Predictors
+from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import State, Training, took_part
 
 
@@ -106,6 +107,22 @@ def test_a_saved_run_predicts_as_it_was_scored(tmp_path: Path, method: str) -> N
             predictions = found.predict(str(row["client"]), inputs)
             loss = -predictions[torch.arange(len(targets)), targets].double().log().mean()
             assert float(loss) == pytest.approx(float(row["test_loss"]), rel=1e-5, abs=1e-6)
+
+
+def test_a_last_state_that_is_the_best_is_fitted_and_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[int] = []
+    plain = Personalizer.predictors
+
+    def counted(self: Personalizer, state: State, *others: Any) -> Predictors:
+        fitted.append(state.round)
+        return plain(self, state, *others)
+
+    monkeypatch.setattr(Personalizer, "predictors", counted)
+    result = fedem.train(make_federation(), rounds=1, clients_per_round=2, seed=3)
+    assert fitted == [1, 1]  # when the round is scored, and at the end
+    best = result.summary["best"]
+    assert best["round"] == 1
+    assert all(result.summary[key] == value for key, value in best.items() if key != "round")
 
 
 def test_weights_of_a_client_never_sampled_are_refused_until_they_are_fitted(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The mathematics of the mixture: E-step, weights, likelihood, prediction (Prop. 2 of the paper).
 
 Everything is in log-space: weights underflow once a client settles on one component.
-Shapes: M components, n samples, K classes; components come before samples, as in the stacked components themselves.
+Shapes: M components, n samples, K classes, c clients fitted together; components come before samples, as in the stacked
+components themselves.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,14 +78,19 @@ def uniform_log_weights(num_components: int, like: Tensor) -> Tensor:
     return like.new_full((num_components,), -math.log(num_components))
 
 
-def fit_log_weights(losses: Tensor, max_iterations: int | None = None, prior: float = 0.0) -> Tensor:
+def fit_log_weights(
+    losses: Tensor, max_iterations: int | None = None, prior: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
     """Fit one client's mixture weights with the components fixed, from uniform: ``losses [M, n] -> log weights [M]``.
+
+    ``torch.func.vmap`` fits many clients together, each as it would be alone.
 
     Args:
         losses: with no samples the weights stay uniform.
         max_iterations: updates of EM, one being the paper's rule for unseen clients; None for convergence.
         prior: pseudo-count, shared equally by the components, where it converges: the mode under a Dirichlet
             distribution of 1 + prior / M. 0 is the greatest likelihood, for a single sample one component alone.
+        mask: ``[n]``, false where a column is padding; one at least is none. None where there is no padding.
 
     >>> one_sample = torch.tensor([[0.0], [5.0]])
     >>> [round(float(fit_log_weights(one_sample, prior=prior)[0].exp()), 2) for prior in (0, 1, 1000)]
@@ -92,49 +99,104 @@ def fit_log_weights(losses: Tensor, max_iterations: int | None = None, prior: fl
     log_weights = uniform_log_weights(len(losses), losses).double()
     if losses.shape[1] == 0:
         return log_weights.to(losses.dtype)
+    doubles = losses.double()
+    if mask is None:
+        mask = torch.ones_like(losses[0], dtype=torch.bool)
     if max_iterations is None:
-        return _converge(losses.double(), log_weights, prior).to(losses.dtype)
-    doubles, mask = losses.double(), losses.new_ones(losses.shape[1], dtype=torch.bool)
+        solver: Any = _Converged  # whose ``apply`` torch leaves untyped
+        fitted: Tensor = solver.apply(doubles, mask, prior)
+        return fitted.to(losses.dtype)
     for _ in range(max_iterations):
         log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
     return log_weights.to(losses.dtype)
 
 
-def _converge(losses: Tensor, log_weights: Tensor, prior: float) -> Tensor:
-    """Maximise the likelihood in the weights by projected Newton steps; where one fails, EM goes on.
+class _Converged(torch.autograd.Function):
+    """The most likely log weights; vmap's clients are handed to one solver, since each stops at its own step."""
 
-    The problem is concave, its optimum often at the simplex's edge; there, or where components are alike, EM takes
-    thousands of updates. Without the constraint that weights sum to one, -mean log(w P) + sum(w) over w >= 0 has the
-    same minimum, and only bounds are left (Bertsekas 1982). The prior's samples are like others, by their counts.
+    @staticmethod
+    def forward(losses: Tensor, mask: Tensor, prior: float) -> Tensor:
+        return _converge(losses[None], mask[None], prior)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], losses: Tensor, mask: Tensor, prior: float) -> Any:
+        def stacked(leaf: Tensor, dim: int | None) -> Tensor:
+            return leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+
+        return _converge(stacked(losses, in_dims[0]), stacked(mask, in_dims[1]), prior), 0
+
+
+def _converge(losses: Tensor, mask: Tensor, prior: float) -> Tensor:
+    """Maximise clients' likelihoods in their weights by projected Newton steps; where one fails, EM goes on.
+
+    ``losses [c, M, n], mask [c, n] -> log weights [c, M]``. The problem is concave, its optimum often at the simplex's
+    edge; there, or where components are alike, EM takes thousands of updates. Without the constraint that weights sum
+    to one, -mean log(w P) + sum(w) over w >= 0 has the same minimum, and only bounds are left (Bertsekas 1982). The
+    prior's samples are like others, by their counts. Each client stops by itself, and is then left out.
     """
-    _, relative = _from_least(losses)
-    count = len(losses)
-    # P, up to a factor a sample: the best component has one.
-    likelihoods = torch.cat([(-relative).exp(), torch.eye(count, dtype=losses.dtype, device=losses.device)], dim=1)
-    counts = losses.new_ones(likelihoods.shape[1])
-    counts[-count:] = prior / count
-    likelihoods, shares = likelihoods[:, counts > 0], counts[counts > 0] / counts.sum()
-    weights = log_weights.exp()
+    num_clients, num_components, _ = losses.shape
+    finite = _finite(losses)
+    # P, up to a factor a sample: the best component has one. So have all where there is no sample.
+    likelihoods = (finite.amin(1, keepdim=True) - finite).exp().masked_fill(~mask[:, None], 1)
+    counts = mask.to(losses.dtype)
+    if prior:
+        certain = torch.eye(num_components, dtype=losses.dtype, device=losses.device).expand(num_clients, -1, -1)
+        likelihoods = torch.cat([likelihoods, certain], dim=2)
+        counts = torch.cat([counts, counts.new_full((num_clients, num_components), prior / num_components)], dim=1)
+    shares = counts / counts.sum(1, keepdim=True)
+    weights = torch.full_like(likelihoods[:, :, 0], 1 / num_components)
+    found, left = torch.empty_like(weights), torch.arange(num_clients, device=losses.device)
 
-    def objective(candidate: Tensor) -> float:
-        return float(candidate.sum() - shares @ (candidate @ likelihoods).log())
+    def objective(candidates: Tensor, some: Tensor | slice = slice(None)) -> Tensor:
+        return candidates.sum(1) - (shares[some] * _mixed(candidates, likelihoods[some]).log()).sum(1)
 
-    value = objective(weights)
     for _ in range(_MOST_NEWTON_STEPS):
-        scaled = likelihoods / (weights @ likelihoods)
-        ratios = scaled @ shares
+        scaled = likelihoods / _mixed(weights, likelihoods)[:, None]
+        weighted = scaled * shares[:, None]
+        ratios = weighted.sum(2)
         # By concavity no weights are better by more than this (Lindsay 1983).
-        gap = float(ratios.max()) - 1
-        if gap <= _TOLERANCE:
-            break
-        free = (weights > min(_EDGE, gap)) | (ratios >= 1)
-        curvature = (scaled[free] * shares) @ scaled[free].T
-        # Damped by what is still to gain: components that are alike make the curvature singular.
-        curvature.diagonal().add_(gap * float(curvature.diagonal().mean()))
-        direction = -weights  # what lies at the edge and does not help goes to zero
-        direction[free] = torch.linalg.solve(curvature, ratios[free] - 1)
-        trials = ((weights + 0.5**halvings * direction).clamp(min=0) for halvings in range(_MOST_HALVINGS))
-        weights = next((trial for trial in trials if objective(trial) < value), weights * ratios)
-        weights = weights / weights.sum()  # which only improves the objective
-        value = objective(weights)
-    return weights.clamp(min=_LEAST).log()
+        gap = ratios.amax(1) - 1
+        going = gap > _TOLERANCE
+        if not bool(going.all()):
+            found[left[~going]] = weights[~going]
+            left, weights, likelihoods, shares, scaled, weighted, ratios, gap = (
+                each[going] for each in (left, weights, likelihoods, shares, scaled, weighted, ratios, gap)
+            )
+            if not len(left):
+                break
+        step = _direction(weights, ratios, gap, weighted @ scaled.mT)
+        value, following, trying = objective(weights), weights * ratios, torch.arange(len(left), device=left.device)
+        for halvings in range(_MOST_HALVINGS):
+            trials = (weights[trying] + 0.5**halvings * step[trying]).clamp(min=0)
+            better = objective(trials, trying) < value[trying]
+            following[trying[better]] = trials[better]
+            trying = trying[~better]
+            if not len(trying):
+                break
+        weights = following / following.sum(1, keepdim=True)  # which only improves the objective
+    found[left] = weights
+    return found.clamp(min=_LEAST).log()
+
+
+def _mixed(weights: Tensor, likelihoods: Tensor) -> Tensor:
+    """Each sample's likelihood under the mixture, ``[c, M], [c, M, n] -> [c, n]``."""
+    return (weights[:, None] @ likelihoods)[:, 0]
+
+
+def _direction(weights: Tensor, ratios: Tensor, gap: Tensor, curvature: Tensor) -> Tensor:
+    """Return Newton's direction in the components that are not at the edge; to zero in those that do not help there.
+
+    ``weights`` and ``ratios`` are ``[c, M]``, ``gap`` is ``[c]`` and ``curvature`` ``[c, M, M]``. Returns ``[c, M]``.
+    """
+    free = (weights > gap.clamp(max=_EDGE)[:, None]) | (ratios >= 1)
+    # Damped by what is still to gain: components that are alike make the curvature singular.
+    diagonal = curvature.diagonal(dim1=1, dim2=2)
+    damping = gap * (diagonal * free).sum(1) / free.sum(1)
+    kept = free[:, :, None] & free[:, None, :]
+    system = torch.where(kept, curvature, 0) + torch.diag_embed(torch.where(free, damping[:, None], 1))
+    solved = torch.linalg.solve(system, torch.where(free, ratios - 1, 0))
+    return torch.where(free, solved, -weights)

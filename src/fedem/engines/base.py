@@ -18,9 +18,11 @@ from torch import Tensor
 
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, tree_index, tree_map
+from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 from fedem.data.samples import Samples
 from fedem.methods.base import Algorithm, Batch, Trained
+
+_SCORED = 1 << 13  # samples of a client scored at once
 
 # (shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
@@ -120,6 +122,13 @@ class Engine(Settings, ABC):
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
 
+    @abstractmethod
+    def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:
+        """Fit everybody's v_t as clients unseen in training do (``Algorithm.adapt``), ``[C, ...]``, and train nothing.
+
+        What the cohort has of v_t plays no part. None where v_t can't be had from the scores of samples.
+        """
+
     def train_dealt(
         self, algorithm: Algorithm, cohort: Cohort, work: Work, names: Tensor, num_steps: int | None = None
     ) -> Iterator[Finished]:
@@ -205,6 +214,25 @@ def blocks(sizes: Tensor, width: int, device: torch.device) -> Iterator[tuple[in
         yield num_active, where._replace(positions=start + where.positions)
 
 
+def similar(sizes: list[int]) -> Iterator[slice]:
+    """Cut falling ``sizes`` where they have halved."""
+    start = 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
+            yield slice(start, end)
+            start = end
+
+
+def alike(sizes: Tensor, most: int) -> Iterator[Tensor]:
+    """Cut clients into those of similar ``sizes`` ``[C]``, with ``most`` samples at most once they are padded.
+
+    Yields positions, largest clients first. Clients without samples are among themselves.
+    """
+    order = sizes.argsort(descending=True, stable=True)
+    for run in similar(sizes[order].tolist()):
+        yield from order[run].split(max(1, most // max(1, int(sizes[order[run.start]]))))
+
+
 def _shuffled(segment: Tensor, words: Tensor, position: Tensor, num_segments: int, largest: int) -> Tensor:
     """Return the positions ordered by segment, then by 32 bits of their word, then by position."""
     hashes, position_bits = words & 0xFFFFFFFF, largest.bit_length()
@@ -235,6 +263,19 @@ class OneByOne(Engine):
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         rows = [function(*_client(cohort, position)) for position in range(len(cohort.reads))]
         return {name: torch.stack([row[name] for row in rows]).double().cpu() for name in rows[0]}
+
+    def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:
+        trees: list[Tree] = []
+        for position in range(len(cohort.reads)):
+            shared, _, *data, everything = _client(cohort, position)
+            # A column depends on its own sample alone, so a large client is scored piece by piece.
+            pieces = zip(*(array.split(_SCORED) for array in data), strict=True)
+            scores = tree_cat([algorithm.score(shared, *piece) for piece in pieces], -1)
+            tree = algorithm.adapt(shared, scores, everything, max_iterations)
+            if tree is None:
+                return None
+            trees.append(tree)
+        return tree_stack(trees)
 
 
 def _client(cohort: Cohort, position: int) -> _Client:

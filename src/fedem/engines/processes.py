@@ -233,3 +233,11 @@ class Shared(Engine):
         members = self.team.share(sizes)
         sums = self.base.tally(algorithm, function, cohort.take(members))
         return self.team.total(placed([(members, sums)], len(sizes)))[0]
+
+    def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:
+        sizes = cohort.samples.sizes
+        if len(sizes) < self.team.size:
+            return self.base.fit(algorithm, cohort, max_iterations)
+        members = self.team.share(sizes)
+        fitted = self.base.fit(algorithm, cohort.take(members), max_iterations)
+        return None if fitted is None else self.team.total(placed([(members, fitted)], len(sizes)))[0]

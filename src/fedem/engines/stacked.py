@@ -21,15 +21,27 @@ from torch.func import vmap
 from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_floats, tree_index, tree_map
 from fedem.data.samples import Pool, Samples
-from fedem.engines.base import Batching, BatchPlan, Cohort, Engine, Finished, Positions, Tally, Work, blocks
+from fedem.engines.base import (
+    Batching,
+    BatchPlan,
+    Cohort,
+    Engine,
+    Finished,
+    Positions,
+    Tally,
+    Work,
+    alike,
+    blocks,
+    similar,
+)
 from fedem.engines.device import budget, is_out_of_memory, release
 from fedem.engines.replay import Captured, Replay, Traced
 from fedem.methods.base import Algorithm, Batch, Local
 
 _T = TypeVar("_T")
-_TALLY_CLIENTS = 256
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
 _SCORE_ROWS = 1 << 17  # the same for scores
+_FIT_ROWS = 1 << 16  # the same for fits, with their padding
 _MOST_TRACED = 64  # leaves of a model: on a CPU, to record a deep one takes longer than it ever saves
 _LARGE_CALL = 16  # as many calls of a small model on a GPU are worth a recording as one of a large model
 _LEAST_WIDTH = 16  # batches smaller than that are as quick as one of that size
@@ -152,19 +164,22 @@ class Stacked(Engine):
                 yield some[:count]
                 some = some[count:]
 
+    def _most_beside(self, cohort: Cohort) -> int:
+        """Return how many clients may stand beside each other by what is copied for them: their own trees."""
+        shared = tree_index(cohort.shared, 0) if len(next(iter(cohort.shared.values()))) > 1 else {}
+        own_bytes = tree_bytes(shared) + tree_bytes(tree_index(cohort.personal, 0))
+        return self.chunk_size or max(1, self._max_bytes(cohort) // max(1, own_bytes))
+
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
         return self._in_rows(algorithm, cohort, _TALLY_ROWS, partial(self._tally, function, cohort))[0]
 
     def _tally(self, function: Tally, cohort: Cohort, rows: int) -> Tree:
-        sizes = cohort.samples.sizes
-        order = torch.argsort(sizes, descending=True, stable=True)
-        order = order[sizes[order] > 0]
-        most = min(rows, self.chunk_size or _TALLY_CLIENTS)
+        sizes, most = cohort.samples.sizes, self._most_beside(cohort)
         if cohort.samples.pool.device != cohort.device:
             largest = cohort.samples.num_bytes * int(sizes.max()) // len(cohort.samples)
             most = max(1, min(most, self._max_bytes(cohort) // max(1, largest)))
         found: Tree = {}
-        for members in order.split(most):
+        for members in (some for run in alike(sizes, rows) for some in run.split(most) if int(sizes[run[0]])):
             chunk = Chunk.of(cohort, members)
             stacked = vmap(function, in_dims=(chunk.shared_dim, 0, 0, 0, 0))
             totals: Tree = {}
@@ -176,6 +191,33 @@ class Stacked(Engine):
             for name, total in totals.items():
                 found.setdefault(name, torch.zeros(len(sizes), dtype=torch.float64))[members] = total.cpu()
         return found
+
+    def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:
+        fit = partial(self._fit, algorithm, cohort, max_iterations)
+        return self._in_rows(algorithm, cohort, _FIT_ROWS, fit)[0]
+
+    def _fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None, rows: int) -> Tree | None:
+        can_fit, positions, trees = True, [], []
+
+        def fit_one(shared: Tree, scores: Tree, mask: Tensor) -> Tree:
+            nonlocal can_fit
+            tree = algorithm.adapt(shared, scores, mask, max_iterations)
+            can_fit = tree is not None
+            return tree or {}
+
+        most = self._most_beside(cohort)
+        for members in (some for run in alike(cohort.samples.sizes, rows) for some in run.split(most)):
+            here = members.sort().values
+            some = cohort.take(here)
+            chunk = Chunk.of(some, some.samples.sizes.argsort(descending=True, stable=True))
+            where = Positions.first(chunk.sizes, chunk.starts.device)
+            scores = _padded_scores(algorithm, chunk, where, _flat_scores(algorithm, some, rows), rows)
+            fitted = vmap(fit_one, in_dims=(chunk.shared_dim, 0, 0))(chunk.shared, scores, where.mask)
+            if not can_fit:
+                return None
+            positions.append(here[chunk.members])
+            trees.append(fitted)
+        return tree_index(tree_cat(trees), torch.cat(positions).argsort().to(cohort.device))
 
 
 def _slice(local: Local, which: slice) -> Local:
@@ -311,23 +353,15 @@ def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
     return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
 
 
-def similar(sizes: list[int]) -> Iterator[slice]:
-    """Cut falling ``sizes`` where they have halved."""
-    start = 0
-    for end in range(1, len(sizes) + 1):
-        if end == len(sizes) or 2 * sizes[end] < sizes[start]:
-            yield slice(start, end)
-            start = end
-
-
 def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
-    """Score all samples under the one tree that everybody reads, without stacking; None when they read several."""
-    if len(next(iter(cohort.shared.values()))) > 1:
+    """Score all samples, if any, under the one tree that everybody reads; None when they read several."""
+    samples, total = cohort.samples, len(cohort.samples)
+    if total and len(next(iter(cohort.shared.values()))) > 1:
         return None
     if not algorithm.has_scores:
         return {}
-    shared, samples, total = tree_index(cohort.shared, 0), cohort.samples, len(cohort.samples)
-    spans = (samples.span(start, min(start + rows, total)) for start in range(0, total, rows))
+    shared = tree_index(cohort.shared, int(cohort.reads[0]))
+    spans = (samples.span(start, min(start + rows, total)) for start in range(0, max(1, total), rows))
     return tree_cat([algorithm.score(shared, *span.to(cohort.device)) for span in spans], -1)
 
 

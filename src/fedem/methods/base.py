@@ -167,9 +167,10 @@ class Algorithm(Settings, ABC):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         """Return the client's predictor."""
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """Fit v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
 
+        ``scores`` and ``mask`` are those of ``begin``, but for a survey's; a client without samples has no columns.
         ``max_iterations`` bounds an iterative rule, 0 meaning to convergence and None what the method's settings say.
         Where v_t can't be had from scores, return None: the client then trains its v_t by the method's own steps, and u
         stays as it is.

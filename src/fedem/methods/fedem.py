@@ -124,13 +124,13 @@ class FedEM(Surrogate):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """Fit the mixture weights alone, from uniform; one update is the paper's rule for unseen clients.
 
         By likelihoods as they are, whatever the sharpness, since predictions are averaged so.
         """
         updates = self.unseen_updates if max_iterations is None else max_iterations
-        return {"log_weights": em.fit_log_weights(scores["losses"], updates or None, self.unseen_prior)}
+        return {"log_weights": em.fit_log_weights(scores["losses"], updates or None, self.unseen_prior, mask)}
 
     def check(self, inputs: Tensor) -> None:
         """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""

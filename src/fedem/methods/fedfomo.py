@@ -76,7 +76,7 @@ class FedFOMO(SingleModel):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(tree_index(shared, 0))
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         return {"key": torch.zeros((), dtype=torch.int64, device=scores["losses"].device)}
 
 

@@ -74,11 +74,12 @@ class IFCA(SingleModel):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         losses = scores["losses"]
         if losses.shape[1] == 0:
             return {"log_weights": uniform_log_weights(self.num_clusters, losses)}
-        return {"log_weights": one_hot(losses.sum(1).argmin(), self.num_clusters).to(losses).log()}
+        chosen = losses.masked_fill(~mask, 0).sum(1).argmin()
+        return {"log_weights": one_hot(chosen, self.num_clusters).to(losses).log()}
 
 
 register(Method("ifca", IFCA, Star, title="IFCA", summary="K models, each client trains the one that fits it best",

@@ -81,7 +81,7 @@ class Mocha(SingleModel):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return super().predictor(take_prefix("task", shared), personal)
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """An unseen client fine-tunes the mean of all tasks."""
         return {}
 

@@ -89,7 +89,7 @@ class Scaffold(SingleModel):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return super().predictor(take_prefix("model", shared), personal)
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         return tree_map(torch.zeros_like, take_prefix("control", shared))
 
 

@@ -134,7 +134,7 @@ class SingleModel(Algorithm):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(shared)
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """Nothing to fit: an unseen client takes the shared model."""
         return {}
 
@@ -175,7 +175,7 @@ class OwnModel(SingleModel):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(self.own_model(shared, personal))
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """An unseen client trains its own model by the method's own steps, u fixed."""
         return None
 

@@ -29,6 +29,7 @@ from fedem.data.dataset import Truth
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool
 from fedem.engines import Batching, Cohort, Work
+from fedem.engines.base import Positions, alike
 from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
 from fedem.methods.mixer import Mixer, Star, mean_of_groups
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
@@ -37,6 +38,8 @@ from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
 from fedem.solvers import Newton
 from fedem.solvers.optimizers import VectorObjective
+
+_FITTED_ROWS = 1 << 16  # samples, with their padding, of clients fitted at once
 
 
 class Diagnosis(NamedTuple):
@@ -437,5 +440,9 @@ def optimal_distance(truth: Truth, federation: Federation) -> float | None:
     each = torch.eye(reference.shape[1])
     known = [truth.predict(inputs, one.expand(len(inputs), -1)).gather(1, targets[:, None])[:, 0] for one in each]
     losses = -torch.stack(known).double().log()
-    found = torch.stack([fit_log_weights(own) for own in losses.split(federation.train.sizes.tolist(), dim=1)])
+    found, samples = torch.empty_like(reference), federation.train
+    for members in alike(samples.sizes, _FITTED_ROWS):
+        where = Positions.first(samples.sizes[members], losses.device)
+        own = losses[:, samples.offsets[members][:, None] + where.positions].movedim(0, 1)
+        found[members] = vmap(lambda each, mask: fit_log_weights(each, mask=mask))(own, where.mask)
     return float(cosine_distance(found.exp().reshape(1, -1), reference.reshape(1, -1)))

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from fedem.core.em import negative_log_likelihood
 from fedem.core.errors import UserError
 from fedem.core.random import FINE_TUNE, PERSONAL, derive
-from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
+from fedem.core.tree import Tree, tree_bytes, tree_cat, tree_index, tree_map, tree_stack
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
 from fedem.engines import Batching, Cohort, Engine, Work
@@ -26,7 +27,7 @@ from fedem.methods.wrappers.compression import split_residual
 from fedem.runs.config import RunSettings
 from fedem.runs.rounds import State, init_personal
 
-_SCORED = 1 << 13  # samples of a newcomer scored at once
+_READ_BYTES = 1 << 26  # of trees that are read at once
 
 
 class Predictors(NamedTuple):
@@ -56,10 +57,17 @@ class Predictors(NamedTuple):
 
     def log_weights(self, algorithm: Algorithm) -> Tensor:
         """Return everybody's log mixture weights, ``[T, M]``."""
-        first = self.of(algorithm, 0).log_weights
+        first, count = self.of(algorithm, 0).log_weights, len(self.reads)
         if len(first) == 1:
-            return first.new_zeros(len(self.reads), 1)
-        return torch.stack([self.of(algorithm, position).log_weights for position in range(len(self.reads))])
+            return first.new_zeros(count, 1)
+        one, is_common = tree_index(self.shared, int(self.reads[0])), bool((self.reads == self.reads[0]).all())
+
+        def weights(row: Tensor, personal: Tree) -> Tensor:
+            shared = one if is_common else tree_map(lambda leaf: leaf.index_select(0, row[None])[0], self.shared)
+            return algorithm.predictor(shared, personal).log_weights
+
+        together = count if is_common else max(1, _READ_BYTES // tree_bytes(one))
+        return vmap(weights, chunk_size=together)(self.reads.to(first.device), self.personal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,18 +166,9 @@ class Personalizer:
     def _fit(self, start: Predictors, samples: Samples, keys: Tensor, max_iterations: int | None) -> Predictors:
         """Fit all clients' personal trees beside what each reads; what ``start`` has of them plays no part."""
         algorithm, device = self.algorithm, _device(start.shared)
-        trees: list[Tree] = []
-        for position, row in enumerate(start.reads.tolist()):
-            one, data = tree_index(start.shared, row), samples.client(position).to(device)
-            # A column depends on its own sample alone, so a large client is scored piece by piece.
-            pieces = zip(*(array.split(_SCORED) for array in data), strict=True)
-            scores = tree_cat([algorithm.score(one, *piece) for piece in pieces], -1)
-            tree = algorithm.adapt(one, scores, max_iterations)
-            if tree is None:
-                break
-            trees.append(tree)
-        else:
-            return start._replace(personal=tree_stack(trees))
+        fitted = self.engine.fit(algorithm, Cohort(start.shared, start.reads, {}, samples), max_iterations)
+        if fitted is not None:
+            return start._replace(personal=fitted)
         personal = init_personal(algorithm, start.own, derive(keys, PERSONAL, self.run.seed).to(device), apart=True)
         first, epochs = start._replace(personal=personal), self.run.unseen_epochs
         where, _, trained = self._train(self.algorithm, first, samples, keys, epochs, self.learning_rate)

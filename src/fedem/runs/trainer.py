@@ -502,8 +502,12 @@ class Trainer:
             # Fine-tuning and clients that come later have the rate that training ended with.
             return replace(self, recipe=self.recipe.slowed_by(progress.slowed)).conclude(progress)
         algorithm, federation, run = self.recipe.algorithm, self.federation, self.config.run
-        found = {role: self.predictors(state) for role, state in progress.states.items()}
-        scores = {role: self.scores(entry, self.shown) for role, entry in found.items()}
+        # The last state is often the best one, too.
+        by_round = {state.round: state for state in progress.states.values()}
+        predictors = {index: self.predictors(state) for index, state in by_round.items()}
+        scored = {index: self.scores(each, self.shown) for index, each in predictors.items()}
+        found = {role: predictors[state.round] for role, state in progress.states.items()}
+        scores = {role: scored[state.round] for role, state in progress.states.items()}
         weights = found["last"].log_weights(algorithm)
         summary = self._summary(progress, found["last"], scores) | name_weights(weights)
         clients = client_rows("train", federation.names, scores["last"], weights)

@@ -68,7 +68,7 @@ class QuadraticBound(Surrogate):
         lowest = tree_map(lambda at, slope: at - slope / self.smoothness, origin, gradient)
         return local._replace(shared=local.shared | lowest)
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         return {}
 
 

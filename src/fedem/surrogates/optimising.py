@@ -18,8 +18,8 @@ from fedem.core.random import COMPONENTS, PERSONAL, derive
 from fedem.core.tree import Tree, tree_index
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Cohort, OneByOne, choose_engine
-from fedem.engines.base import Positions
-from fedem.engines.stacked import Chunk, similar
+from fedem.engines.base import Positions, alike
+from fedem.engines.stacked import Chunk
 from fedem.methods.base import Batch
 from fedem.methods.mixer import Mixer, Star
 from fedem.methods.surrogate import Fixed, Surrogate
@@ -101,15 +101,11 @@ def _objective(surrogate: Surrogate, training: Training, state: State) -> float:
     samples = training.federation.train
     served = training.mixer.read(state.shared, state.memory, torch.arange(samples.num_clients))
     cohort = Cohort(*served, state.personal, samples)
-    order = torch.argsort(samples.sizes, descending=True, stable=True)
     total, alone = 0.0, isinstance(training.engine, OneByOne)
     with torch.no_grad():
-        for run in similar(samples.sizes[order].tolist()):
-            members = order[run]
-            together = 1 if alone else max(1, _MOST_ROWS // int(samples.sizes[members[0]]))
-            for some in members.split(together):
-                values = _objectives(surrogate, Chunk.of(cohort, some), alone)
-                total += float(values.double() @ samples.sizes[some].double())
+        for some in alike(samples.sizes, 1 if alone else _MOST_ROWS):
+            values = _objectives(surrogate, Chunk.of(cohort, some), alone)
+            total += float(values.double() @ samples.sizes[some].double())
     return total / len(samples)
 
 

@@ -69,10 +69,9 @@ class LabelShares(Wrapped):
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return self.base.predictor(_shifted(shared, personal[SHIFT]), _rest(personal))
 
-    def adapt(self, shared: Tree, scores: Tree, max_iterations: int | None) -> Tree | None:
-        labels = scores["labels"]
-        shift = self._shift(labels, torch.ones_like(labels, dtype=torch.bool), shared[SHIFT])
-        fitted = self.base.adapt(_shifted(shared, shift), self._scores(scores, shift), max_iterations)
+    def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
+        shift = self._shift(scores["labels"], mask, shared[SHIFT])
+        fitted = self.base.adapt(_shifted(shared, shift), self._scores(scores, shift), mask, max_iterations)
         return None if fitted is None else fitted | {SHIFT: shift}
 
 
