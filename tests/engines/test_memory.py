@@ -13,7 +13,7 @@ from fedem.core.errors import UserError
 from fedem.engines import OneByOne, Stacked
 from fedem.engines import device as memory
 from fedem.engines.device import budget, free_bytes, is_out_of_memory, peak_bytes
-from fedem.methods.base import Batch
+from fedem.methods.base import Batch, Local
 from fedem.models import Model
 
 CPU = torch.device("cpu")
@@ -22,21 +22,20 @@ CPU = torch.device("cpu")
 def _shortage(monkeypatch: pytest.MonkeyPatch, most: int, error: RuntimeError | None = None) -> list[int]:
     """Let steps of more than ``most`` clients fail as torch does; returns how many each step had."""
     seen: list[int] = []
-    plain = Stacked._stacked
+    plain = Stacked._steps
 
-    def stacked(self: Stacked, function: Any, deep: bool, *dims: int | None) -> Any:
-        call = plain(self, function, deep, *dims)
+    def steps(self: Stacked, *given: Any) -> Any:
+        step = plain(self, *given)
 
-        def limited(*arguments: Any) -> Any:
-            if isinstance(arguments[1], Batch):
-                seen.append(len(arguments[1].targets))
-                if seen[-1] > most:
-                    raise error or torch.OutOfMemoryError("CUDA out of memory.")
-            return call(*arguments)
+        def limited(local: Local, batch: Batch, rate: Any) -> Any:
+            seen.append(len(batch.targets))
+            if seen[-1] > most:
+                raise error or torch.OutOfMemoryError("CUDA out of memory.")
+            return step(local, batch, rate)
 
         return limited
 
-    monkeypatch.setattr(Stacked, "_stacked", stacked)
+    monkeypatch.setattr(Stacked, "_steps", steps)
     return seen
 
 
@@ -111,7 +110,7 @@ def test_what_is_free_is_read_from_the_machine(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < budget(CPU) <= free // 4
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     assert budget(CPU) == 250
-    assert budget(torch.device("cuda")) == 600
+    assert budget(torch.device("cuda")) == 250
 
 
 def test_a_summary_tells_how_many_and_how_much() -> None:
