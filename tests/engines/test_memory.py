@@ -110,7 +110,7 @@ def test_what_is_free_is_read_from_the_machine(monkeypatch: pytest.MonkeyPatch) 
     assert 0 < budget(CPU) <= free // 4
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     assert budget(CPU) == 250
-    assert budget(torch.device("cuda")) == 250
+    assert budget(torch.device("cuda")) == 400
 
 
 def test_a_summary_tells_how_many_and_how_much() -> None:

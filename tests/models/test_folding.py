@@ -77,3 +77,10 @@ def test_stacked_models_fold_each_for_itself() -> None:
     states = [model.init(seed) | {"one.running_mean": torch.full((3,), float(seed))} for seed in range(3)]
     found = vmap(model.outputs, in_dims=(0, None))(tree_stack(states), inputs)
     torch.testing.assert_close(found, torch.stack([model.outputs(state, inputs) for state in states]))
+
+
+def test_the_memory_of_training_counts_what_is_folded() -> None:
+    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(18, 3)
+    model = Model(nn.Sequential(*layers), CrossEntropy())
+    model.probe(torch.rand(4, 1, 5, 5))
+    assert model.bytes_per_sample == 4 * (18 + 18 + 18 + 3 + 3)  # each layer's outputs, and the whole's

@@ -40,7 +40,7 @@ def budget(device: torch.device) -> int:
     """Return the bytes that clients who train together may take: a share of what is free."""
     free = free_bytes(device)
     # Recordings on a GPU keep what they compute with to themselves, beside what is called plainly.
-    return free // 4 if device.type == "cuda" else min(free // 4, _MOST_ON_CPU)
+    return int(0.4 * free) if device.type == "cuda" else min(free // 4, _MOST_ON_CPU)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -27,7 +27,7 @@ class Replay(ABC):
     def __init__(self, function: Callable[..., Any], after: int):
         self._function, self._after = function, after
         self._calls: Counter[Any] = Counter()
-        self._recordings: dict[Any, Callable[..., Any]] = {}
+        self._recordings: dict[Any, Callable[[tuple[Any, ...]], Any]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         key = tuple(map(self._kind, tree_leaves(arguments)))
@@ -38,15 +38,15 @@ class Replay(ABC):
                     self._calls.clear()
                 return self._function(*arguments)
             self._recordings[key] = self._record(arguments)
-        return self._recordings[key](*arguments)
+        return self._recordings[key](arguments)
 
     def _kind(self, leaf: Tensor) -> tuple[Any, ...]:
         """Return what of an argument a recording depends on."""
         return leaf.shape, leaf.dtype
 
     @abstractmethod
-    def _record(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return what computes the function for arguments of these shapes."""
+    def _record(self, arguments: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+        """Return what computes the function of a tuple of arguments of these shapes."""
 
 
 class Traced(Replay):
@@ -59,12 +59,11 @@ class Traced(Replay):
         # Strides too: a recording may view what another layout would have to copy.
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.device
 
-    def _record(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _record(self, arguments: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         # make_fx counts parameters, and vmap hides them.
-        traced = make_fx(lambda given: self._function(*given))(arguments)
-        return lambda *given: traced(given)
+        return make_fx(lambda given: self._function(*given))(arguments)
 
 
 class Captured(Replay):
@@ -80,7 +79,7 @@ class Captured(Replay):
         self._pool: Any = None  # memory of all recordings' temporaries, which are never in use at the same time
         self._places: dict[int, Tensor] = {}  # by an argument's position, as large as its largest
 
-    def _record(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _record(self, arguments: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
         leaves, form = tree_flatten(arguments)
         places = [self._place(position, leaf) for position, leaf in enumerate(leaves)]
         _fill(places, leaves)
@@ -96,9 +95,9 @@ class Captured(Replay):
                 raise
             said = f"Steps can't be captured on the GPU, and each is launched anew, which is slower: {error}"
             warnings.warn(said, stacklevel=2)
-            return self._function
+            return lambda given: self._function(*given)
 
-        def replay(*given: Any) -> Any:
+        def replay(given: tuple[Any, ...]) -> Any:
             _fill(places, tree_leaves(given))
             graph.replay()
             return own[0]

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map as pytree_map
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
-from fedem.models.folding import folded
+from fedem.models.folding import find_folds, folded, without
 from fedem.models.layers import training_pass
 from fedem.models.losses import Loss
 from fedem.models.normalisation import MaskedBatchNorm
@@ -89,7 +89,8 @@ class Model:
         self.build = rebuilder(source) if isinstance(source, nn.Module) else source
         # Built here and not on first use: under vmap nothing may draw random numbers.
         self._training, self.evaluation = self._skeleton(training=True), self._skeleton(training=False)
-        self._scoring, self._fold = folded(self.evaluation)
+        self._folds = find_folds(self.evaluation)
+        self._scoring = without(self.evaluation, self._folds)
         self.not_stackable: str | None = None
         """why models can't be stacked through vmap, once :meth:`probe` has found that they can't"""
         self.bytes_per_sample = 0
@@ -174,7 +175,11 @@ class Model:
 
     def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
-        return self._call(self._scoring, self._fold(parameters), inputs)
+        return self._call(self._scoring, folded(parameters, self._folds), inputs)
+
+    def unfolded_outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
+        """Do the same by all layers, as training has them."""
+        return self._call(self.evaluation, parameters, inputs)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
@@ -306,7 +311,7 @@ def _measure(model: Model, inputs: Tensor) -> int:
 
     hooks = [part.register_forward_hook(count) for part in model.evaluation.modules()]
     try:
-        model.outputs(tree_to(model.init(0), inputs.device), inputs)
+        model.unfolded_outputs(tree_to(model.init(0), inputs.device), inputs)
     finally:
         for hook in hooks:
             hook.remove()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -63,22 +62,21 @@ def find_folds(module: nn.Module) -> list[Fold]:
     return found
 
 
-def folded(module: nn.Module) -> tuple[nn.Module, Callable[[Tree], Tree]]:
-    """Return ``module``, which is in evaluation mode, without the normalisations that fold, and what folds a state."""
-    folds = find_folds(module)
-    if not folds:
-        return module, lambda state: state
-    module, gone = deepcopy(module), tuple(f"{fold.normalisation}." for fold in folds)
+def without(module: nn.Module, folds: list[Fold]) -> nn.Module:
+    """Return ``module`` without the normalisations that are folded, as a copy if there are some."""
+    module = deepcopy(module) if folds else module
     for fold in folds:
         convolution = module.get_submodule(fold.convolution)
         assert isinstance(convolution, nn.Conv2d), "find_folds() has seen to it"
         convolution.bias = nn.Parameter(convolution.weight.new_zeros(convolution.out_channels))
         module.set_submodule(fold.normalisation, nn.Identity())
+    return module
 
-    def fold_state(state: Tree) -> Tree:
-        kept = {name: leaf for name, leaf in state.items() if not name.startswith(gone)}
-        for fold in folds:
-            kept |= fold.apply(state)
-        return kept
 
-    return module, fold_state
+def folded(state: Tree, folds: list[Fold]) -> Tree:
+    """Return the leaves of :func:`without`."""
+    gone = tuple(f"{fold.normalisation}." for fold in folds)
+    kept = {name: leaf for name, leaf in state.items() if not name.startswith(gone)}
+    for fold in folds:
+        kept |= fold.apply(state)
+    return kept
