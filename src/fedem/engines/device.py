@@ -57,7 +57,7 @@ def release(device: torch.device) -> None:
 
 @contextmanager
 def products(name: str, device: torch.device) -> Iterator[None]:
-    """Let a GPU take products of float32 numbers in TF32 (10 bits of each factor), or not; then set it back.
+    """Work on a GPU that takes products of float32 numbers in TF32 (10 bits of each factor), or not; then set it back.
 
     "bfloat16" goes further, where a model computes (:class:`~fedem.models.base.Model`); its other products are in TF32.
     """
@@ -69,6 +69,7 @@ def products(name: str, device: torch.device) -> Iterator[None]:
     try:
         matrices.allow_tf32 = convolutions.allow_tf32 = name != "float32"
         convolutions.deterministic = True  # summed in one order: the same run gives the same bits, at the same speed
-        yield
+        with torch.cuda.device(device):  # recordings are made on the current one
+            yield
     finally:
         matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before

@@ -16,7 +16,9 @@ latter.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -28,6 +30,21 @@ from fedem.models.convolutions import Geometry, Pair
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _launches(function: Callable[P, R]) -> Callable[P, R]:
+    """Launch kernels on the GPU that the first tensor is on, whichever is the current one."""
+
+    @wraps(function)
+    def on_its_device(*arguments: P.args, **options: P.kwargs) -> R:
+        with torch.cuda.device_of(arguments[0]):  # which is a tensor
+            return function(*arguments, **options)
+
+    return on_its_device
+
+
 def _constants(geometry: Geometry) -> dict[str, int]:
     """Return what a kernel is compiled for."""
     (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w), _ = geometry
@@ -35,12 +52,14 @@ def _constants(geometry: Geometry) -> dict[str, int]:
     return {"KERNEL_H": kernel_h, "KERNEL_W": kernel_w, **strides}
 
 
+@_launches
 def convolve(inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Convolve, ``[S, n, H, W, C], [S, O, C, *] -> [S, n, H', W', O]``."""
     size = geometry.shrink((inputs.shape[2], inputs.shape[3]))
     return _convolved(inputs, weight.permute(0, 3, 4, 2, 1), size, geometry, back=False)
 
 
+@_launches
 def convolve_back(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     """Return the gradient of inputs of ``size``, ``[S, n, H', W', O], [S, O, C, *] -> [S, n, H, W, C]``."""
     order = (0, 3, 4, 2, 1) if geometry.depthwise else (0, 3, 4, 1, 2)
@@ -67,6 +86,7 @@ def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, b
     return outputs
 
 
+@_launches
 def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """Return the gradient of the weight, ``[S, n, H, W, C], [S, n, H', W', O] -> [S, O, C, *]``."""
     (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
@@ -273,6 +293,7 @@ def _filter_gradient(
     tl.store(found + channel, total, mask=channel < channels)
 
 
+@_launches
 def pool(images: Tensor, places: Tensor | None, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """Return the largest number of each window and its place in it, ``[n, H, W, C] -> [n, H', W', C]``.
 
@@ -322,6 +343,7 @@ def _pool(
         tl.store(places + own, found, mask=kept)
 
 
+@_launches
 def pool_back(numbers: Tensor, places: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     """Add numbers up where their places are, ``[n, H', W', C] -> [n, H, W, C]``."""
     samples, high, wide, channels = numbers.shape
@@ -355,6 +377,7 @@ def _pool_back(
     tl.store(outputs + row[:, None] * channels + channel[None, :], total, mask=kept)
 
 
+@_launches
 def moments(rows: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return means and variances, ``[S, R, C] -> [S, C]``, of the rows ``[S, R]`` that are counted (None: all)."""
     models, num_rows, channels = rows.shape
@@ -400,6 +423,7 @@ def _moments(
     tl.store(variance + place, square / tl.maximum(count, 1.0), mask=channel < channels)
 
 
+@_launches
 def normalise(rows: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return ``(rows - mean) * scale + shift``, ``[S, R, C]`` by ``[S, C]``, in the type of the rows."""
     models, num_rows, channels = rows.shape
@@ -426,6 +450,7 @@ def _normalise(
     tl.store(outputs + where, (pixel - middle[None, :]) * slope[None, :] + level[None, :], mask=kept)
 
 
+@_launches
 def sums(rows: Tensor, gradient: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """Return, over all rows, the sums of the gradient and of the gradient times ``rows - mean``, ``[S, C]``."""
     models, num_rows, channels = rows.shape
@@ -457,6 +482,7 @@ def _sums(
     tl.store(crossed + place, second_sum, mask=known)
 
 
+@_launches
 def normalise_back(
     rows: Tensor, gradient: Tensor, counted: Tensor | None, mean: Tensor, scale: Tensor, level: Tensor, slope: Tensor
 ) -> Tensor:
@@ -493,6 +519,7 @@ def _normalise_back(
     tl.store(outputs + where, own * factor[None, :] - through, mask=kept)
 
 
+@_launches
 def recur(gates: Tensor, weight: Tensor, hidden: Tensor, cells: Tensor) -> None:
     """Run an LSTM's loop over time, in place, a launch for each time.
 
@@ -555,6 +582,7 @@ def _tanh(x):
     return 2 * tl.sigmoid(2 * x) - 1
 
 
+@_launches
 def recur_back(
     weight: Tensor, gates: Tensor, hidden: Tensor, cells: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
 ) -> None:
