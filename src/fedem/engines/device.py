@@ -4,7 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -69,7 +69,8 @@ def products(name: str, device: torch.device) -> Iterator[None]:
     try:
         matrices.allow_tf32 = convolutions.allow_tf32 = name != "float32"
         convolutions.deterministic = True  # summed in one order: the same run gives the same bits, at the same speed
-        with torch.cuda.device(device):  # recordings are made on the current one
+        # Recordings are made on the current device.
+        with nullcontext() if device.index is None else torch.cuda.device(device):
             yield
     finally:
         matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before
