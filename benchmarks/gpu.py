@@ -128,7 +128,10 @@ def _launches(advance: Callable[[], None]) -> int:
 def _one_model(trainer: Trainer, samples: tuple[Tensor, Tensor], precision: str) -> Callable[[], None]:
     """Return what trains one model on all samples, and scores them, as often as there are components."""
     model, device = trainer.recipe.model, samples[1].device
-    module = model.build().to(device).to(memory_format=torch.channels_last)
+    module = model.build().to(device)
+    for leaf in module.parameters():
+        if leaf.ndim == 4:
+            leaf.data = leaf.data.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = samples
 
