@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import library
 
 try:
     import torchvision  # noqa: F401  # to see whether it loads: fluke imports it
 except RuntimeError:
     # Its compiled part is for another build of torch. fluke needs only the rest, which asks for these names alone.
-    _NAMES = torch.library.Library("torchvision", "DEF")
+    _NAMES = library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         _NAMES.define(f"{name}(Tensor x) -> Tensor")
 
