@@ -106,7 +106,6 @@ def test_networks_train_stacked_as_one_by_one(name: str, precision: str) -> None
         torch.stack([(a[name] - b[name]).double().norm() for name in a if a[name].is_floating_point()]).norm()
         for a, b in ((states[0], start), (states[0], states[1]))
     )
-    print(name, precision, float(gap / change))
     assert 0 < gap / change < APART[precision]
 
 

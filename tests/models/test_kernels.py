@@ -18,13 +18,14 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
-from fedem.core.tree import Tree, tree_stack  # once Triton is there
+from fedem.core.tree import Tree, tree_index, tree_stack  # once Triton is there
 from fedem.engines.device import products
 from fedem.models import convolutions, kernels, layers
 from fedem.models.base import Model
-from fedem.models.convolutions import Geometry, StackableConv2d
+from fedem.models.convolutions import Geometry, Pair, StackableConv2d
 from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy
+from fedem.models.pooling import Side
 from fedem.models.stackable import make_stackable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,6 +94,47 @@ def test_through_vmap_over_clients_and_components(groups: int) -> None:
         for place, leaf in enumerate(found):
             stacked = torch.stack([torch.stack([own[place] for own in client]) for client in expected])
             torch.testing.assert_close(leaf, stacked, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 1, 1), (3, 2, 1), (5, 1, 2), (7, 2, 3), (4, 2, 1)])
+def test_windows_wider_than_images_are_cropped_to_what_they_see(
+    size: Pair, window: int, stride: int, padding: int
+) -> None:
+    if min(size) + 2 * padding < window:
+        pytest.skip("such a window fits nowhere")
+    plain = nn.Conv2d(3, 4, window, stride, padding).to(DEVICE)
+    layer = make_stackable(nn.Conv2d(3, 4, window, stride, padding)).to(DEVICE)
+    state, inputs = {"weight": _draw(2, *plain.weight.shape), "bias": _draw(2, 4)}, _draw(2, 3, 3, *size)
+
+    def loss(module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
+        return functional_call(module, state, (inputs,)).square().sum()
+
+    found = vmap(grad(loss, argnums=(1, 2)), (None, 0, 0))(layer, state, inputs)
+    for model in range(2):
+        own = grad(loss, argnums=(1, 2))(plain, {name: leaf[model] for name, leaf in state.items()}, inputs[model])
+        torch.testing.assert_close((tree_index(found[0], model), found[1][model]), own, **CLOSE)
+
+
+@pytest.mark.parametrize(("window", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 1, 0), ((2, 3), (1, 2), (1, 0))])
+def test_pooling_and_its_derivatives_are_torchs(window: Side, stride: Side, padding: Side) -> None:
+    layer = make_stackable(nn.MaxPool2d(window, stride, padding))
+    inputs = _draw(2, 3, 5, 7, 8)
+    inputs[0, 0, 0] = 1  # equals: the first one counts
+    inputs[1, 1, 1, 3, 3] = float("nan")
+
+    def value(layer: nn.Module, images: Tensor) -> Tensor:
+        return layer(images).nan_to_num().square().sum()
+
+    def slope(layer: nn.Module, images: Tensor) -> Tensor:
+        return grad(value, argnums=1)(layer, images).pow(3).sum()
+
+    plain = nn.MaxPool2d(window, stride, padding)
+    torch.testing.assert_close(vmap(layer)(inputs), torch.stack([plain(own) for own in inputs]), equal_nan=True)
+    for function in (value, slope):
+        found = vmap(grad(function, argnums=1), (None, 0))(layer, inputs)
+        expected = torch.stack([grad(function, argnums=1)(plain, own) for own in inputs])
+        torch.testing.assert_close(found, expected, **CLOSE, equal_nan=True)
 
 
 @pytest.mark.parametrize("masked", [False, True])

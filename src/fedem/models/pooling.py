@@ -129,17 +129,21 @@ class _Pool(torch.autograd.Function):
         return _as_samples(_Pool, info.batch_size, dims, *given), (0, 0)
 
 
-class _PutBack(torch.autograd.Function):
-    """Put the numbers of ``[n, C, H', W']`` to their places in ``[n, C, H, W]``, where they add up."""
-
-    @staticmethod
-    def forward(numbers: Tensor, places: Tensor, size: Pair, geometry: Geometry) -> Tensor:
-        return torch.ops.fedem.put_back(numbers, places, size, *geometry[:3])
+class _Moved(torch.autograd.Function):
+    """Numbers moved to places or from there; which places, of what images, the way back needs to know."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Pair, Geometry], output: Tensor) -> None:
         ctx.save_for_backward(inputs[1])
         ctx.size, ctx.geometry = inputs[2:]
+
+
+class _PutBack(_Moved):
+    """Put the numbers of ``[n, C, H', W']`` to their places in ``[n, C, H, W]``, where they add up."""
+
+    @staticmethod
+    def forward(numbers: Tensor, places: Tensor, size: Pair, geometry: Geometry) -> Tensor:
+        return torch.ops.fedem.put_back(numbers, places, size, *geometry[:3])
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
@@ -150,17 +154,12 @@ class _PutBack(torch.autograd.Function):
         return _as_samples(_PutBack, info.batch_size, dims, *given), 0
 
 
-class _PickUp(torch.autograd.Function):
+class _PickUp(_Moved):
     """Pick numbers up again from where :class:`_PutBack` puts them: each is the other's gradient."""
 
     @staticmethod
     def forward(images: Tensor, places: Tensor, size: Pair, geometry: Geometry) -> Tensor:
         return torch.ops.fedem.pick_up(images, places, *geometry[:3])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Pair, Geometry], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-        ctx.size, ctx.geometry = inputs[2:]
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None, None]:
