@@ -19,6 +19,7 @@ from helpers import (
 )
 
 import fedem
+from fedem.core.tree import tree_flat
 from fedem.engines import OneByOne, Stacked
 from fedem.methods import METHODS
 from fedem.runs.evaluate import evaluate
@@ -84,11 +85,7 @@ def test_captured_rounds_give_the_same_bits(method: str) -> None:
     assert same_states(*states)
 
 
-# How far a round's change of the components may be from that of clients trained one by one, as a share of it.
-APART = {"float32": 0.01, "tf32": 0.05, "bfloat16": 0.2}
-
-
-@pytest.mark.parametrize("precision", APART)
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 @pytest.mark.parametrize("name", ["cnn", "mobilenet_v2", "resnet18", "efficientnet_lite0", "lstm"])
 def test_networks_train_stacked_as_one_by_one(name: str, precision: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -97,16 +94,17 @@ def test_networks_train_stacked_as_one_by_one(name: str, precision: str) -> None
         "lstm": torch.randint(1, 80, (90, 20), generator=generator),
     }.get(name, torch.rand(90, 3, 64, 64, generator=generator))
     federation = fedem.Federation.from_arrays(samples, torch.arange(90) % 3, torch.arange(90) % 4)
-    settings = {"model": name, "num_components": 2, "batch_size": 16, "device": "cuda", "precision": precision}
-    start, *states = (
-        fedem.train(federation, rounds=4, engine=engine, learning_rate=rate, **settings).state().shared
-        for rate, engine in ((1e-12, "one_by_one"), (0.01, "one_by_one"), (0.01, "stacked"))
-    )
-    change, gap = (
-        torch.stack([(a[name] - b[name]).double().norm() for name in a if a[name].is_floating_point()]).norm()
-        for a, b in ((states[0], start), (states[0], states[1]))
-    )
-    assert 0 < gap / change < APART[precision]
+    settings = {"model": name, "num_components": 2, "batch_size": 16, "device": "cuda", "rounds": 4}
+
+    def trained(**how: str) -> torch.Tensor:
+        # Short steps: networks with batch norm double a small difference every few steps of the usual length.
+        shared = fedem.train(federation, learning_rate=1e-3, **settings, **how).state().shared
+        return tree_flat({leaf: tensor.double() for leaf, tensor in shared.items() if "num_batches" not in leaf})
+
+    exact = trained(engine="one_by_one", dtype="float64")
+    alone, stacked = (trained(engine=engine, precision=precision) for engine in ("one_by_one", "stacked"))
+    # Rounding parts any two ways of computing; stacked models must be as near to exact ones as those trained alone.
+    assert 0 < (stacked - exact).norm() < 2 * (alone - exact).norm()
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "resnet34", "efficientnet_lite0"])
