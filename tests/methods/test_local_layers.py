@@ -34,6 +34,7 @@ from fedem.runs.rounds import Training
 from fedem.solvers.schedules import Constant
 
 SIZES = (7, 4, 12)
+STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
 def _build() -> nn.Module:
@@ -204,6 +205,8 @@ def test_clients_that_train_alone_still_say_why_newcomers_find_nothing() -> None
         ("head", {"3.weight", "3.bias"}),
         ("0", {"0.weight", "0.bias"}),
         ("*.weight, 3", {"0.weight", "1.weight", "3.weight", "3.bias"}),
+        ("body", {f"{layer}.{leaf}" for layer in "01" for leaf in ("weight", "bias")} | STATISTICS),
+        ("33%", {"0.weight", "0.bias"}),
         ("1.running_*", {"1.running_mean", "1.running_var"}),
     ],
 )
@@ -236,8 +239,11 @@ def test_own_intercepts_on_shared_slopes_are_the_fixed_effects_estimator() -> No
 
 
 def test_what_can_not_keep_layers_is_refused() -> None:
-    with pytest.raises(UserError, match="no layers called 'tail'; allowed: head, weight, bias"):
+    with pytest.raises(UserError, match=r"no layers called 'tail'; allowed: head, body, .*, weight, bias"):
         fedem.train(make_federation(), "fedavg", rounds=1, local_layers="tail")
+    for word in ("body", "10%"):  # of one layer
+        with pytest.raises(UserError, match=f"no layers called '{word}'"):
+            fedem.train(make_federation(), "fedavg", rounds=1, local_layers=word)
     with pytest.raises(UserError, match="trains nothing else"):
         fedem.train(make_federation(), "fedavg", rounds=1, local_layers="bias,weight")
     with pytest.raises(UserError, match="normalises no batches"):

@@ -7,6 +7,7 @@ a generator, gives itself away by that.
 Shapes: n samples, K outputs, M components.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -142,25 +143,36 @@ class Model:
             for leaf in leaves_of(part)
         )
 
+    @cached_property
+    def head(self) -> frozenset[str]:
+        """Names of the leaves of the last layer that is trained."""
+        last = _layer_of([name for name in self.leaf_shapes if name in self.trainable][-1])
+        return frozenset(name for name in self.leaf_shapes if _layer_of(name) == last)
+
     def leaves_called(self, words: str) -> frozenset[str]:
         """Return the leaves that ``words``, with commas between, name; a word that names none is refused.
 
-        A word is "batch_norm", "head" for the last layer that is trained, or the name of a layer or a leaf, or a part
-        of it between dots; "*" stands for anything.
+        A word is "batch_norm", "head" for the last layer that is trained, "body" for all but that, "50%" for the first
+        half of the layers, or another share of the depth; or the name of a layer or a leaf, or a part of it between
+        dots. "*" stands for anything.
         """
-        found: set[str] = set()
-        for word in words.split(","):
-            own = {name for name in self.leaf_shapes if _is_called(name, word)}
-            if word == "batch_norm":
-                own = set(self.normalising)
-            elif word == "head" and not own:
-                last, _, _ = [name for name in self.leaf_shapes if name in self.trainable][-1].rpartition(".")
-                own = {name for name in self.leaf_shapes if name.rpartition(".")[0] == last}
-            if not own:
-                names = ", ".join(self.leaf_shapes) + (", batch_norm" if self.normalising else "")
-                raise UserError(f"The model has no layers called {word!r}; allowed: head, {names}, or a part of these.")
-            found |= own
-        return frozenset(found)
+        return frozenset().union(*(self._leaves_called(word) for word in words.split(",")))
+
+    def _leaves_called(self, word: str) -> frozenset[str]:
+        found = frozenset(name for name in self.leaf_shapes if _is_called(name, word))
+        if word == "batch_norm":
+            found = self.normalising
+        elif not found and word in ("head", "body"):
+            found = self.head if word == "head" else frozenset(self.leaf_shapes) - self.head
+        elif share := re.fullmatch(r"(\d+(?:\.\d+)?)%", word):
+            layers = list(dict.fromkeys(map(_layer_of, self.leaf_shapes)))
+            first = layers[: round(float(share[1]) / 100 * len(layers))]
+            found = frozenset(name for name in self.leaf_shapes if _layer_of(name) in first)
+        if not found:
+            names = ", ".join(self.leaf_shapes) + (", batch_norm" if self.normalising else "")
+            allowed = f"head, body, a share of the depth such as 50%, {names}, or a part of these"
+            raise UserError(f"The model has no layers called {word!r}; allowed: {allowed}.")
+        return found
 
     @cached_property
     def num_parameters(self) -> int:
@@ -267,6 +279,11 @@ class Model:
             said = f"The model puts out shape {list(outputs.shape)} for {len(inputs[:2])} samples"
             raise UserError(f"{said}; allowed: [n, outputs].")
         self.loss.check(outputs.shape[1], targets)
+
+
+def _layer_of(leaf: str) -> str:
+    """Return the name of the layer that holds a leaf."""
+    return leaf.rpartition(".")[0]
 
 
 def _is_called(leaf: str, word: str) -> bool:

@@ -56,8 +56,9 @@ class RunSettings(Settings):
         precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
             bits; "bfloat16": models compute in that type where torch deems it safe.
         local_layers: layers that stay with their clients, with commas between: "bias" is an intercept of one's own,
-            "head" the last layer, "batch_norm" the batch normalisations with their statistics; or names of layers and
-            parameters, in which * stands for anything. "none" shares all.
+            "head" the last layer, "body" all but that, "50%" the first half of the layers, "batch_norm" the batch
+            normalisations with their statistics; or names of layers and parameters, in which * stands for anything.
+            "none" shares all.
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
