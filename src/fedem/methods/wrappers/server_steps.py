@@ -68,7 +68,7 @@ class _Adaptive(ServerRule):
         tau: added to the root of v: numbers of u whose changes are far smaller are moved in proportion to them.
     """
 
-    # The paper chooses a rate for every task. Adagrad's steps become shorter by themselves, so it begins with longer ones.
+    # The paper chooses a rate for every task. Adagrad begins with longer steps, as they shorten.
     learning_rate: float = field(default=0.1, metadata={"above": 0})
     # As in the paper's experiments.
     tau: float = field(default=1e-3, metadata={"above": 0})
