@@ -174,6 +174,7 @@ _PASSED, _ALONG = {GIVEN: "Passed from Python."}, {GIVEN: "Passed from Python, a
 _AUTO = {"auto": "By the targets: squared_error for numbers, logistic for two classes, cross_entropy for more."}
 _NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
+_STEPS = "How a server that averages steps from u, what it has, along d, the mean change that its clients made to u."
 _MEAN = {"none": "The server takes the mean of the clients' models as it is."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
@@ -183,7 +184,7 @@ _ALL = (
     Section("partition", "How samples become clients'; by default as is usual for the data.", PARTITIONS, "", _ALONG),
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
-    Section("server", "How a server that averages steps.", SERVER_RULES, "none", _MEAN, came_later=True),
+    Section("server", _STEPS, SERVER_RULES, "none", _MEAN, came_later=True),
     Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
