@@ -13,6 +13,7 @@ from torch import nn
 
 from fedem.core.tree import Tree, take_prefix, tree_map
 from fedem.engines import OneByOne
+from fedem.methods import METHODS
 from fedem.methods.mixer import Mixed, Mixer, Star
 from fedem.methods.wrappers.compression import Codec, Compression
 from fedem.methods.wrappers.local_layers import LocalLayers
@@ -118,6 +119,14 @@ def test_momentum_of_none_at_rate_one_is_the_mean_to_the_bit(compression: Compre
     found, known = advance(with_steps(plain, FedAvgM(1.0, 0.0)), 4), advance(plain, 4)
     memory = {name: leaf for name, leaf in found.memory.items() if not name.startswith("moments/")}
     assert same_states(replace(found, memory=memory), known)
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.takes_server_steps])
+def test_every_method_that_takes_it_steps_to_the_mean_and_beyond(method: str) -> None:
+    plain = make_training(method)
+    known, found = advance(plain, 2), advance(with_steps(plain, FedAvgM(1.0, 0.0)), 2)
+    assert same_states(replace(found, memory={}), known)
+    assert distance(replace(advance(with_steps(plain, FedAvgM(1.0, 0.5)), 2), memory={}), known) > 1e-3
 
 
 def test_momentum_follows_a_steady_change_faster_by_its_geometric_sum() -> None:
