@@ -13,6 +13,7 @@ from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
+from fedem.methods.wrappers.server_steps import SERVER_RULES
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
 from fedem.runs.config import Config
@@ -23,6 +24,7 @@ ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "data": DATA,
     "partition": PARTITIONS,
     "graph": GRAPHS,
+    "server": SERVER_RULES,
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,

@@ -29,6 +29,9 @@ CASES: dict[str, dict[str, Any]] = {
     | {"method": "fedem", "measure_alpha_every": 3, "diagnose_every": 1, "clients_per_round": 2},
     "fedem, rounded both ways": DOUBLE
     | {"method": "fedem", "compression": {"updates": "int8", "downloads": "int8"}, "clients_per_round": 5},
+    "fedem, its server stepping": DOUBLE | {"method": "fedem", "server": "adam", "clients_per_round": 5},
+    "fedem, stepping and rounded both ways": DOUBLE
+    | {"method": "fedem", "server": "yogi", "compression": {"updates": "int8", "downloads": "int8"}},
     "fedavg": DOUBLE | {"unseen": 0.375},
     "fedavg+": DOUBLE | {"method": "fedavg", "fine_tune_epochs": 1, "unseen": 0.375},
     "local": DOUBLE,

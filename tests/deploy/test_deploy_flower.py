@@ -240,3 +240,16 @@ def test_small_uploads_travel_as_they_are(tmp_path: Path, updates: str) -> None:
     compression = {"updates": updates, "threshold": 0.2}
     there = Deployed(tmp_path, compression=compression, run={"dtype": "float64"})
     equal(there.serve().shared, simulated(there.trainer).shared)
+
+
+@pytest.mark.parametrize("updates", ["none", "int8"])
+@pytest.mark.parametrize("server", ["momentum", "adagrad", "adam", "yogi"])
+def test_the_server_steps_as_the_simulators_does_also_when_it_goes_on(
+    tmp_path: Path, server: str, updates: str
+) -> None:
+    steps = {"server": {"name": server}, "compression": {"updates": updates}, "schedule": {"name": "constant"}}
+    there = Deployed(tmp_path, run={"dtype": "float64"}, **steps)
+    there.serve(rounds=2)
+    state, known = there.serve(rounds=3, **{"continue": True}), simulated(there.trainer)
+    equal(state.shared, known.shared)
+    equal(state.memory, known.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -165,6 +166,15 @@ def test_a_plan_comes_back_and_tells_others_from_itself(tmp_path: Path) -> None:
     elsewhere = Plan(plan.config.replace("run", device="cuda:3"), plan.format)
     assert elsewhere.fingerprint == plan.fingerprint
     assert Plan(plan.config.replace("run", seed=1), plan.format).fingerprint != plan.fingerprint
+    assert Plan(plan.config.replace("server", name="adam"), plan.format).fingerprint != plan.fingerprint
+
+
+def test_a_plan_from_before_a_section_came_is_read_and_keeps_its_hash(tmp_path: Path) -> None:
+    plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
+    old = plan.on_node("auto").to_json()
+    assert old["config"].pop("server") == {"name": "none"}
+    digest = hashlib.blake2b(json.dumps(old, sort_keys=True).encode(), digest_size=16)
+    assert Plan.from_json(old).fingerprint == plan.fingerprint == digest.hexdigest()
 
 
 def test_what_a_node_refuses(tmp_path: Path) -> None:

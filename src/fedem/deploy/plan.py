@@ -15,7 +15,7 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import Settings, complete
 from fedem.data.dataset import Dataset
-from fedem.runs.config import Config, read_toml
+from fedem.runs.config import DEFAULTS, SECTIONS, Config, read_toml
 from fedem.runs.recipe import Recipe
 from fedem.runs.trainer import Trainer
 
@@ -75,7 +75,12 @@ class Plan(Recipe):
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that sides must agree on, 32 hexadecimal digits: not of what each may have its own way."""
-        content = json.dumps(self.on_node("auto").to_json(), sort_keys=True)
+        agreed = self.on_node("auto").to_json()
+        # Plans that were made before a section came go on, unless it says something new.
+        unsaid = {name for name, section in SECTIONS.items() if section.came_later}
+        unsaid = {name for name in unsaid if agreed["config"][name] == DEFAULTS[name]}
+        agreed["config"] = {name: values for name, values in agreed["config"].items() if name not in unsaid}
+        content = json.dumps(agreed, sort_keys=True)
         return blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def rate(self, round_index: int) -> float:

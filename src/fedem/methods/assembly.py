@@ -1,6 +1,7 @@
 """Putting a method together: its algorithm and mixer, with whatever a run asks for around them.
 
-A graph in the place of the server, label shares, layers that stay with their clients, smaller messages.
+A graph in the place of the server, label shares, layers that stay with their clients, smaller messages, a server that
+steps by an optimiser of its own.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from fedem.methods.mixer import Mixer
 from fedem.methods.wrappers.compression import Codec, Compression
 from fedem.methods.wrappers.label_shares import LabelShares
 from fedem.methods.wrappers.local_layers import LocalLayers
+from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule, ServerSteps
 from fedem.models import Model
 from fedem.models.losses import CLASSES
 from fedem.solvers import SOLVERS, Solver
@@ -27,6 +29,7 @@ class Around(NamedTuple):
     label_shares: bool = False  # the model then has room for them: fedem.methods.wrappers.label_shares.shifted
     local_layers: str = "none"
     compression: Compression = Compression()
+    server: ServerRule | None = None  # how the server steps towards the mean, where it does not just take it
 
 
 class Assembled(NamedTuple):
@@ -39,13 +42,15 @@ class Assembled(NamedTuple):
 
 def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any], around: Around) -> Assembled:
     """Build a method of checked settings, and put around it what the run asks for; refuse what does not go together."""
-    row, (topology, label_shares, local_layers, compression) = find_method(method), around
+    row, (topology, label_shares, local_layers, compression, server) = find_method(method), around
     problem = _problem(row, model, solver, settings, around)
     if problem:
         raise UserError(f"{problem}.")
     algorithm, mixer = row.build(model, solver, settings)
     if topology is not None:
         mixer = Graph(topology)
+    if server is not None:
+        mixer = ServerSteps(mixer, server, of_updates=compression.is_on)
     if local_layers != "none":
         mixer = LocalLayers(mixer, model.leaves_called(local_layers))
     if label_shares:
@@ -56,7 +61,7 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
 
 def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, Any], around: Around) -> str:
     """Say what does not go together, from what the method declares, and what is allowed; nothing if all does."""
-    topology, label_shares, local_layers, compression = around
+    topology, label_shares, local_layers, compression, server = around
     name, kind, threshold = row.name, row.algorithm, compression.threshold
     graph = "none" if topology is None else _name_of(topology, GRAPHS)
     compressible = names_where(lambda other: other.is_compressible)
@@ -81,6 +86,13 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
             reason = "layers that stay with their clients start alike"
             allowed = "allowed: graph.start alike, or run.local_layers none"
             return f"graph.start is 'apart' and run.local_layers {local_layers!r}, but {reason}; {allowed}"
+    if server is not None:
+        on = f"server.name is {_name_of(server, SERVER_RULES)!r}"
+        if topology is not None:
+            return f"{on}, but graph.name is {graph!r}, and over a graph there is no server; allowed: one of them none"
+        if not row.takes_server_steps:
+            names = names_where(lambda other: other.takes_server_steps)
+            return f"{on}, but the server of method {name} does not just average models; allowed with it: {names}"
     if label_shares:
         on, names = "run.label_shares is true", names_where(lambda other: other.takes_label_shares)
         if not row.mixer.averages:

@@ -214,6 +214,11 @@ class Method:
         return self.algorithm.compressible and self.mixer.is_server_mean
 
     @property
+    def takes_server_steps(self) -> bool:
+        """Whether the server averages models and does nothing else, so that it may step by an optimiser of its own."""
+        return self.is_compressible and self.mixer.adds_up
+
+    @property
     def takes_label_shares(self) -> bool:
         """Whether clients may shift outputs by the shares of their labels."""
         return self.algorithm.takes_label_shares and self.mixer.averages

@@ -123,6 +123,13 @@ class Mixer(Settings, ABC):
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Return this round's means and the next memory."""
 
+    def advance(self, shared: Tree, memory: Tree, this: Round, mixed: Mixed) -> tuple[Mixed, Tree]:
+        """Return what the groups get in place of the means of all uploads, and the next memory: as :meth:`mix` has it.
+
+        Processes that share a cohort have added up their means by then; all of them do this.
+        """
+        return mixed, memory
+
     def share(self, this: Round, of_samples: float) -> float:
         """Return what share of everybody takes part, as the mixer counts clients; ``of_samples`` of all samples do."""
         return of_samples

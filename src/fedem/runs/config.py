@@ -21,6 +21,7 @@ from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
+from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule
 from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.models.metrics import find_metric
@@ -130,6 +131,7 @@ class Section(NamedTuple):
     table: Mapping[str, Any]  # classes of settings by name, of methods their rows; {"": class} where there are no names
     default: str = ""
     bare: Mapping[str, str] = {}  # a name beside those with settings, and what it stands for: its settings are None
+    came_later: bool = False  # whether plans were made before it: where it has its default, their hashes leave it out
 
     @property
     def is_named(self) -> bool:
@@ -173,6 +175,8 @@ _PASSED, _ALONG = {GIVEN: "Passed from Python."}, {GIVEN: "Passed from Python, a
 _AUTO = {"auto": "By the targets: squared_error for numbers, logistic for two classes, cross_entropy for more."}
 _NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
+_STEPS = "How a server that averages steps from u, what it has, along d, the mean change that its clients made to u."
+_MEAN = {"none": "The server takes the mean of the clients' models as it is."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
     Section("batching", "How a client walks through its samples in a round.", {"": Batching}),
@@ -181,6 +185,7 @@ _ALL = (
     Section("partition", "How samples become clients'; by default as is usual for the data.", PARTITIONS, "", _ALONG),
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
+    Section("server", _STEPS, SERVER_RULES, "none", _MEAN, came_later=True),
     Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
@@ -212,7 +217,8 @@ class Config:
     """A complete configuration: the settings of every section, checked once, when they are made.
 
     Data, partition and model may have been passed from Python. A file can't hold them, and asking for them is an error.
-    ``graph`` is None where clients don't average over one, ``loss`` where it is the one that fits the targets.
+    ``graph`` is None where clients don't average over one, ``server`` where the server takes the mean as it is,
+    ``loss`` where it is the one that fits the targets.
     """
 
     run: RunSettings
@@ -222,6 +228,7 @@ class Config:
     _partition: Partition | None
     method: MethodSettings
     graph: Topology | None
+    server: ServerRule | None
     _model: ModelSpec | None
     loss: Loss | None
     solver: Solver

@@ -34,6 +34,7 @@ from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
 from fedem.methods.mixer import Mixer, Star, mean_of_groups
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.methods.wrappers import Wrapped
+from fedem.methods.wrappers.server_steps import ServerSteps
 from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
 from fedem.solvers import Newton
@@ -77,6 +78,9 @@ def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = Fal
     problem, allowed = "", f"{names_where(lambda row: row.is_diagnosable)}, without label shares and local layers"
     if not algorithm.minimises_likelihood:
         problem = f"{type(algorithm).__name__} can't be diagnosed: it minimises another function than the theorems' f"
+    elif isinstance(mixer, ServerSteps):
+        run, allowed = f"A run whose server steps by {type(mixer.rule).__name__}", "server.name none"
+        problem = f"{run} can't be diagnosed, as the theorems are of servers that take the mean"
     elif not mixer.seeks_consensus:
         run = f"A run whose clients' models are mixed by {type(mixer).__name__}"
         problem = f"{run} can't be diagnosed, as they don't tend to one model, or one set of components, for all"

@@ -134,7 +134,7 @@ class Recipe:
     @cached_property
     def method(self) -> Assembled:
         config, run = self.config, self.config.run
-        around = Around(config.graph, run.label_shares, run.local_layers, config.compression)
+        around = Around(config.graph, run.label_shares, run.local_layers, config.compression, config.server)
         return assemble(config.method.name, self.model, config.solver, config.method.values, around)
 
     @property

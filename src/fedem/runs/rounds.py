@@ -147,11 +147,13 @@ def server_step(
         (together,) = team.total(placed(summands, count))
         summands = [(torch.arange(count), together)]
     mixed, memory = mixer.mix(state.shared, state.memory, this, summands)
-    means = team.total(mixed.means)[0] if adds_up else mixed.means
+    if adds_up:
+        mixed = mixed._replace(means=team.total(mixed.means)[0])
+    mixed, memory = mixer.advance(state.shared, memory, this, mixed)
     if codec is not None:
-        means, memory = codec.announce(means, memory)
-        means = tree_map(torch.add, state.shared, means)
-    shared = step_groups(algorithm, state.shared, mixed._replace(means=means), mixer.share(this, share))
+        update, said = codec.announce(mixed.means, state.memory)
+        mixed, memory = mixed._replace(means=tree_map(torch.add, state.shared, update)), memory | said
+    shared = step_groups(algorithm, state.shared, mixed, mixer.share(this, share))
     _refuse_divergence(not_finite(shared) or not_finite(memory), state.round + 1, this.learning_rate)
     return replace(state, round=state.round + 1, shared=shared, memory=memory), mixed.num_messages
 

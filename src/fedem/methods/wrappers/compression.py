@@ -155,9 +155,9 @@ class Codec:
         return self._announced(still, {name: leaf for name, leaf in still.items() if name in self.model.trainable})
 
     def announce(self, mean: Tree, memory: Tree) -> tuple[Tree, Tree]:
-        """Return what the server adds to u for a mean of updates ``[1, ...]``, and its next memory."""
+        """Return what the server adds to u for a mean of updates ``[1, ...]``, and what it remembers of its message."""
         if self.compression.downloads == "none":
-            return mean, memory
+            return mean, {}
         memory = self._announced(mean, take_prefix(_REST, memory))
         return read_update(take_prefix(_NEWS, memory), self.model.dtype), memory
 

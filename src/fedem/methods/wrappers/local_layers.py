@@ -78,6 +78,10 @@ class LocalLayers(Mixer):
         average = Star().mix({}, {}, this, held)[0].means
         return mixed, _joined(remembered, local, average)
 
+    def advance(self, shared: Tree, memory: Tree, this: Round, mixed: Mixed) -> tuple[Mixed, Tree]:
+        mixed, remembered = self.base.advance(shared, take_prefix("base", memory), this, mixed)
+        return mixed, _joined(remembered, take_prefix("local", memory), take_prefix("average", memory))
+
     def share(self, this: Round, of_samples: float) -> float:
         return self.base.share(this, of_samples)
 
