@@ -138,8 +138,9 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         described = f"{folder / _DESCRIPTION} is not a description of a model"
         raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
     count, name = len(mixture.log_weights), recipe.config.name("model")
-    wanted = {name: (count, *leaf.shape) for name, leaf in recipe.model.init(0).items()}
-    if wanted != {name: tuple(leaf.shape) for name, leaf in mixture.components.items()}:
+    # Leaves that components have in common have one row.
+    found = {name: tuple(leaf[:1].shape) for name, leaf in mixture.components.items() if len(leaf) in (1, count)}
+    if found != {name: (1, *leaf.shape) for name, leaf in recipe.model.init(0).items()}:
         raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {name!r}.")
     components, log_weights = tree_to(mixture.components, recipe.device), mixture.log_weights.to(recipe.device)
     return PersonalModel(recipe.model, Mixture(components, log_weights), recipe.format)

@@ -24,8 +24,8 @@ from torch.nn.functional import max_pool2d
 from fedem.core.em import mix
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import write_atomically
-from fedem.core.tree import Tree, tree_index
-from fedem.models.base import Model, leaves_of
+from fedem.core.tree import Tree
+from fedem.models.base import Model, component_of, leaves_of
 from fedem.models.images import PooledConv2d
 from fedem.runs.result import PersonalModel
 
@@ -152,7 +152,7 @@ class PersonalModule(nn.Module):
     def __init__(self, personal: PersonalModel):
         super().__init__()
         components, log_weights = personal.mixture
-        parameters = [tree_index(components, m) for m in range(len(log_weights))]
+        parameters = [component_of(components, m) for m in range(len(log_weights))]
         self.components = nn.ModuleList(_component(personal.model, one) for one in parameters)
         self.register_buffer("log_weights", log_weights.detach().cpu().clone())
         self._model, encoding = personal.model, personal.format.encoding

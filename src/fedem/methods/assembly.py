@@ -55,7 +55,7 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
         mixer = LocalLayers(mixer, model.leaves_called(local_layers))
     if label_shares:
         algorithm = LabelShares.of(algorithm)
-    codec = Codec(compression, model, int(algorithm.is_mixture)) if compression.is_on else None
+    codec = Codec(compression, model, int(algorithm.is_mixture), algorithm.common) if compression.is_on else None
     return Assembled(algorithm, mixer, codec)
 
 

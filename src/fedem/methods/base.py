@@ -13,6 +13,7 @@ Shapes: n samples of the client, B samples of a batch, M components.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self, final
 
 from torch import Tensor
@@ -91,6 +92,11 @@ class Algorithm(Settings, ABC):
         cls.compressible = cls.compressible and cls.uploads_model
         cls.has_scores = cls.score is not Algorithm.score
         cls.has_survey = cls.survey is not Algorithm.survey
+
+    @cached_property
+    def common(self) -> frozenset[str]:
+        """Names of the leaves of u that all components have in common, where u is several models: they have one row."""
+        return frozenset()
 
     @final
     def with_solver(self, solver: Solver) -> Self:

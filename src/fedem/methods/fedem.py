@@ -6,6 +6,7 @@ Shapes: M components, n samples of the client, B of a batch.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -13,11 +14,20 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedem.core import em
+from fedem.core.errors import UserError
 from fedem.core.random import uniform
-from fedem.core.tree import Tree, add_prefix, take_prefix
+from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_to
 from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.steps import distinct_models, mean_by_mass, times_mass, train_step
+from fedem.methods.steps import (
+    NONE_SHARED,
+    common_leaves,
+    distinct_models,
+    mean_by_mass,
+    times_mass,
+    train_step,
+    trained_leaves,
+)
 from fedem.methods.surrogate import Fixed, Surrogate
 
 _LEAST = 1e-12  # of a mixture weight that Balanced FedEM divides by: below, a component hardly moves at the client
@@ -29,6 +39,9 @@ class FedEM(Surrogate):
 
     Attributes:
         num_components: M, how many component models all clients share; 1 is FedAvg.
+        shared_layers: layers that the components have in common, with commas between: "body" for all but the last one,
+            which leaves M heads on one network; "50%" for the first half; or names of layers and parameters, in which *
+            stands for anything. "none": components are whole models, as in the paper.
         initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
             "uniform" starts all at 1/M.
         sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
@@ -46,6 +59,7 @@ class FedEM(Surrogate):
     is_mixture: ClassVar[bool] = True
 
     num_components: int = field(default=3, metadata={"min": 1})
+    shared_layers: str = field(default=NONE_SHARED, metadata={"each": str.strip})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
     unseen_prior: float = field(default=1.0, metadata={"min": 0, "acts": "scores"})
@@ -55,8 +69,13 @@ class FedEM(Surrogate):
         """Responsibilities below one make a component's loss bend less than a single model's."""
         return 2 / curvature
 
+    @cached_property
+    def common(self) -> frozenset[str]:
+        """The leaves of the shared layers."""
+        return common_leaves(self.model, self.shared_layers)
+
     def init_shared(self, seed: int) -> Tree:
-        return distinct_models(self.model, self.num_components, seed)
+        return distinct_models(self.model, self.num_components, seed, self.common)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """Log mixture weights ``[M]``."""
@@ -99,8 +118,8 @@ class FedEM(Surrogate):
         return {"log_weights": torch.lerp(first["log_weights"].exp(), second["log_weights"].exp(), share).log()}
 
     def start(self, parameters: Tree) -> Tree:
-        """A solver's state for each component, ``[M, ...]``."""
-        return vmap(super().start)(parameters)
+        """A solver's state for each component, ``[M, ...]``; one for all where they have leaves in common."""
+        return super().start(parameters) if self.common else vmap(super().start)(parameters)
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """One solver step for each component on its responsibility-weighted loss (Eq. 6).
@@ -108,18 +127,43 @@ class FedEM(Surrogate):
         In u the surrogate is a sum over components, so each has a solver of its own: a Hessian of one component and
         not of all, a step length that suits it. Losses are those of training mode, and buffers change.
         """
+        responsibilities, speeds = batch.samples["log_responsibilities"].exp(), self.speeds(local, batch)
+        if self.common:
+            return self._joint_step(local, batch, learning_rate, responsibilities, speeds)
 
         def one(component: Tree, state: Tree, counts: Tensor) -> tuple[Tree, Tree]:
             weighted = batch._replace(weights=batch.weights * counts)
             return train_step(self.model, self.solver, component, state, weighted, learning_rate)
 
         step = self.model.over_components(one, (0, 0, 0))
-        shared, solver_state = step(local.shared, local.solver_state, self.counts(local, batch))
+        shared, solver_state = step(local.shared, local.solver_state, speeds[:, None] * responsibilities)
         return local._replace(shared=shared, solver_state=solver_state)
 
-    def counts(self, local: Local, batch: Batch) -> Tensor:
-        """How much each sample counts for each component, ``[M, B]``: its responsibility."""
-        return batch.samples["log_responsibilities"].exp()
+    def _joint_step(
+        self, local: Local, batch: Batch, learning_rate: Tensor, responsibilities: Tensor, speeds: Tensor
+    ) -> Local:
+        """One solver step on the sum over components: what they have in common gets the gradient of all samples.
+
+        Responsibilities sum to one, so that common leaves never starve, however few samples a component has.
+        """
+        leaves, mask = trained_leaves(self.model, local.shared), batch.masks[0] if batch.masks else None
+
+        def quickened(leaf: Tensor) -> Tensor:
+            """The same numbers, whose gradient is multiplied by its component's speed."""
+            return leaf.detach() + row_of(speeds, leaf) * (leaf - leaf.detach())
+
+        def objective(candidate: Tree) -> tuple[Tensor, Tree]:
+            own = {name: quickened(leaf) for name, leaf in candidate.items() if name not in self.common}
+            models = local.shared | candidate | own
+            losses, changed = self.model.component_training_losses(models, *batch[:2], mask, batch.key)
+            return (batch.weights * responsibilities * losses).sum(), changed
+
+        trained, solver_state, changed = self.solver.step(objective, leaves, local.solver_state, learning_rate)
+        return local._replace(shared=local.shared | changed | trained, solver_state=solver_state)
+
+    def speeds(self, local: Local, batch: Batch) -> Tensor:
+        """What the gradients of each component's own leaves are multiplied by, ``[M]``."""
+        return torch.ones_like(local.personal["log_weights"])
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
@@ -133,7 +177,20 @@ class FedEM(Surrogate):
         return {"log_weights": em.fit_log_weights(scores["losses"], updates or None, self.unseen_prior, mask)}
 
     def check(self, inputs: Tensor) -> None:
-        """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode."""
+        """Any model will do: the E-step is in evaluation mode, as in the paper, and the steps in training mode.
+
+        Layers must be there to be shared, and statistics of a shared layer must be those of shared inputs.
+        """
+        if self.common <= self.model.trainable or self.model.not_stackable is not None:
+            return
+        shared, key = tree_to(self.init_shared(0), inputs.device), torch.tensor(0, device=inputs.device)
+        run = self.model.each_component(shared, lambda one, some: self.model.training_outputs(one, some, None, key))
+        try:
+            run(inputs)
+        except RuntimeError as error:
+            said = f"method.shared_layers is {self.shared_layers!r}, but a layer with statistics among them"
+            allowed = "allowed: body, or layers that begin with the first one"
+            raise UserError(f"{said} comes after one that is not shared ({error}); {allowed}.") from error
 
 
 @final
@@ -150,14 +207,13 @@ class BalancedFedEM(FedEM):
 
     uploads_model: ClassVar[bool] = False
 
-    def counts(self, local: Local, batch: Batch) -> Tensor:
-        """Responsibilities over their mean among the client's samples, or in the batch where that is larger.
+    def speeds(self, local: Local, batch: Batch) -> Tensor:
+        """One over the mean responsibility among the client's samples, or in the batch where that is larger.
 
         So a batch with most of a component's responsibilities never counts for more than a mean over samples.
         """
-        responsibilities = batch.samples["log_responsibilities"].exp()
-        here = (responsibilities * batch.weights).sum(1)
-        return responsibilities / torch.maximum(self._mass(local), here)[:, None]
+        here = (batch.samples["log_responsibilities"].exp() * batch.weights).sum(1)
+        return 1 / torch.maximum(self._mass(local), here)
 
     def _mass(self, local: Local) -> Tensor:
         """The client's mixture weights ``[M]``, as they are divided by."""
@@ -172,6 +228,21 @@ class BalancedFedEM(FedEM):
     def update(self, shared: Tree, mean: Tree, share: float) -> Tree:
         return mean_by_mass(shared, mean)
 
+    def check(self, inputs: Tensor) -> None:
+        """With shared layers, no one function is minimised: they step on all samples, the others on their own share."""
+        if self.common and not self.solver.obeys_rate:
+            said = f"method.shared_layers is {self.shared_layers!r}, but Balanced FedEM's steps then follow gradients"
+            raise UserError(f"{said}, and {type(self.solver).__name__} takes its own; allowed: solvers sgd and adam.")
+        super().check(inputs)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FedEMHeads(FedEM):
+    """FedEM whose components share their body: M heads on one network, at little more than FedAvg's cost."""
+
+    shared_layers: str = field(default="body", metadata={"each": str.strip})
+
 
 register(
     Method("fedem", FedEM, Star, title="FedEM", summary="M shared components, private mixture weights",
@@ -181,4 +252,7 @@ register(
            summary="FedEM whose components train at full speed, however few samples they are responsible for",
            personal="mixture weights, which the server sees", sent="M models, and M mixture weights up",
            unseen="fits its mixture weights", position=220),
+    Method("fedem-heads", FedEMHeads, Star, title="FedEM heads",
+           summary="FedEM whose components are M heads on one shared network", personal="mixture weights",
+           sent="a model with M heads", unseen="fits its mixture weights", position=240),
 )  # fmt: skip

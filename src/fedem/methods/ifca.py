@@ -8,6 +8,7 @@ Shapes: K clusters, n samples of the client.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -18,7 +19,7 @@ from fedem.core.em import uniform_log_weights
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
 from fedem.methods.base import Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
-from fedem.methods.steps import SingleModel, distinct_models, mean_by_mass, times_mass
+from fedem.methods.steps import NONE_SHARED, SingleModel, common_leaves, distinct_models, mean_by_mass, times_mass
 
 
 @final
@@ -30,15 +31,23 @@ class IFCA(SingleModel):
 
     Attributes:
         num_clusters: K, how many models there are; 1 is FedAvg.
+        shared_layers: layers that the models have in common, with commas between: "body" for all but the last one,
+            "50%" for the first half, or names; every client trains them. "none": models are apart.
     """
 
     uploads_model: ClassVar[bool] = False
     chooses_anew: ClassVar[bool] = True
 
     num_clusters: int = field(default=3, metadata={"min": 1})
+    shared_layers: str = field(default=NONE_SHARED, metadata={"each": str.strip})
+
+    @cached_property
+    def common(self) -> frozenset[str]:
+        """The leaves of the shared layers."""
+        return common_leaves(self.model, self.shared_layers)
 
     def init_shared(self, seed: int) -> Tree:
-        return distinct_models(self.model, self.num_clusters, seed)
+        return distinct_models(self.model, self.num_clusters, seed, self.common)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
         """Undecided until the client has taken part: all alike, ``[K]``."""
@@ -53,7 +62,8 @@ class IFCA(SingleModel):
         """Choose the model with the least loss on all training samples, and train that one alone."""
         chosen = (scores["losses"] * mask).sum(1).argmin()
         indicator = one_hot(chosen, self.num_clusters).to(scores["losses"])
-        model = tree_map(lambda leaf: leaf.index_select(0, chosen[None]).squeeze(0), shared)
+        own = {name: leaf.index_select(0, chosen[None]) for name, leaf in shared.items() if name not in self.common}
+        model = tree_map(lambda leaf: leaf.squeeze(0), shared | own)
         return Local(model, {"log_weights": indicator.log()}, self.start(model), {"indicator": indicator}), {}
 
     def finish(self, local: Local) -> Trained:
@@ -62,7 +72,11 @@ class IFCA(SingleModel):
         return Trained(upload, local.personal, self._everywhere(local.shared))
 
     def _everywhere(self, model: Tree) -> Tree:
-        return tree_map(lambda leaf: leaf.expand(self.num_clusters, *leaf.shape), model)
+        """The model in all places ``[K, ...]``, what all have in common once."""
+        return {name: leaf.expand(self._rows(name), *leaf.shape) for name, leaf in model.items()}
+
+    def _rows(self, leaf: str) -> int:
+        return 1 if leaf in self.common else self.num_clusters
 
     def summand(self, upload: Tree) -> Tree:
         """The model in its cluster's place, zeros in the others, ``[K, ...]``; and where it is."""

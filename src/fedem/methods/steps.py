@@ -84,13 +84,30 @@ def mean_loss(losses: Tensor, mask: Tensor) -> Tensor:
     return (losses * mask).sum() / mask.sum()
 
 
-def distinct_models(model: Model, count: int, seed: int) -> Tree:
-    """Draw ``count`` models independently, ``[count, ...]``: those that start equal never part."""
+def distinct_models(model: Model, count: int, seed: int, common: frozenset[str] = frozenset()) -> Tree:
+    """Draw ``count`` models independently, ``[count, ...]``: those that start equal never part.
+
+    Of leaves that they have in ``common`` there is one row, the first one's.
+    """
     trees = [model.init(int(derive(seed, index))) for index in range(count)]
-    if count > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in model.trainable):
+    if count > 1 and all(torch.equal(trees[0][name], trees[1][name]) for name in model.trainable - common):
         remedy = "the function that builds the model must draw its parameters afresh each time"
         raise UserError(f"All components start equal and would stay so: {remedy}, from torch's global generator.")
-    return tree_stack(trees)
+    return {name: leaf[:1] if name in common else leaf for name, leaf in tree_stack(trees).items()}
+
+
+NONE_SHARED = "none"  # the word for shared_layers where components have nothing in common
+
+
+def common_leaves(model: Model, words: str) -> frozenset[str]:
+    """Return the leaves that ``shared_layers`` names, which components share; refuse what leaves nothing apart."""
+    if words == NONE_SHARED:
+        return frozenset()
+    found = model.leaves_called(words)
+    if found >= model.trainable:
+        said = f"method.shared_layers is {words!r}, which names all that the model trains, so components would be one"
+        raise UserError(f"{said}; allowed: body, for all but the last layer, or other layers, or none.")
+    return found
 
 
 def mixture_of_one(parameters: Tree) -> Mixture:
@@ -184,9 +201,12 @@ def times_mass(models: Tree, mass: Tensor) -> Tree:
     """Return what a client adds to means in which it counts for each of K models by a mass of its own.
 
     That is each model ``[K, ...]`` times its mass, and the masses ``[K]``; :func:`mean_by_mass` divides their means.
+    For leaves that all models have in common, ``[1, ...]``, it counts whole.
     """
 
     def weighed(leaf: Tensor) -> Tensor:
+        if len(leaf) < len(mass):
+            return leaf
         rows = row_of(mass, leaf)
         # Counters are not averaged.
         return rows.to(leaf.dtype) * leaf if leaf.is_floating_point() else torch.where(rows > 0, leaf, 0)
@@ -199,6 +219,8 @@ def mean_by_mass(shared: Tree, mean: Tree) -> Tree:
     mass = mean["mass"]
 
     def divided(old: Tensor, new: Tensor) -> Tensor:
+        if len(old) < len(mass):
+            return new
         rows = row_of(mass, old)
         quotient = new / rows.clamp(min=torch.finfo(mass.dtype).tiny).to(new.dtype) if new.is_floating_point() else new
         return torch.where(rows > 0, quotient, old)

@@ -236,12 +236,42 @@ class Model:
         self.not_stackable = _reason_not_to_stack(self, inputs)
 
     def component_outputs(self, components: Tree, inputs: Tensor) -> Tensor:
-        """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``."""
-        return self.over_components(self.outputs, (0, None), self.is_large)(components, inputs)
+        """Run M stacked models in evaluation mode, ``[M, ...], [n, ...] -> [M, n, K]``.
+
+        A leaf with one row is common to all M. What it does to the inputs is done once.
+        """
+        return self.each_component(components, self.outputs, self.is_large)(inputs)
 
     def component_losses(self, components: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of each sample under each of M models, ``[M, n]``."""
-        return self.over_components(self.losses, (0, None, None), self.is_large)(components, inputs, targets)
+        """Negative log-likelihood of each sample under each of M models, ``[M, n]``; likewise."""
+        return self.each_component(components, self.losses, self.is_large)(inputs, targets)
+
+    def component_training_losses(
+        self, components: Tree, inputs: Tensor, targets: Tensor, mask: Tensor | None, key: Tensor
+    ) -> tuple[Tensor, Tree]:
+        """Do the same in training mode, ``[M, n]``, and return the buffers; arguments as in ``training_losses``."""
+
+        def one(component: Tree, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tree]:
+            return self.training_losses(component, inputs, targets, mask, key)
+
+        losses, buffers = self.each_component(components, one)(inputs, targets)
+        return losses, {name: leaf[: len(components[name])] for name, leaf in buffers.items()}
+
+    def each_component(
+        self, components: Tree, function: Callable[..., Any], one_by_one: bool = False
+    ) -> Callable[..., Any]:
+        """Return ``function`` of a component and samples as one of the samples alone, its results stacked."""
+        count = num_components(components)
+        common = {name for name, leaf in components.items() if len(leaf) < count}
+        if common and self.not_stackable is None:
+            # Leaves without a dimension of their own: vmap does once what depends on nothing else.
+            trees = {name: leaf[0] if name in common else leaf for name, leaf in components.items()}
+            dims = {name: None if name in common else 0 for name in components}
+            return lambda *samples: vmap(function, in_dims=(dims, *(None for _ in samples)))(trees, *samples)
+        whole = {name: leaf.expand(count, *leaf.shape[1:]) for name, leaf in components.items()}
+        return lambda *samples: self.over_components(function, (0, *(None for _ in samples)), one_by_one)(
+            whole, *samples
+        )
 
     @cached_property
     def is_large(self) -> bool:
@@ -291,6 +321,16 @@ def _is_called(leaf: str, word: str) -> bool:
     parts = leaf.split(".")
     named = (".".join(parts[first:last]) for first, last in combinations(range(len(parts) + 1), 2))
     return any(fnmatchcase(name, word) for name in named)
+
+
+def num_components(components: Tree) -> int:
+    """Return M, of M stacked models: leaves that all have in common have one row."""
+    return max(len(leaf) for leaf in components.values())
+
+
+def component_of(components: Tree, index: int) -> Tree:
+    """Return one of M stacked models."""
+    return {name: leaf[index if len(leaf) > 1 else 0] for name, leaf in components.items()}
 
 
 def leaves_of(module: nn.Module) -> Tree:

@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedem.core.em import fit_log_weights, log_responsibilities, negative_log_likelihood, update_log_weights
 from fedem.core.errors import UserError
 from fedem.core.random import SOLVER, choose
-from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_double, tree_index, tree_map
+from fedem.core.tree import Tree, add_prefix, take_prefix, tree_cat, tree_double, tree_index, tree_map, tree_stack
 from fedem.data.dataset import Truth
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool
@@ -174,14 +174,11 @@ class _Measured(Wrapped):
         """Add the batch's part of grad f_t = 1/n_t sum_i q_i(m) grad loss_i(theta_m), which is Fisher's identity."""
         share = (batch.weights > 0).sum(dtype=self.model.dtype) / local.context["size"]
 
-        def objective(leaves: Tree, component: Tree, responsibilities: Tensor) -> Tensor:
-            losses = self.model.losses(component | leaves, batch.inputs, batch.targets)
-            return (share * batch.weights * responsibilities * losses).sum()
+        def objective(leaves: Tree) -> Tensor:
+            losses = self.model.component_losses(local.shared | leaves, batch.inputs, batch.targets)
+            return (share * batch.weights * batch.samples["responsibilities"] * losses).sum()
 
-        def one(component: Tree, responsibilities: Tensor) -> Tree:
-            return grad(objective)(trained_leaves(self.model, component), component, responsibilities)
-
-        gradients = self.model.over_components(one, (0, 0))(local.shared, batch.samples["responsibilities"])
+        gradients = grad(objective)(trained_leaves(self.model, local.shared))
         return local._replace(solver_state=tree_map(torch.add, local.solver_state, gradients))
 
     def finish(self, local: Local) -> Trained:
@@ -345,7 +342,8 @@ def _alphas(
 ) -> tuple[Tensor, Tensor]:
     """Return (g(end) - g*) / (g(start) - g*) of each component of one client, ``[M]``; NaN where g(start) is g*.
 
-    And the least and the largest eigenvalue of the Hessians of g, ``[2]``, at both and at the minimum.
+    Components that have leaves in common are one problem, ``[1]``. And the least and the largest eigenvalue of the
+    Hessians of g, ``[2]``, at both and at the minimum.
     The ``algorithm`` and its Newton solver are in double precision. Gains below the ``resolution``, relative to g, are
     lost in the rounding of those who train.
     """
@@ -354,11 +352,15 @@ def _alphas(
     _, fixed = algorithm.begin(shared, personal, algorithm.score(shared, inputs, targets), everything)
     # A single model is responsible for every sample.
     responsibilities = fixed["log_responsibilities"].exp() if fixed else everything.double()[None]
-    weights = responsibilities.repeat(2, 1)  # of the components before and after the round
-    components = tree_cat([algorithm.predictor(tree, personal).components for tree in (shared, upload)])
+    ends = [algorithm.predictor(tree, personal).components for tree in (shared, upload)]  # before and after the round
+    if algorithm.common:
+        components, weights = tree_stack(ends), responsibilities.expand(2, *responsibilities.shape)
+    else:
+        components, weights = tree_cat(ends), responsibilities.repeat(2, 1)
+    losses = model.component_losses if algorithm.common else model.losses
 
     def loss(component: Tree, weights: Tensor) -> Tensor:
-        return (weights * model.losses(component, inputs, targets)).mean()
+        return (weights * losses(component, inputs, targets)).sum() / len(targets)
 
     def value(component: Tree, weights: Tensor) -> Tensor:
         trained = trained_leaves(model, component)
@@ -374,7 +376,7 @@ def _alphas(
         problem = VectorObjective(lambda own: (loss(component | own, weights), {}), trained, solver.weight_decay)
         return torch.linalg.eigvalsh(jacrev(grad(problem.value))(problem.start))
 
-    size = model.num_parameters
+    size = sum(leaf[0].numel() for leaf in trained_leaves(model, components).values())
     together = max(1, _MOST_NUMBERS // (size * max(size, len(targets))))
     steps, curvatures = vmap(step, chunk_size=together), vmap(curvature, chunk_size=together)
     met = [curvatures(components, weights)]
@@ -398,13 +400,14 @@ def _alphas(
 class Recovery:
     """How much of a known truth was recovered: components up to their order, and clusters.
 
-    Learnt components are matched with true ones, each at most once, at the least total cosine distance.
+    Learnt components are matched with true ones, each at most once, at the least total cosine distance: of the
+    components or, where they are networks, of the columns of mixture weights.
     """
 
     matching: list[tuple[int, int]]
     """pairs (learnt, true)"""
     component_distances: list[float]
-    """cosine distance of each pair"""
+    """cosine distance of each pair; empty where learnt components are of another kind than the true ones"""
     weight_distance: float
     """cosine distance between the matrices of mixture weights, columns matched"""
     cluster_accuracy: float
@@ -418,17 +421,29 @@ def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
 
 def recover(components: Tensor, weights: Tensor, true_components: Tensor, true_weights: Tensor) -> Recovery:
     """Match and compare components, ``[M, d]`` and ``[R, d]``, and mixture weights, ``[T, M]`` and ``[T, R]``."""
+    distances = cosine_distance(components.double().cpu(), true_components.double())
+    matched = _matched(distances, weights, true_weights)
+    return replace(matched, component_distances=[float(distances[pair]) for pair in matched.matching])
+
+
+def recover_clusters(weights: Tensor, true_weights: Tensor) -> Recovery:
+    """Match components by the clients that weigh them alike, and compare weights; nothing is said of components."""
+    columns = (each.double().cpu().T for each in (weights, true_weights))
+    return _matched(cosine_distance(*columns), weights, true_weights)
+
+
+def _matched(distances: Tensor, weights: Tensor, true_weights: Tensor) -> Recovery:
+    """Match learnt with true components at the least total of the ``distances`` ``[M, R]``, and compare weights."""
     from scipy.optimize import linear_sum_assignment
 
-    distances = cosine_distance(components.double().cpu(), true_components.double())
     learnt, true = (torch.from_numpy(index) for index in linear_sum_assignment(distances.numpy()))
     matched, reference = weights.double().cpu()[:, learnt], true_weights.double()[:, true]
     flat = cosine_distance(matched.reshape(1, -1), reference.reshape(1, -1))
-    translation = torch.full((components.shape[0],), -1)  # an unmatched component is nobody's cluster
+    translation = torch.full((len(distances),), -1)  # an unmatched component is nobody's cluster
     translation[learnt] = true
     hits = translation[weights.cpu().argmax(1)] == true_weights.argmax(1)
     matching = list(zip(learnt.tolist(), true.tolist(), strict=True))
-    return Recovery(matching, distances[learnt, true].tolist(), float(flat), float(hits.double().mean()))
+    return Recovery(matching, [], float(flat), float(hits.double().mean()))
 
 
 def optimal_distance(truth: Truth, federation: Federation) -> float | None:

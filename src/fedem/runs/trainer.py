@@ -585,9 +585,10 @@ class Trainer:
         truth, mixture = self.truth, found.of(self.recipe.algorithm, 0)
         if truth is None or len(mixture.log_weights) == 1 or bool((found.reads != found.reads[0]).any()):
             return None
-        components = next((leaf for name, leaf in mixture.components.items() if name.endswith("weight")), None)
-        if components is None or components.flatten(1).shape[1] != truth.components.shape[1]:
-            return None
         weights = found.log_weights(self.recipe.algorithm).exp().cpu()
         true_weights = truth.weights_of(self.federation.names)
-        return measures.recover(components.flatten(1), weights, truth.components, true_weights)
+        slopes = next((leaf.flatten(1) for name, leaf in mixture.components.items() if name.endswith("weight")), None)
+        if slopes is None or slopes.shape != (len(mixture.log_weights), truth.components.shape[1]):
+            # A network's components are of another kind than the truth's, but clusters of clients can be compared.
+            return measures.recover_clusters(weights, true_weights)
+        return measures.recover(slopes, weights, truth.components, true_weights)

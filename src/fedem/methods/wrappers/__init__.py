@@ -1,6 +1,7 @@
 """Methods around others: whatever they don't say otherwise, they do as the method within."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self, final
 
 from torch import Tensor
@@ -26,6 +27,10 @@ class Wrapped(Algorithm):
         super().__post_init__()
         # A survey reads all samples, so it is only asked for where the method within has one.
         object.__setattr__(self, "has_survey", self.base.has_survey)
+
+    @cached_property
+    def common(self) -> frozenset[str]:
+        return self.base.common
 
     init_shared = _as_base("init_shared")
     init_personal = _as_base("init_personal")

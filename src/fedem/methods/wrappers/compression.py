@@ -98,6 +98,7 @@ class Codec:
     compression: Compression
     model: Model
     leading: int  # how many first dimensions of u have a scale for each index: 1 for components, 0 for a single model
+    common: frozenset[str] = frozenset()  # leaves that components have in common, which are always sent
 
     @property
     def adds_up(self) -> bool:
@@ -117,9 +118,15 @@ class Codec:
         message, rest = write_update(update, residual, self.compression.updates, self.leading)
         if self.compression.threshold:
             sent = personal["log_weights"].exp() > self.compression.threshold
-            rest = tree_map(lambda new, old: torch.where(row_of(sent, new), new, old), rest, residual)
-            message = tree_map(lambda leaf: torch.where(row_of(sent, leaf), leaf, 0), message) | {_SENT: sent}
+            held = self._by_component(rest)
+            rest |= tree_map(lambda new, old: torch.where(row_of(sent, new), new, old), held, residual)
+            dropped = tree_map(lambda leaf: torch.where(row_of(sent, leaf), leaf, 0), self._by_component(message))
+            message = message | dropped | {_SENT: sent}
         return message, rest
+
+    def _by_component(self, tree: Tree) -> Tree:
+        """Return the leaves that each component has its own of."""
+        return {n: leaf for n, leaf in tree.items() if n != _SENT and n.removeprefix("scale/") not in self.common}
 
     def decode(self, message: Tree) -> Tree:
         """Return the update that a message says; of components that were not sent, none."""
@@ -130,22 +137,24 @@ class Codec:
         if _SENT not in message:
             return message
         sent = message[_SENT]
-        return {name: leaf if name == _SENT else leaf[sent] for name, leaf in message.items()}
+        return message | {name: leaf[sent] for name, leaf in self._by_component(message).items()}
 
     def unpack(self, packed: Tree) -> Tree:
         """Put zeros where :meth:`pack` left out components."""
         if _SENT not in packed:
             return packed
-        sent, rows = packed[_SENT], {name: leaf for name, leaf in packed.items() if name != _SENT}
+        sent, rows = packed[_SENT], self._by_component(packed)
         zeros = tree_map(lambda leaf: leaf.new_zeros(len(sent), *leaf.shape[1:]), rows)
-        return {_SENT: sent} | tree_map(lambda whole, leaf: whole.index_put((sent,), leaf), zeros, rows)
+        return packed | tree_map(lambda whole, leaf: whole.index_put((sent,), leaf), zeros, rows)
 
     def num_bytes(self, messages: Tree) -> int:
         """Count the bytes of some clients' packed messages, ``[c, ...]``."""
         if _SENT not in messages:
             return tree_bytes(messages)
-        sent, rows = messages[_SENT], {name: leaf[0, :1] for name, leaf in messages.items() if name != _SENT}
-        return tree_bytes({_SENT: sent}) + int(sent.sum()) * tree_bytes(rows)
+        rows = self._by_component(messages)
+        always = {name: leaf for name, leaf in messages.items() if name not in rows}
+        one = {name: leaf[0, :1] for name, leaf in rows.items()}
+        return tree_bytes(always) + int(messages[_SENT].sum()) * tree_bytes(one)
 
     def first_memory(self, shared: Tree) -> Tree:
         """Return what the server remembers of its messages beside the first u ``[1, ...]``."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from scipy.special import entr
 
 from fedem.core.tree import Tree
+from fedem.models.base import num_components
 from fedem.report.pictures.canvas import COLOURS, INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
 from fedem.report.runs import Gathered, Numbers, Run
 from fedem.runs.config import GIVEN
@@ -156,6 +157,7 @@ def cosines_of(run: Run) -> Numbers | None:
 
 def cosines(components: Tree, trained: frozenset[str]) -> Numbers:
     """Return the cosines between the components' flattened trained leaves, ``[M, ...] -> [M, M]``."""
-    leaves = [leaf.flatten(1).double() for name, leaf in components.items() if name in trained]
+    trees, count = [leaf for name, leaf in components.items() if name in trained], num_components(components)
+    leaves = [leaf.flatten(1).double() for leaf in trees if len(leaf) == count]  # and none that all have in common
     directions = torch.nn.functional.normalize(torch.cat(leaves, 1), dim=1)
     return (directions @ directions.T).clamp(-1, 1).numpy()
