@@ -74,6 +74,9 @@ def evaluate(
         int | None, Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
     fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
+    neighbours: Annotated[
+        int | None, Option(help="How many of its nearest training samples each client asks beside its model; 0: none.")
+    ] = None,
     metrics: Metrics = None,
     which: Annotated[str | None, Option(help="For --data, the state to use: last, or best by validation.")] = None,
     target_column: TargetColumn = None,
@@ -95,12 +98,14 @@ def evaluate(
 
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
 
+      fedem evaluate runs/first --neighbours 10
+
       fedem evaluate runs/shops --data today.csv --out today-by-shop.csv
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
     if data is not None:
-        _refuse("with --data", fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate)
+        _refuse("with --data", fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, neighbours=neighbours)
         if out is not None and out.suffix != ".csv":
             raise UserError(f"--out is {out}; allowed with --data: a file ending in .csv.")
         result = _loaded(run_folder, device)
@@ -108,7 +113,8 @@ def evaluate(
         _evaluate_rows(result, read, out, which, metrics, quiet)
         return
     _refuse("without --data", which=which, target_column=target_column, client_column=client_column, **written)
-    other = options.given(fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, metrics=metrics)
+    tuned = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate}
+    other = options.given(**tuned, neighbours=neighbours, metrics=metrics)
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, **other)
     if not quiet:
