@@ -147,6 +147,11 @@ class Model:
         """Name of the last layer that is trained; empty where the module is that layer itself."""
         return [name for name in self.leaf_shapes if name in self.trainable][-1].rpartition(".")[0]
 
+    @cached_property
+    def has_body(self) -> bool:
+        """Whether there are layers with leaves besides the head, so that features depend on them."""
+        return any(name.rpartition(".")[0] != self.head for name in self.leaf_shapes)
+
     def leaves_called(self, words: str) -> frozenset[str]:
         """Return the leaves that ``words``, with commas between, name; a word that names none is refused.
 

@@ -138,7 +138,8 @@ class Result:
                 problem = f"Client {name!r} has taken part in no round, and its mixture weights are as drawn at first"
                 raise UserError(f"{problem}; they are fitted once the run is complete: resume it first (--resume).")
         memory = self._memory(which)
-        return PersonalModel(recipe.model, predictor, recipe.format, memory and memory.of(position))
+        neighbours = None if memory is None else memory.of(position)
+        return PersonalModel(recipe.model, predictor, recipe.format, neighbours)
 
     def _memory(self, which: str) -> Memory | None:
         """Return what clients remember; None where neighbours have no say."""
@@ -263,7 +264,7 @@ class Result:
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
-        found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, **epochs)
+        found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, None, **epochs)
         return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format, found.neighbours(0))
 
     def _fit(
@@ -273,7 +274,7 @@ class Result:
         which: str,
         beside: str | None,
         updates: int | None,
-        validation: Samples | None = None,
+        validation: Samples | None,
         **epochs: int | None,
     ) -> Predictors:
         """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`.
