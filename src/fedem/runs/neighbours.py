@@ -31,11 +31,12 @@ from fedem.models.base import Model
 from fedem.runs.rounds import State
 
 PREDICT_ROWS = 1 << 13  # samples that a model predicts at once
-WEIGHTS = torch.linspace(0, 1, 11, dtype=torch.float64)  # of the neighbours, lambda_t: what is tried
+# Of the neighbours, lambda_t: what is tried. The model keeps a say, or a class of no neighbour would be impossible.
+WEIGHTS = torch.arange(10, dtype=torch.float64) / 10
 _ENTRIES = 1 << 22  # numbers of a table of distances, or of the neighbours' targets, at most
 # Samples that everybody's mean curve counts for beside a client's own validation samples. Chosen by cross-validation
 # within the validation parts of two data sets (docs/methods.md says how).
-_PSEUDO_SAMPLES = 10.0
+_PSEUDO_SAMPLES = 50.0
 
 
 class Nearest(NamedTuple):
