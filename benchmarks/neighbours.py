@@ -8,7 +8,7 @@ the others, five times, for several numbers of pseudo-samples. Test samples are 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def validation_losses(data: str, method: str, number: int, rounds: int) -> list[
     dataset = make()
     dataset = dataset._replace(federation=dataset.federation.without_test())
     run = {"rounds": rounds, "evaluate_every": 0, "device": "cpu"}
-    layers = {"method": {"name": method}, "run": run, "model": model}
+    layers: dict[str, Mapping[str, object]] = {"method": {"name": method}, "run": run, "model": model}
     trainer = Trainer.prepare(Config.build({"data": {"name": GIVEN}}, layers), dataset)
     progress = Progress(trainer.training.init())
     while not trainer.is_over(progress):
