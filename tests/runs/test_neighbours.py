@@ -356,6 +356,13 @@ def test_neighbours_are_asked_for_on_the_command_line(run: Callable[..., tuple[i
     assert (code, err) == (0, "")
     written = json.loads((tmp_path / "scores.json").read_text())
     assert written["test_loss"] == reassess(tmp_path / "run", neighbours=4).summary["test_loss"]
+    code, _, err = run("evaluate", "run", "--neighbours", "4", "--save", "kept", "--quiet")
+    assert (code, err) == (0, "")
+    kept, inputs = fedem.Result.load(tmp_path / "kept"), np.ones((2, SMALL["dimension"]), np.float32)
+    asked = small_run(None, neighbours=4)
+    assert torch.equal(kept.predict(kept.names[3], inputs), asked.predict(kept.names[3], inputs))
+    code, _, err = run("evaluate", "run", "--neighbours", "4", "--save", "kept")
+    assert (code, "kept holds a run already" in err) == (2, True), err
     code, _, err = run("evaluate", "run", "--neighbours", "-1")
     assert (code, "run.neighbours is -1" in err) == (2, True), err
     code, _, err = run("evaluate", "run", "--neighbours", "4", "--data", "new.csv")
