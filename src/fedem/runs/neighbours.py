@@ -35,7 +35,7 @@ PREDICT_ROWS = 1 << 13  # samples that a model predicts at once
 WEIGHTS = torch.arange(10, dtype=torch.float64) / 10
 _ENTRIES = 1 << 22  # numbers of a table of distances, or of the neighbours' targets, at most
 # Samples that everybody's mean curve counts for beside a client's own validation samples. Chosen by cross-validation
-# within the validation parts of two data sets (docs/methods.md says how).
+# within the validation parts of three data sets (docs/methods.md says how).
 _PSEUDO_SAMPLES = 50.0
 
 
@@ -55,7 +55,7 @@ def nearest(
     others. A table of distances has ``entries`` at most.
     """
     number, found = min(number, len(remembered) - (own is not None)), []
-    # By products, which are many times faster. They lose half of all digits where distances are small beside the
+    # By products, which are several times faster. They lose half of all digits where distances are small beside the
     # features, so these are centred, and have twice the digits that most models compute with.
     centre = remembered.double().mean(0)
     others = remembered.double() - centre
