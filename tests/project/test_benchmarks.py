@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import busy, images, many_clients, plain_loop, tables
+from benchmarks import busy, images, many_clients, neighbours, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -187,3 +187,11 @@ def test_agreement_on_images_catches_a_broken_loop(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(images, name, broken)
     with pytest.raises(DisagreementError, match="plain loop and the stacked engine differ"):
         images.check_agreement(torch.device("cpu"))
+
+
+def test_pseudo_samples_of_neighbours_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    neighbours.main(["--data", "sensors", "--methods", "fedavg", "--rounds", "1"])
+    *_, line = capsys.readouterr().out.splitlines()
+    data, method, *figures = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (data, method, len(figures)) == ("sensors", "fedavg", 1 + len(neighbours.STRENGTHS))
+    assert all(0 < float(figure) < 1 for figure in figures)

@@ -74,6 +74,12 @@ def evaluate(
         int | None, Option(help="Passes over its samples that each client trains for itself before it is scored.")
     ] = None,
     fine_tune_rate: Annotated[float | None, Option(help="Learning rate of these passes.")] = None,
+    neighbours: Annotated[
+        int | None, Option(help="How many of its nearest training samples each client asks beside its model; 0: none.")
+    ] = None,
+    save: Annotated[
+        Path | None, Option(help="Also write the run, with the clients' models as they are scored, to this new folder.")
+    ] = None,
     metrics: Metrics = None,
     which: Annotated[str | None, Option(help="For --data, the state to use: last, or best by validation.")] = None,
     target_column: TargetColumn = None,
@@ -95,12 +101,15 @@ def evaluate(
 
       fedem evaluate runs/first --fine-tune-epochs 1 --fine-tune-rate 0.01
 
+      fedem evaluate runs/first --neighbours 10 --save runs/first-neighbours
+
       fedem evaluate runs/shops --data today.csv --out today-by-shop.csv
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
+    tuned = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate, "neighbours": neighbours}
     if data is not None:
-        _refuse("with --data", fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate)
+        _refuse("with --data", **tuned, save=save)
         if out is not None and out.suffix != ".csv":
             raise UserError(f"--out is {out}; allowed with --data: a file ending in .csv.")
         result = _loaded(run_folder, device)
@@ -108,7 +117,9 @@ def evaluate(
         _evaluate_rows(result, read, out, which, metrics, quiet)
         return
     _refuse("without --data", which=which, target_column=target_column, client_column=client_column, **written)
-    other = options.given(fine_tune_epochs=fine_tune_epochs, fine_tune_rate=fine_tune_rate, metrics=metrics)
+    other = options.given(**tuned, metrics=metrics)
+    if save is not None:
+        RunFolder(save).prepare()
     with waiting("Scoring", quiet):
         result = reassess(run_folder, device, **other)
     if not quiet:
@@ -116,6 +127,8 @@ def evaluate(
     if out:
         with writing(out):
             write_json(out, result.summary)
+    if save:
+        say(f"Run folder: {result.save(save)}")
 
 
 def _refuse(when: str, **values: object) -> None:

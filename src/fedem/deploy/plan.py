@@ -20,7 +20,8 @@ from fedem.runs.recipe import Recipe
 from fedem.runs.trainer import Trainer
 
 CONFIG, PLAN = "config.toml", "plan.json"
-_SIMULATED = ("unseen", "measure_alpha_every", "diagnose_every")  # [run]: they need all clients' data in one place
+# [run]: they need all clients' data in one place
+_SIMULATED = ("unseen", "neighbours", "measure_alpha_every", "diagnose_every")
 _START = {"weights": "", "jitter": 0.0}  # [model]: they say what the server's first models are made of
 
 

@@ -74,6 +74,10 @@ def export_personal(
     """
     from safetensors.torch import save
 
+    if personal.neighbours is not None:
+        problem = f"run.neighbours is {personal.neighbours.number}: the client looks at its training samples to predict"
+        allowed = "a run, or one personalised, with run.neighbours 0; the components of any (--components)"
+        raise UserError(f"{problem}, and an exported model has none; allowed: {allowed}.")
     asked, place = check_formats(formats), Path(out)
     if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         raise UserError(f"{place} is there already; choose a folder that is not.")

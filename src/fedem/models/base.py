@@ -27,7 +27,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 from fedem.models.folding import find_folds, folded, without
@@ -144,10 +144,19 @@ class Model:
         )
 
     @cached_property
+    def head_layer(self) -> str:
+        """Name of the last layer that is trained; empty where the module is that layer itself."""
+        return _layer_of([name for name in self.leaf_shapes if name in self.trainable][-1])
+
+    @cached_property
     def head(self) -> frozenset[str]:
-        """Names of the leaves of the last layer that is trained."""
-        last = _layer_of([name for name in self.leaf_shapes if name in self.trainable][-1])
-        return frozenset(name for name in self.leaf_shapes if _layer_of(name) == last)
+        """Names of the leaves of that layer."""
+        return frozenset(name for name in self.leaf_shapes if _layer_of(name) == self.head_layer)
+
+    @property
+    def body(self) -> frozenset[str]:
+        """Names of all other leaves."""
+        return frozenset(self.leaf_shapes) - self.head
 
     def leaves_called(self, words: str) -> frozenset[str]:
         """Return the leaves that ``words``, with commas between, name; a word that names none is refused.
@@ -163,7 +172,7 @@ class Model:
         if word == "batch_norm":
             found = self.normalising
         elif not found and word in ("head", "body"):
-            found = self.head if word == "head" else frozenset(self.leaf_shapes) - self.head
+            found = self.head if word == "head" else self.body
         elif share := re.fullmatch(r"(\d+(?:\.\d+)?)%", word):
             layers = list(dict.fromkeys(map(_layer_of, self.leaf_shapes)))
             first = layers[: round(float(share[1]) / 100 * len(layers))]
@@ -192,6 +201,30 @@ class Model:
     def unfolded_outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Do the same by all layers, as training has them."""
         return self._call(self.evaluation, parameters, inputs)
+
+    def features(self, parameters: Tree, inputs: Tensor) -> Tensor:
+        """Return what the last trained layer gets in evaluation mode, flattened, ``[n, ...] -> [n, F]``.
+
+        Where that layer is the first one, these are the inputs.
+        """
+        given: list[Any] = []
+
+        def notice(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            given.extend((*arguments, *named.values())[:1])
+
+        hook = self.evaluation.get_submodule(self.head_layer).register_forward_pre_hook(notice, with_kwargs=True)
+        try:
+            self.unfolded_outputs(parameters, inputs)
+        finally:
+            hook.remove()
+        found = given[-1] if given else None
+        if not isinstance(found, Tensor) or found.ndim < 2 or len(found) != len(inputs):
+            got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else "no tensor"
+            said = (
+                f"The model's last trained layer, {self.head_layer!r}, gets {got} for {counted(len(inputs), 'sample')}"
+            )
+            raise UserError(f"{said}; allowed for features: a layer that is called with [n, ...].")
+        return found.flatten(1).to(self.dtype)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):

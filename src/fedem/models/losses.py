@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import one_hot, softplus
 
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
@@ -43,11 +43,25 @@ class Loss(Settings, ABC):
     def probabilities(self, outputs: Tensor) -> Tensor:
         """Return what is averaged over components: class probabilities ``[n, K]``, or means ``[n, D]``."""
 
+    @abstractmethod
+    def certain(self, targets: Tensor, width: int) -> Tensor:
+        """Return the predictions that leave no doubt of these targets, of ``width`` numbers each, ``[n, width]``."""
+
+    @abstractmethod
+    def surprise(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return -log p(target | prediction) of each sample, ``[n]``, for what :meth:`probabilities` returns."""
+
     def far_off(self, targets: Tensor, num_outputs: int) -> float:
         """Return a mean loss that no sensible predictor of ``targets`` has: some times that of outputs of zero."""
         targets = targets.double() if targets.is_floating_point() else targets
         zeros = torch.zeros(len(targets), num_outputs, dtype=torch.float64, device=targets.device)
         return _FAR * float(self.negative_log_likelihood(zeros, targets).mean())
+
+
+def log_loss(predictions: Tensor, targets: Tensor) -> Tensor:
+    """-log p(target); of a probability that is zero, or rounded to it, the logarithm of the smallest one."""
+    chances = predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return -chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
 
 
 def _check_classes(targets: Tensor, num_classes: int) -> None:
@@ -80,6 +94,12 @@ class Classification(Loss, ABC):
         there = int((counts > 0).sum())
         # A class without samples has none to weigh.
         return tuple(len(targets) / (there * count) if count else 1.0 for count in counts.tolist())
+
+    def certain(self, targets: Tensor, width: int) -> Tensor:
+        return one_hot(targets.long(), width)
+
+    def surprise(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return log_loss(predictions, targets)
 
 
 @dataclass(frozen=True)
@@ -154,6 +174,12 @@ class SquaredError(Loss):
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The mean, ``[n, D]``."""
         return outputs
+
+    def certain(self, targets: Tensor, width: int) -> Tensor:
+        return targets.reshape(len(targets), width)
+
+    def surprise(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        return self.negative_log_likelihood(predictions, targets)
 
 
 LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy, "logistic": Logistic, "squared_error": SquaredError}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from fedem.core.errors import UserError, unknown
-from fedem.models.losses import CLASSES, NUMBERS, Loss
+from fedem.models.losses import CLASSES, NUMBERS, Loss, log_loss
 
 _TOP = re.compile(r"top_([1-9]\d*)_accuracy")
 _BINS = 15
@@ -82,12 +82,6 @@ class Metric:
 
 def _is_right(predictions: Tensor, targets: Tensor) -> Tensor:
     return (predictions.argmax(-1) == targets).to(predictions.dtype)
-
-
-def _surprise(predictions: Tensor, targets: Tensor) -> Tensor:
-    """-log p(target); of a probability that is rounded to zero, the logarithm of the smallest one."""
-    chances = predictions.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return -chances.clamp(min=torch.finfo(chances.dtype).tiny).log()
 
 
 def _squared(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -187,7 +181,7 @@ METRICS: dict[str, Metric] = {
         Metric("recall", CLASSES, None, _recall, in_percent=True),
         Metric("f1", CLASSES, None, _f1, title="F1", in_percent=True),
         _top(5),
-        Metric("log_loss", CLASSES, _surprise, larger_is_better=False),
+        Metric("log_loss", CLASSES, log_loss, larger_is_better=False),
         Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
         Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False),
         Metric("rmse", NUMBERS, None, _rmse, title="root mean squared error", larger_is_better=False, has_units=True),

@@ -64,6 +64,8 @@ class RunSettings(Settings):
             the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
+        neighbours: how many of its own training samples, the nearest in the features of its model, a client asks beside
+            its model when it predicts; how much they count is chosen by validation. 0: the model predicts alone.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
         patience: rounds without a better validation score after which training ends; the best state is then the one
@@ -97,6 +99,7 @@ class RunSettings(Settings):
     label_shares: bool = False
     fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
+    neighbours: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     unseen_epochs: int = field(default=5, metadata={"min": 1, "acts": "scores"})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     patience: int = field(default=0, metadata={"min": 0})

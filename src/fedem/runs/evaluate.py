@@ -6,7 +6,7 @@ Shapes: T clients, M components, n samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,15 +19,15 @@ from fedem.core.tree import Tree
 from fedem.data.dataset import Truth
 from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import Samples
-from fedem.engines import Cohort, Engine
+from fedem.engines import Engine
 from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import METRICS, Metric, find_metric, known_metric
+from fedem.runs.neighbours import PREDICT_ROWS, Memory, Neighbours, features_of, predict
 from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
-_PREDICT_ROWS = 1 << 13
 LEFT_OUT = "bottom_decile_left_out"
 _LEAST = 5  # test samples of a client that has a place in the deciles: the share right of fewer is hardly a score
 _ABSURD = 100.0  # nats that a classifier loses on a sample it was trained on: a guess among 10^43 classes
@@ -97,37 +97,65 @@ class Scores:
         return self.average > best if self.larger_is_better else self.average < best
 
 
-def predict(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
-    """Return one client's predictions: the components' probabilities (or means), mixed. ``[n, K]``."""
-    outputs = (model.component_outputs(mixture.components, some) for some in inputs.split(_PREDICT_ROWS))
-    return torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
-
-
 def _judge(
-    model: Model, mixture: Mixture, inputs: Tensor, targets: Tensor, metrics: Sequence[Metric]
+    model: Model,
+    mixture: Mixture,
+    inputs: Tensor,
+    targets: Tensor,
+    metrics: Sequence[Metric],
+    neighbours: Neighbours | None = None,
+    own: Tensor | None = None,
 ) -> tuple[Tensor, Tree]:
-    """Return a mixture's predictions ``[n, K]``, and its loss and the metrics that go by sample, ``[n]`` each."""
+    """Return a client's predictions ``[n, K]``, and its loss and the metrics that go by sample, ``[n]`` each.
+
+    To the loss neighbours are one more component. ``own`` ``[n]`` are the places of the samples among those that the
+    client remembers, if they are some of them: a sample is not its own neighbour.
+    """
     outputs = model.component_outputs(mixture.components, inputs)
     losses = vmap(model.loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
     predictions = mix(model.loss.probabilities(outputs), mixture.log_weights)
     per_sample = {"loss": negative_log_likelihood(losses, mixture.log_weights)}
+    if neighbours is not None and neighbours.is_heard(own):
+        votes = neighbours.vote(model, features_of(model, mixture, inputs), predictions.shape[1], own)
+        both = torch.stack([per_sample["loss"], model.loss.surprise(votes, targets)])
+        shares = predictions.new_tensor([1 - neighbours.weight, neighbours.weight])
+        per_sample["loss"] = negative_log_likelihood(both, shares.log())
+        predictions = neighbours.mixed(predictions, votes)
     per_sample |= {each.name: each.per_sample(predictions, targets) for each in metrics if each.per_sample}
     return predictions, per_sample
 
 
-def evaluate_each(model: Model, mixtures: Sequence[Mixture], samples: Samples, metrics: Sequence[Metric]) -> Scores:
-    """Score T predictors one by one, each on its own client's samples; clients count by these."""
+def evaluate_each(
+    model: Model,
+    predictors: Iterable[tuple[Mixture, Neighbours | None]],
+    samples: Samples,
+    metrics: Sequence[Metric],
+    weights: Tensor | None = None,
+    remembered: bool = False,
+) -> Scores:
+    """Score T predictors one by one, each on its own client's samples.
+
+    Clients count by ``weights`` ``[T]``, or else by these samples. They may be those that clients have ``remembered``.
+    """
     pairs: list[_Pair] = []
-    sums: dict[str, list[float]] = {}
-    for position, mixture in enumerate(mixtures):
-        pieces = [each.split(_PREDICT_ROWS) for each in samples.client(position).to(mixture.log_weights.device)]
-        with torch.no_grad():
-            judged = [_judge(model, mixture, x, y, metrics) for x, y in zip(*pieces, strict=True)]
-        pairs.append((torch.cat([each for each, _ in judged]).double().cpu(), torch.cat(pieces[1]).cpu()))
-        for name in judged[0][1]:
-            sums.setdefault(name, []).append(sum(float(found[name].sum(dtype=torch.float64)) for _, found in judged))
-    means = {name: torch.tensor(totals, dtype=torch.float64) / samples.sizes for name, totals in sums.items()}
-    return _by_metric(metrics, samples.sizes, samples.sizes, means, pairs)
+    names = ["loss", *(each.name for each in metrics if each.per_sample)]
+    sums = {name: torch.zeros(samples.num_clients, dtype=torch.float64) for name in names}
+    for position, (mixture, neighbours) in enumerate(predictors):
+        inputs, targets = samples.client(position).to(mixture.log_weights.device)
+        if not len(targets):
+            pairs.append((torch.zeros(0), torch.zeros(0)))
+            continue
+        found = []
+        for rows in torch.arange(len(targets), device=inputs.device).split(PREDICT_ROWS):
+            own = rows if remembered and neighbours is not None else None
+            with torch.no_grad():
+                judged = _judge(model, mixture, inputs[rows], targets[rows], metrics, neighbours, own)
+            found.append(judged[0])
+            for name, values in judged[1].items():
+                sums[name][position] += float(values.sum(dtype=torch.float64))
+        pairs.append((torch.cat(found).double().cpu(), targets.cpu()))
+    means = {name: totals / samples.sizes for name, totals in sums.items()}
+    return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs)
 
 
 def evaluate(
@@ -143,15 +171,18 @@ def evaluate(
 
     scores: dict[str, Scores] = {}
     for part in PARTS:
-        samples = federation.part(part)
-        if len(samples):
+        samples, weights = federation.part(part), federation.train.sizes
+        if len(samples) and found.memory is not None:
+            everybody = ((found.of(algorithm, t), found.neighbours(t)) for t in range(samples.num_clients))
+            scores[part] = evaluate_each(model, everybody, samples, metrics, weights, remembered=part == "train")
+        elif len(samples):
             with torch.no_grad():
-                sums = engine.tally(algorithm, assess, Cohort(*found, samples))
+                sums = engine.tally(algorithm, assess, found.cohort(samples))
                 # Predictions are collected only for metrics that are not means over samples.
                 collected = any(each.over_client for each in metrics)
                 pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
             means = {name: total / samples.sizes for name, total in sums.items()}
-            scores[part] = _by_metric(metrics, federation.train.sizes, samples.sizes, means, pairs)
+            scores[part] = _by_metric(metrics, weights, samples.sizes, means, pairs)
     return scores
 
 
@@ -280,8 +311,22 @@ def name_weights(log_weights: Tensor) -> Record:
     return {"weights_mean": weights.mean(0).tolist(), "weights_entropy": float(-terms.sum(1).mean())}
 
 
-def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores], log_weights: Tensor) -> list[Record]:
-    """Return one record per client: its scores on every part and, if it mixes several models, its mixture weights."""
+def name_memory(memory: Memory | None) -> Record:
+    """Name how much neighbours count, the mean over clients; nothing where they have no say."""
+    return {} if memory is None else {"neighbours_weight": memory.mean_weight}
+
+
+def client_rows(
+    role: str,
+    names: tuple[str, ...],
+    scores: Mapping[str, Scores],
+    log_weights: Tensor,
+    memory: Memory | None = None,
+) -> list[Record]:
+    """Return one record per client: its scores on every part and, where it has several models, its mixture weights.
+
+    Where it asks neighbours, also how much these count.
+    """
     columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
     for part, entry in scores.items():
         columns[f"{part}_samples"] = entry.counts.tolist()
@@ -290,4 +335,6 @@ def client_rows(role: str, names: tuple[str, ...], scores: Mapping[str, Scores],
         columns |= {f"{part}_{each.metric}": each.values.tolist() for each in entry.others}
     if log_weights.shape[1] > 1:
         columns |= {f"weight_{m}": column for m, column in enumerate(log_weights.exp().T.tolist())}
+    if memory is not None:
+        columns["neighbours_weight"] = memory.weights.tolist()
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

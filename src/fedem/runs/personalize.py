@@ -6,7 +6,7 @@ Shapes: T clients, K starting points of an unseen client.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from fedem.methods.mixer import Learn, Mixer, Welcome
 from fedem.methods.wrappers import FineTuned
 from fedem.methods.wrappers.compression import split_residual
 from fedem.runs.config import RunSettings
+from fedem.runs.neighbours import Memory, Neighbours, remember
 from fedem.runs.rounds import State, init_personal
 
 _READ_BYTES = 1 << 26  # of trees that are read at once
@@ -36,6 +37,7 @@ class Predictors(NamedTuple):
     shared: Tree  # [g, ...]
     reads: Tensor  # [T] int64: each client's row of `shared`
     personal: Tree  # [T, ...]
+    memory: Memory | None = None  # of their training samples, where neighbours have a say
 
     @classmethod
     def apart(cls, shared: Tree, personal: Tree) -> Predictors:
@@ -50,6 +52,14 @@ class Predictors(NamedTuple):
     def of(self, algorithm: Algorithm, position: int) -> Mixture:
         shared = tree_index(self.shared, int(self.reads[position]))
         return algorithm.predictor(shared, tree_index(self.personal, position))
+
+    def neighbours(self, position: int) -> Neighbours | None:
+        """Return a client's neighbours; None where they have no say."""
+        return None if self.memory is None else self.memory.of(position)
+
+    def cohort(self, samples: Samples) -> Cohort:
+        """Return the clients' models, beside their ``samples``, as an engine sees them."""
+        return Cohort(self.shared, self.reads, self.personal, samples)
 
     def settled(self, round_index: int) -> State:
         """Return them as a state that needs no data to be read (:class:`~fedem.methods.mixer.Settled`)."""
@@ -100,7 +110,18 @@ class Personalizer:
             fitted = self._fit(start, federation.train.take(new), federation.keys[new], None).personal
             found = found._replace(personal=_put(found.personal, new.to(_device(found.shared)), fitted))
         epochs = self.run.fine_tune_epochs
-        return self._fine_tuned(found, federation.train, federation.keys, epochs) if epochs else found
+        if epochs:
+            found = self._fine_tuned(found, federation.train, federation.keys, epochs)
+        return self.remembering(found, federation.train, federation.validation)
+
+    def remembering(
+        self, found: Predictors, train: Samples, validation: Samples | None = None, curve: Tensor | None = None
+    ) -> Predictors:
+        """Give clients the neighbours that the run wants them to have (:func:`~fedem.runs.neighbours.remember`)."""
+        if not (number := self.run.neighbours):
+            return found
+        model, mixture_of = self.algorithm.model, partial(found.of, self.algorithm)
+        return found._replace(memory=remember(model, mixture_of, train, validation, number, curve))
 
     def _train(
         self, algorithm: Algorithm, start: Predictors, samples: Samples, names: Tensor, epochs: int, rate: float
@@ -182,7 +203,7 @@ class Personalizer:
             losses = self.algorithm.model.component_losses(components, inputs, targets)
             return {"loss": (mask * negative_log_likelihood(losses, log_weights)).sum(dtype=torch.float64)}
 
-        return self.engine.tally(self.algorithm, loss, Cohort(*found, samples))["loss"]
+        return self.engine.tally(self.algorithm, loss, found.cohort(samples))["loss"]
 
 
 def _device(tree: Tree) -> torch.device:

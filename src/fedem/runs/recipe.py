@@ -290,11 +290,22 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     algorithm.check(inputs)
     if fresh:
         mixer.check(federation.keys, mixer_seed(run.seed))
+    if run.neighbours:
+        _check_neighbours(recipe, federation, inputs)
     if run.measure_alpha_every:
         check_measurable(algorithm, compressed=recipe.codec is not None)
     if run.diagnose_every:
         check_diagnosable(algorithm, mixer, compressed=recipe.codec is not None)
     return recipe
+
+
+def _check_neighbours(recipe: Recipe, federation: Federation, inputs: Tensor) -> None:
+    """Refuse neighbours where nothing says how much they count, and of a model without features."""
+    if not len(federation.validation):
+        problem = f"run.neighbours is {recipe.config.run.neighbours}, but no client has validation samples"
+        why = "by which it is chosen how much neighbours count"
+        raise UserError(f"{problem}, {why}; allowed: data with a validation part, or run.neighbours 0.")
+    recipe.model.features(recipe.model.init(0), inputs)
 
 
 def _found_rate(recipe: Recipe, federation: Federation) -> float:

@@ -28,22 +28,24 @@ from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import choose_metrics
 from fedem.runs.config import Config
-from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, name_scores, predict
+from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, name_memory, name_scores
 from fedem.runs.folder import RunFolder, check_here
+from fedem.runs.neighbours import Memory, Neighbours, predict
 from fedem.runs.personalize import Predictors
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.rounds import State, cohort_size, took_part
 
-_TUNED = "tuned-"  # before the role of fine-tuned models in a checkpoint
+_TUNED, _MEMORY = "tuned-", "neighbours-"  # before the role of fine-tuned models, and of memories, in a checkpoint
 
 
 @dataclass(frozen=True, eq=False)
 class PersonalModel:
-    """One client's predictor: a mixture of models."""
+    """One client's predictor: a mixture of models, perhaps with its nearest training samples beside it."""
 
     model: Model
     mixture: Mixture
     format: SampleFormat
+    neighbours: Neighbours | None = None
 
     @property
     def mixture_weights(self) -> Tensor:
@@ -55,7 +57,7 @@ class PersonalModel:
         checked = self.format.conform("(new inputs)", inputs).to(self.mixture.log_weights.device)
         try:
             with torch.no_grad():
-                found = predict(self.model, self.mixture, checked).cpu()
+                found = predict(self.model, self.mixture, checked, self.neighbours).cpu()
         except (RuntimeError, IndexError) as error:
             shape, allowed = list(checked.shape), ", ".join(map(str, ("n", *self.format.inputs)))
             problem = f"The model can't take inputs of shape {shape}; allowed: [{allowed}], as in training."
@@ -89,6 +91,7 @@ class Result:
         origin: what a checkpoint says of the training it came from, so that it can be gone on with.
         tuned: by role, what clients predict with where they fine-tune first; where they don't but some fitted v_t to
             their samples, everybody's v_t alone.
+        memories: by role, what clients remember of their training samples, where neighbours have a say.
     """
 
     recipe: Recipe
@@ -99,6 +102,7 @@ class Result:
     clients: Sequence[Mapping[str, Any]]
     origin: Mapping[str, Any]
     tuned: Mapping[str, State] = field(default_factory=dict)
+    memories: Mapping[str, Memory] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -133,7 +137,15 @@ class Result:
             if not took_part(keys, size, run.seed, state.round)[position]:
                 problem = f"Client {name!r} has taken part in no round, and its mixture weights are as drawn at first"
                 raise UserError(f"{problem}; they are fitted once the run is complete: resume it first (--resume).")
-        return PersonalModel(recipe.model, predictor, recipe.format)
+        memory = self._memory(which)
+        neighbours = None if memory is None else memory.of(position)
+        return PersonalModel(recipe.model, predictor, recipe.format, neighbours)
+
+    def _memory(self, which: str) -> Memory | None:
+        """Return what clients remember; None where neighbours have no say."""
+        if self.config.run.neighbours and which not in self.memories:
+            raise UserError("Clients remember their samples once the run is complete; resume it first (--resume).")
+        return self.memories.get(which)
 
     def _position(self, name: str) -> int:
         check_here(self.names)
@@ -208,7 +220,8 @@ class Result:
         newcomer = None if known.issuperset(federation.names) else self.newcomer(which)
         models = [newcomer if newcomer and name not in known else self.client(name, which) for name in federation.names]
         with recipe.products():
-            scores = {part: evaluate_each(recipe.model, [each.mixture for each in models], samples, chosen)}
+            predictors = [(each.mixture, each.neighbours) for each in models]
+            scores = {part: evaluate_each(recipe.model, predictors, samples, chosen)}
         weights = torch.stack([each.mixture.log_weights for each in models])
         rows = client_rows("known", federation.names, scores, weights)
         figures = {"samples": len(samples), "clients": federation.num_clients, **name_scores(scores)}
@@ -251,13 +264,23 @@ class Result:
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
-        found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, **epochs)
-        return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format)
+        found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, None, **epochs)
+        return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format, found.neighbours(0))
 
     def _fit(
-        self, samples: Samples, keys: Tensor, which: str, beside: str | None, updates: int | None, **epochs: int | None
+        self,
+        samples: Samples,
+        keys: Tensor,
+        which: str,
+        beside: str | None,
+        updates: int | None,
+        validation: Samples | None,
+        **epochs: int | None,
     ) -> Predictors:
-        """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`."""
+        """Fit several unseen clients, whose names are hashed to ``keys``; the rest is as in :meth:`personalize`.
+
+        Where neighbours have a say, the ``validation`` samples say how much, beside those of the clients of the run.
+        """
         method, position = self.config.method.name, None if beside is None else self._position(beside)
         if updates is not None and not find_method(method).algorithm.is_mixture:
             problem = f"max_iterations is {updates}, but method {method} has no mixture weights"
@@ -268,7 +291,9 @@ class Result:
         personalizer = self.recipe.personalizer(self.recipe.engine())
         personalizer = replace(personalizer, run=self.config.replace("run", **given).run)
         with torch.no_grad(), self.recipe.products():
-            return personalizer.personalize(self.state(which), samples, keys, updates, position)
+            found = personalizer.personalize(self.state(which), samples, keys, updates, position)
+            memory = self._memory(which)
+            return found if memory is None else personalizer.remembering(found, samples, validation, memory.curve)
 
     def with_unseen(
         self,
@@ -288,12 +313,15 @@ class Result:
         recipe.format.conform(federation.names[0], samples.inputs[:1])
         recipe.check_samples(samples.inputs, samples.targets)
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
-        found = self._fit(samples, federation.keys, which, beside, max_iterations, **epochs)
+        held = federation.validation
+        found = self._fit(samples, federation.keys, which, beside, max_iterations, held, **epochs)
         state = found.settled(self.state(which).round)
         scores = evaluate(recipe.algorithm, recipe.engine(), found, federation, recipe.metrics)
         summary = recipe.describe(state) | {"num_clients": federation.num_clients} | name_scores(scores)
-        rows = client_rows("unseen", federation.names, scores, found.log_weights(recipe.algorithm))
-        return Result(recipe, {"last": state}, federation.names, summary, (), rows, {})
+        summary |= name_memory(found.memory)
+        rows = client_rows("unseen", federation.names, scores, found.log_weights(recipe.algorithm), found.memory)
+        memories = {} if found.memory is None else {"last": found.memory}
+        return Result(recipe, {"last": state}, federation.names, summary, (), rows, {}, memories=memories)
 
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
@@ -307,7 +335,8 @@ class Result:
 
     def save_states(self, folder: RunFolder) -> None:
         tuned = {f"{_TUNED}{role}": state for role, state in self.tuned.items()}
-        folder.save({**self.states, **tuned}, self.recipe.metadata(self.names) | dict(self.origin))
+        memories = {f"{_MEMORY}{role}": each.settled(self.states[role].round) for role, each in self.memories.items()}
+        folder.save({**self.states, **tuned, **memories}, self.recipe.metadata(self.names) | dict(self.origin))
 
     @classmethod
     def load(cls, path: str | Path, model: ModelSource | None = None, device: str = "auto") -> Result:
@@ -319,11 +348,13 @@ class Result:
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
         placed = {role: state.to(recipe.device) for role, state in states.items()}
         tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
+        kept = {role.removeprefix(_MEMORY): placed.pop(role) for role in states if role.startswith(_MEMORY)}
+        memories = {role: Memory.from_state(state) for role, state in kept.items()}
         summary = folder.summary()
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
-        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned)
+        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories)
 
 
 def _unprefixed(part: str, record: Mapping[str, Any]) -> Record:

@@ -40,6 +40,7 @@ from fedem.runs.evaluate import (
     client_rows,
     evaluate,
     evaluate_oracle,
+    name_memory,
     name_scores,
     name_weights,
 )
@@ -155,7 +156,7 @@ def carry_out(
                     raise StoppedError(f"Stopped after round {progress.rounds} of {run.rounds}, as asked.")
         result = trainer.conclude(progress)
         if folder:
-            if result.tuned:
+            if result.tuned or result.memories:
                 result.save_states(folder)
             folder.finish(result.summary, result.clients)
         return result
@@ -211,7 +212,7 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
 def reassess(path: str | Path, device: str = "auto", **settings: Any) -> Result:
     """Make a run's data again and score its saved states afresh, perhaps by other ``settings``; nothing is written."""
     folder = RunFolder(Path(path))
-    config = folder.config().replace("run", device=device, **settings)  # fine_tune_epochs, fine_tune_rate, metrics
+    config = folder.config().replace("run", device=device, **settings)
     if "fine_tune_rate" in settings and not config.run.fine_tune_epochs:
         problem = f"fine_tune_rate is {config.run.fine_tune_rate:g}, but clients of {path} don't fine-tune"
         raise UserError(f"{problem}; allowed with it: fine_tune_epochs of at least 1.")
@@ -509,8 +510,9 @@ class Trainer:
         found = {role: predictors[state.round] for role, state in progress.states.items()}
         scores = {role: scored[state.round] for role, state in progress.states.items()}
         weights = found["last"].log_weights(algorithm)
-        summary = self._summary(progress, found["last"], scores) | name_weights(weights)
-        clients = client_rows("train", federation.names, scores["last"], weights)
+        memory = found["last"].memory
+        summary = self._summary(progress, found["last"], scores) | name_weights(weights) | name_memory(memory)
+        clients = client_rows("train", federation.names, scores["last"], weights, memory)
         unseen = federation.unseen
         if unseen is not None and not self.recipe.mixer.welcome(progress.state.shared, progress.state.memory).refusal:
             samples = unseen.train
@@ -518,11 +520,14 @@ class Trainer:
                 samples = thinned(samples, unseen.keys, run.unseen_share, run.seed)
             with torch.no_grad():
                 fitted = self.personalizer.personalize(progress.state, samples, unseen.keys)
+                curve = None if memory is None else memory.curve
+                fitted = self.personalizer.remembering(fitted, samples, unseen.validation, curve)
             theirs = evaluate(algorithm, self.engine, fitted, unseen, self.shown)
             weights = fitted.log_weights(algorithm)
             named = name_scores(theirs, self.recipe.format.deviation) | name_weights(weights)
+            named |= name_memory(fitted.memory)
             summary |= {f"unseen_{key}": value for key, value in named.items()}
-            clients += client_rows("unseen", unseen.names, theirs, weights)
+            clients += client_rows("unseen", unseen.names, theirs, weights, fitted.memory)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         states = progress.states
         tuned = {role: found[role].settled(state.round) for role, state in states.items() if run.fine_tune_epochs}
@@ -532,7 +537,8 @@ class Trainer:
                 # Some were fitted by samples, which whoever loads the run need not have.
                 tuned[role] = State(state.round, {}, own)
         origin, history = self.origin(progress), progress.history
-        return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned)
+        memories = {role: each.memory for role, each in found.items() if each.memory is not None}
+        return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned, memories)
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         history, unseen, deviation = progress.history, self.federation.unseen, self.recipe.format.deviation
