@@ -81,8 +81,9 @@ def make_model_for(method: str, loss: str = "logistic", dtype: torch.dtype = tor
     row, outputs = METHODS[method], 3 if loss == "cross_entropy" else 1
     if not row.needs_layers:
         return make_model(loss, dtype)
-    between = nn.BatchNorm1d(3) if row.local_layers == "batch_norm" else nn.Tanh()
-    return Model(nn.Sequential(nn.Linear(DIMENSION, 3), between, nn.Linear(3, outputs)), LOSSES[loss], dtype)
+    between = [nn.BatchNorm1d(3)] if row.local_layers == "batch_norm" else []
+    layers = [nn.Linear(DIMENSION, 3), *between, nn.Tanh(), nn.Linear(3, outputs)]
+    return Model(nn.Sequential(*layers), LOSSES[loss], dtype)
 
 
 def stacked(chunk_size: int = 0, max_bytes: int = 0) -> Stacked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,9 @@ def test_bytes_are_those_of_the_messages(method: str) -> None:
     if isinstance(training.mixer, Graph):
         num_messages = 10
     _, log = training.step(training.init())
-    model = 8 * training.algorithm.model.num_parameters
+    sent_leaves = training.algorithm.model.trainable - training.mixer.local_leaves
+    shapes = training.algorithm.model.leaf_shapes
+    model = 8 * sum(math.prod(shapes[name]) for name in sent_leaves)
     for sent, models in zip((log.bytes_up, log.bytes_down), MODELS_SENT.get(method, (1, 1)), strict=True):
         besides = sent - num_messages * models * model
         assert 0 <= besides <= num_messages * 8 * 4

@@ -19,7 +19,7 @@ from fedem.methods.steps import SingleModel
 @final
 @dataclass(frozen=True, eq=False)
 class FedRep(SingleModel):
-    """In a round a client first trains its head, the last layer, below which all is fixed; then the body, the head fixed.
+    """In a round a client first trains its head, the last layer, with the body fixed; then the body, the head fixed.
 
     The solver starts afresh with the body. A client that trains for itself alone trains its head.
 

@@ -141,7 +141,9 @@ class SingleModel(Algorithm):
         received = local.shared
 
         def restored(tree: Tree) -> Tree:
-            return tree | {name: torch.where(held[name], received[name], tree[name]) for name in held.keys() & tree.keys()}
+            return tree | {
+                name: torch.where(held[name], received[name], tree[name]) for name in held.keys() & tree.keys()
+            }
 
         def bowl(candidate: Tree) -> Tensor:
             own = {name: torch.where(held[name], candidate[name], 0) for name in candidate if name in held}

@@ -331,7 +331,7 @@ class Trainer:
         team: Team = ALONE,
         tries: bool = True,
     ) -> Trainer:
-        """Check everything; a model that is to be chosen is, by trials, or unless it ``tries`` is taken for a small one."""
+        """Check everything; a model that is to be chosen is, by trials or, unless it ``tries``, for the check alone."""
         if config.run.unseen:
             dataset = dataset._replace(federation=dataset.federation.hold_out(config.run.unseen, config.run.seed))
         why = ""
