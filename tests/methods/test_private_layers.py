@@ -63,7 +63,7 @@ def test_it_is_fedavg_whose_clients_keep_these_layers(method: str, words: str, m
     named = fedem.train(federation, method, **settings)
     plain = fedem.train(federation, "fedavg", local_layers=words, **settings)
     assert same_states(named.state(), plain.state())
-    for figure in ("test_loss", "unseen_test_loss", "bytes_up", "bytes_down"):
+    for figure in ("test_loss", "unseen_test_loss", "bytes_up_per_round"):
         assert named.summary[figure] == plain.summary[figure]
 
 
