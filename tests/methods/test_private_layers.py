@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deployments import make_plan, write_sample
 from helpers import (
     DIMENSION,
     LOSSES,
@@ -26,6 +28,7 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.core.random import SHUFFLE, derive
 from fedem.core.tree import Tree, tree_index
+from fedem.deploy.flower.project import check_server
 from fedem.engines import Batching, OneByOne, Stacked
 from fedem.engines.base import BatchPlan
 from fedem.methods import METHODS, Batch
@@ -315,3 +318,12 @@ def test_a_model_that_the_data_choose_has_two_layers() -> None:
     pairs = [(rng.normal(size=(20, 2)).astype(np.float32), rng.integers(0, 2, 20)) for _ in range(3)]
     federation = fedem.Federation.from_clients(pairs)
     assert fedem.train(federation, "fedper", model="auto", rounds=1).config.name("model") == "mlp"
+
+
+def test_a_server_of_whole_models_refuses_kept_layers(tmp_path: Path) -> None:
+    """FedBABU, whose clients send all, is held to the simulator behind Flower in tests/deploy."""
+    sample, model = write_sample(tmp_path), {"name": "mlp", "hidden": 4}
+    for method, is_refused in (("fedper", True), ("fedrep", True), ("fedbabu", False)):
+        plan, _ = make_plan(sample, method={"name": method}, model=model)
+        with pytest.raises(UserError, match=f"Method {method} needs LocalLayers") if is_refused else nullcontext():
+            check_server(plan)
