@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Engine, Stacked
+from fedem.graphs import Ring
 from fedem.methods import METHODS
+from fedem.methods.assembly import Around, assemble
 from fedem.models import Linear, Model
 from fedem.models.losses import CrossEntropy, Logistic, Loss, SquaredError
 from fedem.runs.config import RunSettings
@@ -73,6 +76,16 @@ def make_model(loss: str = "logistic", dtype: torch.dtype = torch.float64) -> Mo
     return Model(lambda: Linear().build((DIMENSION,), outputs), LOSSES[loss], dtype)
 
 
+def make_model_for(method: str, loss: str = "logistic", dtype: torch.dtype = torch.float64) -> Model:
+    """The smallest model that a method takes: of one layer unless it tells layers apart."""
+    row, outputs = METHODS[method], 3 if loss == "cross_entropy" else 1
+    if not row.needs_layers:
+        return make_model(loss, dtype)
+    between = [nn.BatchNorm1d(3)] if row.local_layers == "batch_norm" else []
+    layers = [nn.Linear(DIMENSION, 3), *between, nn.Tanh(), nn.Linear(3, outputs)]
+    return Model(nn.Sequential(*layers), LOSSES[loss], dtype)
+
+
 def stacked(chunk_size: int = 0, max_bytes: int = 0) -> Stacked:
     """The stacked engine without recordings: they give the same bits (test_replay) and are slower in short runs."""
     return Stacked(chunk_size, max_bytes, record_after=NEVER)
@@ -96,7 +109,10 @@ def make_training(
 ) -> Training:
     federation = make_federation(loss) if federation is None else federation
     settings = QUICK.get(method, {}) | hyper
-    algorithm, mixer = METHODS[method].build(model or make_model(loss), solver or SGD(0.01, momentum=0.9), settings)
+    row = METHODS[method]
+    model = model or make_model_for(method, loss)
+    around = Around(topology=Ring() if row.mixer.over_graph else None)
+    algorithm, mixer, _ = assemble(method, model, solver or SGD(0.01, momentum=0.9), settings, around)
     return Training(
         algorithm,
         engine or stacked(),

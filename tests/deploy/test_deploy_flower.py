@@ -25,12 +25,13 @@ from fedem.deploy.node import Node
 from fedem.runs.result import Result
 from fedem.runs.trainer import Trainer
 
-METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+")
+METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+", "fedbabu")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
-    there = Deployed(tmp_path, method={"name": method}, run={"dtype": "float64"})
+    model = {"name": "mlp", "hidden": 4} if method == "fedbabu" else {"name": "linear"}
+    there = Deployed(tmp_path, method={"name": method}, model=model, run={"dtype": "float64"})
     state, known = there.serve(), simulated(there.trainer)
     assert state.round == 3
     equal(state.shared, known.shared)

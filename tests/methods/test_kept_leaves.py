@@ -22,8 +22,9 @@ class Standardised(nn.Module):
     mean: Tensor
     scale: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, *between: nn.Module) -> None:
         super().__init__()
+        self.between = nn.Sequential(*between)
         self.features = nn.Linear(DIMENSION, 5)
         self.features.requires_grad_(False)
         self.register_buffer("mean", torch.full((DIMENSION,), 0.5))
@@ -33,14 +34,14 @@ class Standardised(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.features((inputs - self.mean) / self.scale)
-        out: Tensor = self.head(hidden)
+        out: Tensor = self.head(self.between(hidden))
         return out
 
 
 @every_method
 def test_frozen_parameters_and_fixed_buffers_stay_as_they_were_given(method: str) -> None:
     torch.manual_seed(0)
-    given = Standardised()
+    given = Standardised(*([nn.Linear(5, 5), nn.BatchNorm1d(5)] if METHODS[method].needs_layers else []))
     result = fedem.train(make_federation(), method, model=given, rounds=2, learning_rate=0.1, loss="logistic")
     for name in ("ann", "dan"):
         components = result.client(name).mixture.components

@@ -171,13 +171,16 @@ def test_few_clients_of_a_cohort_are_asked_and_by_their_names() -> None:
     assert {names[k] for k in chosen} == {names[order[k]] for k in turned}
 
 
-MEASURABLE = [name for name, row in METHODS.items() if row.algorithm in (FedEM, FedAvg)]
+# But for FedBN: batch normalisations do not do the same in training and in evaluation.
+MEASURABLE = [name for name, row in METHODS.items() if row.algorithm in (FedEM, FedAvg) and name != "fedbn"]
 
 
 @pytest.mark.parametrize("method", MEASURABLE)
 def test_every_method_that_trains_so_can_be_measured(method: str) -> None:
     # Dropout that drops nothing is no hindrance.
-    model = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1), nn.Dropout(0.0)), LOSSES["logistic"], torch.float64)
+    between = [nn.Linear(DIMENSION, DIMENSION), nn.Tanh()] if METHODS[method].needs_layers else []
+    layers = nn.Sequential(*between, nn.Linear(DIMENSION, 1), nn.Dropout(0.0))
+    model = Model(layers, LOSSES["logistic"], torch.float64)
     found = _measured(SGD(DECAY), method, model=model)
     assert found.alphas.shape == (len(SIZES), 3 if method in ("fedem", "dfedem") else 1)
     assert found.max is not None

@@ -289,9 +289,10 @@ def _run(algorithm: Algorithm, client: _Client, batching: Batching, key: Tensor,
     shared, personal, inputs, targets, everything = client
     device = inputs.device
     rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
-    scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
-    local, samples = algorithm.begin(shared, personal, scores, everything)
     plan = BatchPlan(batching, torch.tensor([len(targets)]), key[None], device)
+    scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
+    scores["num_steps"] = plan.steps[0].to(device)
+    local, samples = algorithm.begin(shared, personal, scores, everything)
     layer_key = derive(plan.keys[0], STOCHASTIC_LAYERS)
     with torch.random.fork_rng(devices=[device] if inputs.is_cuda else []):
         # For layers of a user's own that draw from torch's generators: the same draws whoever else is trained.

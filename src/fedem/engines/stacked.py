@@ -123,8 +123,8 @@ class Stacked(Engine):
             self._steps(algorithm, 0 if rate.ndim else None, device),
             self._begins(algorithm, chunk.shared_dim),
         )
-        local, samples, starts = _begin_clients(begin, algorithm, chunk, flat, rows)
         plan = BatchPlan(work.batching, chunk.sizes, work.keys, device)
+        local, samples, starts = _begin_clients(begin, algorithm, chunk, plan.steps.to(device), flat, rows)
         walk = Walk(step, chunk, plan, derive(plan.keys, STOCHASTIC_LAYERS), samples, starts, rate)
         if not algorithm.model.is_large:
             local, order = walk.to_the_end(local, plan.steps), torch.arange(len(plan.steps))
@@ -366,7 +366,7 @@ def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None
 
 
 def _begin_clients(
-    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
+    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, steps: Tensor, flat: Tree | None, rows: int
 ) -> tuple[Local, Tree, Tensor]:
     """Return the clients' states ``[c, ...]``, what they made of samples ``[..., columns]``, their first columns."""
     locals_, columns, starts, total = [], [], [], 0
@@ -377,7 +377,7 @@ def _begin_clients(
         if algorithm.has_survey:  # each client looks at all of its samples at once
             survey = vmap(algorithm.survey, in_dims=(some.shared_dim, 0, 0, 0, 0))
             scores = scores | survey(some.shared, some.personal, *some.read(where), where.mask)
-        local, samples = begin(some.shared, some.personal, scores, where.mask)
+        local, samples = begin(some.shared, some.personal, scores | {"num_steps": steps[run]}, where.mask)
         locals_.append(local)
         columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
         starts.append(total + where.mask.shape[1] * torch.arange(len(where.mask), device=where.mask.device))

@@ -27,7 +27,7 @@ class Around(NamedTuple):
 
     topology: Topology | None = None  # a graph to average over instead of a server
     label_shares: bool = False  # the model then has room for them: fedem.methods.wrappers.label_shares.shifted
-    local_layers: str = "none"
+    local_layers: str = "none"  # in the place of the method's own; "none": those that it has, if any
     compression: Compression = Compression()
     server: ServerRule | None = None  # how the server steps towards the mean, where it does not just take it
 
@@ -42,7 +42,8 @@ class Assembled(NamedTuple):
 
 def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any], around: Around) -> Assembled:
     """Build a method of checked settings, and put around it what the run asks for; refuse what does not go together."""
-    row, (topology, label_shares, local_layers, compression, server) = find_method(method), around
+    row, (topology, label_shares, asked, compression, server) = find_method(method), around
+    local_layers = row.layers_kept(asked)
     problem = _problem(row, model, solver, settings, around)
     if problem:
         raise UserError(f"{problem}.")
@@ -61,8 +62,8 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
 
 def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, Any], around: Around) -> str:
     """Say what does not go together, from what the method declares, and what is allowed; nothing if all does."""
-    topology, label_shares, local_layers, compression, server = around
-    name, kind, threshold = row.name, row.algorithm, compression.threshold
+    topology, label_shares, asked, compression, server = around
+    name, kind, threshold, local_layers = row.name, row.algorithm, compression.threshold, row.layers_kept(asked)
     graph = "none" if topology is None else _name_of(topology, GRAPHS)
     compressible = names_where(lambda other: other.is_compressible)
     if topology is None and row.mixer.over_graph:
@@ -84,6 +85,8 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
             return f"graph.scale is 'steps', but {reason}; {allowed}"
         if topology.start == "apart" and local_layers != "none":
             reason = "layers that stay with their clients start alike"
+            if asked == "none":
+                return f"graph.start is 'apart', but clients of {name} keep layers, and {reason}; allowed: alike"
             allowed = "allowed: graph.start alike, or run.local_layers none"
             return f"graph.start is 'apart' and run.local_layers {local_layers!r}, but {reason}; {allowed}"
     if server is not None:
@@ -105,16 +108,11 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
         if model.loss.task != CLASSES:
             reason = f"targets of {type(model.loss).__name__} are not labels"
             return f"{on}, but {reason}; allowed: false, or loss cross_entropy or logistic"
-    if local_layers != "none":
-        on, names = f"run.local_layers is {local_layers!r}", names_where(lambda other: other.algorithm.uploads_model)
-        if local_layers == "batch_norm" and not model.normalising:
-            return f"{on}, but the model normalises no batches; allowed: none"
-        if model.leaves_called(local_layers) >= model.trainable:
-            return f"{on}, but the model trains nothing else, so clients would share nothing; allowed: none"
-        if not kind.uploads_model:
-            return f"{on}, but clients of method {name} upload more or less than their model; allowed with it: {names}"
+    if problem := _layers_problem(row, model, asked):
+        return problem
     if compression.is_on and not (row.mixer.is_server_mean and topology is None and local_layers == "none"):
-        given = f"with method {name}, graph.name {graph} and run.local_layers {local_layers}"
+        own = "" if row.shares_all else f", which keeps {row.local_layers} with its clients"
+        given = f"with method {name}{own}, graph.name {graph} and run.local_layers {asked}"
         allowed = f"allowed with it: {compressible}, graph.name none and run.local_layers none"
         return f"[compression] is on, but {given} clients don't all update one model; {allowed}"
     if compression.is_on and not kind.compressible:
@@ -127,6 +125,27 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
     if threshold and threshold >= 1 / (count := settings["num_components"]):
         allowed = f"allowed: below {1 / count:.4g}"
         return f"{on}, and with {count} components all weights of a client may be below; {allowed}"
+    return ""
+
+
+def _layers_problem(row: Method, model: Model, asked: str) -> str:
+    """Say why a method's clients can't keep layers, its own or those that are ``asked`` for; nothing if they can."""
+    name, words = row.name, row.layers_kept(asked)
+    on, allowed = f"run.local_layers is {asked!r}", "allowed: none"
+    if asked == "none":
+        on, allowed = f"Method {name} keeps {words} with its clients", "allowed: another model, or another method"
+    if words == "batch_norm" and not model.normalising:
+        return f"{on}, but the model normalises no batches; {allowed}"
+    if row.needs_layers and model.trainable <= model.head:
+        reason = "has only one layer that is trained"
+        return f"Method {name} tells layers of a model apart, and this one {reason}; allowed: two or more, as mlp has"
+    if words == "none":
+        return ""
+    if model.leaves_called(words) >= model.trainable:
+        return f"{on}, but the model trains nothing else, so clients would share nothing; {allowed}"
+    if not row.algorithm.uploads_model:
+        names = names_where(lambda other: other.algorithm.uploads_model)
+        return f"{on}, but clients of method {name} upload more or less than their model; allowed with it: {names}"
     return ""
 
 

@@ -79,6 +79,7 @@ class Algorithm(Settings, ABC):
     is_mixture: ClassVar[bool] = False  # whether u is M components [M, ...] and v_t their ``log_weights`` [M]
     steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
     needs_share: ClassVar[bool] = False  # whether ``update`` goes by its ``share``: a server then asks who has how much
+    parts_model: ClassVar[bool] = False  # whether it tells a model's last layer from the others: there must be others
     chooses_anew: ClassVar[bool] = False  # whether v_t is a choice by samples and u alone, made when a client predicts
     fine_tune_setting: ClassVar[str] = ""  # the setting that is its rate of fine-tuning; empty: the schedule's first
     has_scores: ClassVar[bool] = False  # whether ``score`` is overridden; set by itself
@@ -138,8 +139,9 @@ class Algorithm(Settings, ABC):
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Build the surrogate near (u, v_t), as received and as kept, and set v_t to its minimiser.
 
-        ``scores`` are those of all training samples, ``[..., n]``, and what ``survey`` found; ``mask`` ``[n]`` is false
-        where a column is padding. Returns the client's state, and what fixes the surrogate by sample, ``[..., n]``.
+        ``scores`` are those of all training samples, ``[..., n]``, what ``survey`` found, and ``num_steps`` (int64),
+        how many steps the client takes in this round; ``mask`` ``[n]`` is false where a column is padding. Returns the
+        client's state, and what fixes the surrogate by sample, ``[..., n]``.
         """
 
     def start(self, parameters: Tree) -> Tree:
@@ -176,7 +178,7 @@ class Algorithm(Settings, ABC):
     def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """Fit v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
 
-        ``scores`` and ``mask`` are those of ``begin``, but for a survey's; a client without samples has no columns.
+        ``scores`` and ``mask`` are those of ``begin``, samples' alone; a client without samples has no columns.
         ``max_iterations`` bounds an iterative rule, 0 meaning to convergence and None what the method's settings say.
         Where v_t can't be had from scores, return None: the client then trains its v_t by the method's own steps, and u
         stays as it is.
@@ -200,6 +202,7 @@ class Method:
     personal: str = "nothing"  # what a client keeps to itself
     sent: str = "a model"  # what goes up and down in a round
     unseen: str = "takes the shared model"  # what a client unseen in training does
+    local_layers: str = "none"  # layers that stay with their clients, in the words of ``Model.leaves_called``
     aliases: tuple[str, ...] = ()  # other names that users may say
     position: int = 1000  # where it stands in lists; methods from outside come last
 
@@ -209,6 +212,25 @@ class Method:
         rest = {key: value for key, value in settings.items() if key not in for_mixer}
         return self.algorithm(model, solver, **rest), self.mixer(**for_mixer)
 
+    def layers_kept(self, asked: str) -> str:
+        """Return which layers stay with clients: what a run asks for or, if that is "none", what the row says."""
+        return self.local_layers if asked == "none" else asked
+
+    @property
+    def shares_all(self) -> bool:
+        """Whether clients keep no layers of their own, unless a run asks for it."""
+        return self.local_layers == "none"
+
+    @property
+    def needs_layers(self) -> bool:
+        """Whether it takes no model of a single layer."""
+        return self.algorithm.parts_model or not self.shares_all
+
+    @property
+    def has_averaging_server(self) -> bool:
+        """Whether all that is between clients is a server that averages what everybody sends, whole models."""
+        return self.mixer.is_server_mean and self.shares_all
+
     @property
     def goes_over_graph(self) -> bool:
         """Whether clients can average with their neighbours, in the simulator and among peers."""
@@ -217,12 +239,12 @@ class Method:
     @property
     def is_compressible(self) -> bool:
         """Whether messages may be compressed."""
-        return self.algorithm.compressible and self.mixer.is_server_mean
+        return self.algorithm.compressible and self.has_averaging_server
 
     @property
     def takes_server_steps(self) -> bool:
         """Whether the server averages models and does nothing else, so that it may step by an optimiser of its own."""
-        return self.is_compressible and self.mixer.adds_up
+        return self.algorithm.compressible and self.mixer.is_server_mean and self.mixer.adds_up
 
     @property
     def takes_label_shares(self) -> bool:
@@ -232,7 +254,7 @@ class Method:
     @property
     def is_diagnosable(self) -> bool:
         """Whether its rounds can be judged by the measures of the paper's theorems."""
-        return self.algorithm.minimises_likelihood and self.mixer.seeks_consensus
+        return self.algorithm.minimises_likelihood and self.mixer.seeks_consensus and self.shares_all
 
 
 METHODS: dict[str, Method] = {}

@@ -241,6 +241,8 @@ class BalancedFedEM(FedEM):
 class FedEMHeads(FedEM):
     """FedEM whose components share their body: M heads on one network, at little more than FedAvg's cost."""
 
+    parts_model: ClassVar[bool] = True
+
     shared_layers: str = field(default="body", metadata={"each": str.strip})
 
 

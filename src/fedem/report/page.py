@@ -17,7 +17,7 @@ from fedem.report.studies import comparison_remarks, comparison_rows
 _LIT = (
     *("#5aaeea", "#ff9d4d", "#4fcb94", "#ff6f9f", "#b09bf2", "#cf9a68", "#4fd3e6", "#e3cf3c", "#a9b5be", "#f3a3d3"),
     *("#ab00f3", "#7e6387", "#007ec6", "#127e00", "#996cfc", "#75fc90", "#7e87bd", "#ea0000", "#c6636c", "#fc00ab"),
-    *("#cf1b75", "#c61bb4", "#ea24ea", "#f36c2d"),
+    *("#cf1b75", "#c61bb4", "#ea24ea", "#f36c2d", "#2d5afc", "#00ab2d", "#367e36", "#e1c6c6", "#f3bda2"),
 )
 _NAMED = 6  # methods in the title; more are counted
 

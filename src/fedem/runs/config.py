@@ -59,7 +59,7 @@ class RunSettings(Settings):
         local_layers: layers that stay with their clients, with commas between: "bias" is an intercept of one's own,
             "head" the last layer, "body" all but that, "50%" the first half of the layers, "batch_norm" the batch
             normalisations with their statistics; or names of layers and parameters, in which * stands for anything.
-            "none" shares all.
+            "none" shares all, but for what the method keeps itself (fedper, fedrep, lgfedavg, fedbn).
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.

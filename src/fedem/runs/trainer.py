@@ -28,6 +28,7 @@ from fedem.data.samples import Samples, thinned
 from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Shared, Team, joined
+from fedem.methods.base import find_method
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models import MODELS
 from fedem.models.metrics import Metric, further_metrics
@@ -228,6 +229,8 @@ def _choose_model(config: Config, dataset: Dataset, team: Team) -> tuple[Config,
     if len(shape) == 3 and min(shape[1:]) >= _IMAGE:
         return config.replace("model", name="cnn"), "for images"
     linear, deep = (config.replace("model", name=name) for name in ("linear", "mlp"))
+    if find_method(config.method.name).needs_layers:
+        return deep, f"method {config.method.name} takes no model of a single layer"
     if not len(dataset.federation.validation):
         return linear, "there are no validation samples to choose by"
     trials = dataset._replace(federation=dataset.federation.without_test())
@@ -329,14 +332,14 @@ class Trainer:
         team: Team = ALONE,
         tries: bool = True,
     ) -> Trainer:
-        """Check everything; a model that is to be chosen is, by trials, or unless it ``tries`` is taken for linear."""
+        """Check everything; a model that is to be chosen is, by trials or, unless it ``tries``, for the check alone."""
         if config.run.unseen:
             dataset = dataset._replace(federation=dataset.federation.hold_out(config.run.unseen, config.run.seed))
         why = ""
         if config.name("model") == "auto" and tries:
             config, why = _choose_model(config, dataset, team)
         elif config.name("model") == "auto":
-            config = config.replace("model", name="linear")
+            config = config.replace("model", name="mlp" if find_method(config.method.name).needs_layers else "linear")
         trainer = cls(config.resolve(dataset, source, fresh), dataset.federation, dataset.truth, team, why)
         team.check(trainer.training.cohort_size, trainer.recipe.device)
         return trainer

@@ -17,8 +17,8 @@ def check_server(plan: Plan) -> None:
     mixer, config, method = plan.mixer, plan.config, plan.config.name("method")
     if mixer.is_server_mean and config.compression.downloads == "none":
         return
-    if not find_method(method).mixer.is_server_mean:
-        needs, allowed = type(mixer).__name__, names_where(lambda row: row.mixer.is_server_mean)
+    if not find_method(method).has_averaging_server:
+        needs, allowed = type(mixer).__name__, names_where(lambda row: row.has_averaging_server)
         raise UserError(f"Method {method} needs {needs} between clients, not an averaging server; allowed: {allowed}.")
     chosen = {"graph.name": config.name("graph"), "run.local_layers": config.run.local_layers}
     chosen["compression.downloads"] = config.compression.downloads

@@ -1,6 +1,4 @@
-"""Layers that never leave their client, whatever the mixer: FedBN, where these are the batch normalisations.
-
-Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021.
+"""Layers that never leave their client, whatever the mixer: the head (FedPer), the batch normalisations (FedBN), any.
 
 Shapes: T clients, C of them, g trees served, K starts for newcomers.
 """
@@ -22,8 +20,8 @@ from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Served, Star, St
 class LocalLayers(Mixer):
     """Another mixer, which never sees some leaves of u: each client keeps them to itself.
 
-    The memory holds them, ``[T, ...]``, and their average over the last cohort by samples, ``[1, ...]``, for clients
-    unseen in training to begin with: nobody else reads it.
+    The memory holds them, ``[T, ...]``, and their average over the last cohort, ``[1, ...]``, for clients unseen in
+    training to begin with: nobody else reads it. It is by samples, unless a server that averages counts otherwise.
     """
 
     base: Mixer
@@ -75,7 +73,8 @@ class LocalLayers(Mixer):
         mixed, remembered = self.base.mix(shared, take_prefix("base", memory), this, passing())
         before, now = take_prefix("local", memory), gather(held)
         local = tree_map(lambda old, new: old.index_copy(0, this.clients.to(old.device), new), before, now)
-        average = Star().mix({}, {}, this, held)[0].means
+        server = self.base if self.base.is_server_mean else Star()
+        average = server.mix({}, {}, this, held)[0].means
         return mixed, _joined(remembered, local, average)
 
     def advance(self, shared: Tree, memory: Tree, this: Round, mixed: Mixed) -> tuple[Mixed, Tree]:

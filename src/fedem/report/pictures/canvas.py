@@ -25,10 +25,10 @@ INK, GRID = "#20262c", "#dde2e7"
 COLOURS = (
     *("#0b5fa5", "#d95f02", "#1b8a5a", "#c2185b", "#6a4fb3", "#8c5a2b", "#17a2b8", "#b8a000", "#5b6770", "#e06fb5"),
     *("#c600fc", "#630063", "#0000b4", "#005100", "#9090fc", "#1bbd6c", "#5100e1", "#a27e87", "#990000", "#990087"),
-    *("#5a363f", "#ab5ac6", "#fc48ea", "#ea9063"),
+    *("#5a363f", "#ab5ac6", "#fc48ea", "#ea9063", "#2451d8", "#5a9924", "#243f1b", "#d88790", "#d8903f"),
 )
 _ALIKE = 6  # lines one after the other that have the same stroke
-_STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+_STROKES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 2, 3, 2)))
 _MARKERS = "os^DvPX<>p*h"
 MOST_POINTS, MOST_DOTS = 200, 1000
 _WIDTH, _NAMES, _FACTOR, _LEAST = 7.0, 4, 10, 0.7
