@@ -106,3 +106,13 @@ def test_label_shift_counted_shares_bring_one_model_near_the_best(printed: str) 
 def test_every_script_is_tried() -> None:
     tried = set(re.findall(r'parametrize\("printed", \["(\w+)"\]', Path(__file__).read_text()))
     assert {path.stem for path in GALLERY.glob("*.py")} == tried
+
+
+@pytest.mark.parametrize("printed", ["shared_layers"], indirect=True)
+def test_shared_layers_heads_on_one_body_do_as_well_as_whole_networks(printed: str) -> None:
+    single, whole, heads = (_figure(printed, f"{name} ") for name in ("fedavg", "fedem", "fedem-heads"))
+    assert single + 0.1 < whole
+    assert whole - 0.02 < heads
+    sent = {line.split()[0]: float(line.split()[-1]) for line in printed.splitlines()[1:-1]}
+    assert sent["fedem-heads"] < sent["fedem"] / 2
+    assert Path("components.png").stat().st_size > 1000
