@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fedem.core.em import negative_log_likelihood
 from fedem.core.random import FINE_TUNE, derive
-from fedem.core.tree import Tree, tree_index
+from fedem.core.tree import Tree
 from fedem.data.samples import Samples
 from fedem.engines import Batching, OneByOne
 from fedem.engines.base import BatchPlan
 from fedem.methods import METHODS
+from fedem.models.base import component_of
 from fedem.runs.evaluate import predict
 from fedem.runs.personalize import Predictors
 from fedem.runs.rounds import Training
@@ -39,7 +40,7 @@ def losses_of(training: Training, found: Predictors, samples: Samples) -> Tensor
     for position in range(samples.num_clients):
         components, log_weights = found.of(training.algorithm, position)
         losses = torch.stack(
-            [model.losses(tree_index(components, m), *samples.client(position)) for m in range(len(log_weights))]
+            [model.losses(component_of(components, m), *samples.client(position)) for m in range(len(log_weights))]
         )
         means.append(negative_log_likelihood(losses, log_weights).mean())
     return torch.stack(means)

@@ -263,10 +263,12 @@ def test_bytes_are_those_of_the_messages(method: str) -> None:
         num_messages = 10
     _, log = training.step(training.init())
     sent_leaves = training.algorithm.model.trainable - training.mixer.local_leaves
-    shapes = training.algorithm.model.leaf_shapes
+    shapes, common = training.algorithm.model.leaf_shapes, training.algorithm.common
     model = 8 * sum(math.prod(shapes[name]) for name in sent_leaves)
     for sent, models in zip((log.bytes_up, log.bytes_down), MODELS_SENT.get(method, (1, 1)), strict=True):
-        besides = sent - num_messages * models * model
+        # Of leaves that all components have in common there is one.
+        heads = 2 * sum(8 * math.prod(shapes[name]) for name in sent_leaves - common) if common else 0
+        besides = sent - num_messages * (models * model + heads)
         assert 0 <= besides <= num_messages * 8 * 4
         assert besides == 0 or method in ("afl", "qffl", "ifca", "fedfomo", "mocha", "bfedem")
 
@@ -275,7 +277,7 @@ def test_bytes_are_those_of_the_messages(method: str) -> None:
 def test_every_row_of_the_table_says_what_it_does(method: str) -> None:
     row = METHODS[method]
     assert all((row.title, row.summary, row.personal, row.sent, row.unseen))
-    assert row.paper or method in ("local", "bfedem")
+    assert row.paper or method in ("local", "bfedem", "fedem-heads")
 
 
 @every_method

@@ -108,7 +108,8 @@ def _counts(logits: list[list[float]], rows: list[int]) -> tuple[torch.Tensor, t
     )
     algorithm = make_training("bfedem", num_components=2).algorithm
     assert isinstance(algorithm, BalancedFedEM)
-    return algorithm.counts(Local({}, {"log_weights": log_weights}, {}, {}), batch), weights
+    speeds = algorithm.speeds(Local({}, {"log_weights": log_weights}, {}, {}), batch)
+    return speeds[:, None] * batch.samples["log_responsibilities"].exp(), weights
 
 
 numbers = st.floats(-600, 600)

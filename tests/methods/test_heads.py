@@ -252,7 +252,7 @@ def test_alpha_is_of_one_problem_with_all_heads() -> None:
     ("method", "how", "said"),
     [
         ("fedem", {"shared_layers": "tail"}, "no layers called 'tail'; allowed: head, body"),
-        ("fedem-heads", {"model": "linear"}, "no layers called 'body'"),
+        ("fedem-heads", {"model": "linear"}, "has only one layer that is trained"),
         ("fedem", {"shared_layers": "0, 2"}, "names all that the model trains"),
         ("ifca", {"shared_layers": "*"}, "names all that the model trains"),
         ("bfedem", {"shared_layers": "body", "solver": "newton"}, "allowed: solvers sgd and adam"),
