@@ -124,9 +124,10 @@ def test_momentum_of_none_at_rate_one_is_the_mean_to_the_bit(compression: Compre
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.takes_server_steps])
 def test_every_method_that_takes_it_steps_to_the_mean_and_beyond(method: str) -> None:
     plain = make_training(method)
-    known, found = advance(plain, 2), advance(with_steps(plain, FedAvgM(1.0, 0.0)), 2)
-    assert same_states(replace(found, memory={}), replace(known, memory={}))
-    assert distance(replace(advance(with_steps(plain, FedAvgM(1.0, 0.5)), 2), memory={}), known) > 1e-3
+    trainings = [plain, *(with_steps(plain, FedAvgM(1.0, momentum)) for momentum in (0.0, 0.5))]
+    known, found, further = (replace(advance(training, 2), memory={}) for training in trainings)
+    assert same_states(found, known)
+    assert distance(further, known) > 1e-3
 
 
 def test_momentum_follows_a_steady_change_faster_by_its_geometric_sum() -> None:
