@@ -490,6 +490,10 @@ def test_what_can_not_be_had_is_refused_by_name() -> None:
         asked.personalize(inputs, [1, None, 0])
     with pytest.raises(UserError, match="2 of 3 targets are missing"):
         asked.personalize(inputs, np.array([1, np.nan, np.nan]))
+    with pytest.raises(UserError, match=r"shape \[3\] each; allowed: \[4\]"):
+        asked.personalize(inputs[:, :3])
+    with pytest.raises(UserError, match=r"clients of shape \[2\] for 3 inputs"):
+        asked.with_unlabelled(inputs, ["zoe", "yan"])
     with pytest.raises(UserError, match="max_iterations is -1"):
         asked.personalize(inputs, max_iterations=-1)
     with pytest.raises(UserError, match="were fitted after training"):

@@ -221,19 +221,18 @@ def personalize(
     """
     result = _loaded(run_folder, device)
     table, inputs = _read(result, data, target_column, client_column, written, quiet)
-    owners = table.owners()
+    targets, owners = None if unlabelled else _targets(result, table), table.owners()
     clients = np.full(len(table), stem_of(data)) if owners is None else owners
-    if unlabelled:
+    if not quiet and (known := known_clients(tuple(np.unique(clients).tolist()), run_folder, result.names)):
+        aside(f"note: {known}")
+    if targets is None:
         _refuse("with --unlabelled", unseen_epochs=unseen_epochs, fine_tune_epochs=fine_tune_epochs, beside=beside)
         _check_unlabelled_rows(table)
         result = _with_statistics(result, run_folder, which, device, quiet)
         with waiting("Personalising", quiet):
             _say_unlabelled(result.with_unlabelled(inputs, clients, iterations, which), out, quiet)
         return
-    targets = _targets(result, table)
     federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
-    if not quiet and (known := known_clients(federation.names, run_folder, result.names)):
-        aside(f"note: {known}")
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         fitted = result.with_unseen(federation, iterations, which, beside, **epochs)

@@ -38,6 +38,7 @@ from fedem.runs.unlabelled import Seen, Statistics, check_unlabelled, fit
 
 # Before the role of fine-tuned models, of memories and of statistics of inputs, in a checkpoint.
 _TUNED, _MEMORY, _INPUTS = "tuned-", "neighbours-", "inputs-"
+_MISSING = ("nan", "NaT", "<NA>")  # how values of numpy and pandas that stand for nothing are written
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,8 +267,8 @@ class Result:
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         if targets is None:
             _check_without_labels(beside=beside, **epochs)
-            owner = np.full(len(x), "(new client)")
-            found, seen = self._fit_inputs(_unlabelled(x, owner), client_keys(["(new client)"]), which, max_iterations)
+            samples = _unlabelled(x if len(x) else x.reshape(0, *sample_format.inputs), np.full(len(x), ""))
+            found, seen = self._fit_inputs(samples, client_keys(["(new client)"]), which, max_iterations)
             return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format, None, seen[0])
         _check_labelled(targets)
         if len(x) == 0:
@@ -350,6 +351,9 @@ class Result:
             how = "train with run.unlabelled=true (from Python: unlabelled=True)"
             later = "or make them of a run's own data with `fedem evaluate RUN --unlabelled --save FOLDER`"
             raise UserError(f"{missing}; {how}, {later}.")
+        shape, allowed = tuple(samples.pool.inputs.shape[1:]), self.recipe.format.inputs
+        if shape != allowed:
+            raise UserError(f"The inputs have shape {[*shape]} each; allowed: {[*allowed]}, as in training.")
         personalizer = self.recipe.personalizer(self.recipe.engine())
         with torch.no_grad(), self.recipe.products():
             return fit(personalizer, self.statistics[which], state, samples, keys, updates)
@@ -367,9 +371,12 @@ class Result:
             max_iterations: as in :meth:`personalize`.
             which: the same.
         """
-        owners = np.asarray(clients).astype(str)
-        samples, names = _unlabelled(torch.as_tensor(inputs), owners), tuple(np.unique(owners).tolist())
-        self.recipe.format.conform(names[0], samples.inputs[:1])
+        owners, x = np.asarray(clients).astype(str), self.recipe.format.conform("(new clients)", inputs)
+        if not len(x) or owners.shape != (len(x),):
+            raise UserError(
+                f"Got clients of shape {[*owners.shape]} for {len(x)} inputs; allowed: one name each, from 1."
+            )
+        samples, names = _unlabelled(x, owners), tuple(np.unique(owners).tolist())
         found, seen = self._fit_inputs(samples, client_keys(names), which, max_iterations)
         # What needs labels to predict is left out.
         recipe, state = self.recipe.fitted(fine_tune_epochs=0, neighbours=0), found.settled(self.state(which).round)
@@ -436,10 +443,11 @@ def _check_without_labels(**given: Any) -> None:
 
 def _check_labelled(targets: Any) -> None:
     """Refuse targets of which some are missing: weights are fitted to labels or to inputs, never to both."""
-    values = targets if isinstance(targets, Tensor) else np.asarray(targets)
-    missing = sum(each is None or each != each for each in values.reshape(-1).tolist())  # NaN differs from itself
+    values = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else np.asarray(targets, dtype=object)
+    each = values.reshape(-1).tolist()
+    missing = sum(value is None or (not isinstance(value, str) and str(value) in _MISSING) for value in each)
     if missing:
-        some = f"{missing} of {counted(len(values), 'target')} {'is' if missing == 1 else 'are'} missing"
+        some = f"{missing} of {counted(len(each), 'target')} {'is' if missing == 1 else 'are'} missing"
         raise UserError(f"{some}; allowed: labels of all samples, or none (targets=None). Leave out the rows without.")
 
 
