@@ -7,9 +7,10 @@ After training one more pass sums, for each component m, the features phi of the
 over everybody's training samples. They make p(phi | m), a Gaussian of independent features. A client without labels
 fits its weights as one with labels does, with -log p(phi | m) / tau in place of the losses. Features are many and not
 independent, so these likelihoods are overconfident: the temperature tau is chosen by the clients of the training, each
-of which fits weights to inputs alone and says what it then loses on its labels. Only sums ever leave a client.
+of which fits weights to inputs alone and says what it then loses on its labels. How far inputs lie from those of
+training goes by the same sums of the inputs themselves. Only sums ever leave a client.
 
-Shapes: T clients, M components, n samples, F features, G temperatures tried, B bins of distances.
+Shapes: T clients, M components, n samples, F features, D numbers of an input, G temperatures tried, B bins.
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ def features_in_common(model: Model, components: Tree, inputs: Tensor) -> Tensor
     return features_of(model, Mixture(components, alike), inputs)
 
 
+def plain_inputs(model: Model, components: Tree, inputs: Tensor) -> Tensor:
+    """Return inputs as numbers to measure distances by, ``[n, ...] -> [n, D]``; of characters, their features.
+
+    A network's features are near those of training even for what it has never seen, such as noise.
+    """
+    prepared = model.prepare(inputs)
+    return prepared.flatten(1) if prepared.is_floating_point() else features_in_common(model, components, inputs)
+
+
 @dataclass(frozen=True, eq=False)
 class Densities:
     """p(phi | m), in units in which the features of all samples have mean 0 and variance 1. All are float64."""
@@ -113,7 +123,7 @@ class Densities:
         return found - found.amin(0)
 
     def distances(self, features: Tensor) -> Tensor:
-        """Return the mean over features of (phi_f - mean_mf)^2 / variance_mf at the nearest component, ``[n]``."""
+        """Return the mean over f of (phi_f - mean_mf)^2 / variance_mf at the nearest component, ``[n]``."""
         squares = self._squares(features).masked_fill(~self.heard[:, None], math.inf)
         return squares.amin(0) / (self.scale > 0).sum().clamp(min=1)
 
@@ -166,6 +176,8 @@ class Statistics:
     counts: Tensor  # [M], N_m
     sums: Tensor  # [M, F], S_m
     squares: Tensor  # [M, F], Q_m
+    input_sums: Tensor  # [M, D], the same of the inputs as they are, by which distances are measured
+    input_squares: Tensor  # [M, D]
     weights: Tensor  # [M], the mean mixture weights
     histogram: Tensor  # [B], numbers of samples by their distances
     gains: (
@@ -177,6 +189,10 @@ class Statistics:
     @property
     def densities(self) -> Densities:
         return Densities.of(self.counts, self.sums, self.squares)
+
+    @property
+    def input_densities(self) -> Densities:
+        return Densities.of(self.counts, self.input_sums, self.input_squares)
 
     @property
     def errors(self) -> Tensor:
@@ -250,11 +266,12 @@ def gather(personalizer: Personalizer, state: State, federation: Federation, too
     trained = Cohort(components, reads, personal, federation.train)
     found = _total(engine, algorithm, _sums(algorithm), trained)
     weights = personal["log_weights"].double().exp().mean(0).cpu()
-    densities = Densities.of(**found).to(device)
+    densities = Densities.of(found["counts"], found["sums"], found["squares"]).to(device)
+    nearness = Densities.of(found["counts"], found["input_sums"], found["input_squares"]).to(device)
     asked = federation.validation if len(federation.validation) else federation.train
     able = (asked.sizes > 0).nonzero().flatten()
     there = Cohort(components, reads, personal, asked).take(able)
-    histogram = _total(engine, algorithm, _distances(algorithm, densities), there)["histogram"]
+    histogram = _total(engine, algorithm, _distances(algorithm, nearness), there)["histogram"]
     trial = _Trial(algorithm.model, algorithm.solver, algorithm, densities)
     fitted = engine.fit(trial, there._replace(personal={}))
     assert fitted is not None  # a mixture's weights can be had from scores
@@ -285,7 +302,8 @@ def fit(
     mean = statistics.weights.log().to(found.personal["log_weights"])
     weights = torch.where(unknown.to(device)[:, None], mean, found.personal["log_weights"])
     components = tree_map(lambda leaf: leaf[0], found.shared)
-    medians = [_median(model, densities, components, samples, t) for t in range(samples.num_clients)]
+    nearness = statistics.input_densities.to(device)
+    medians = [_median(model, nearness, components, samples, t) for t in range(samples.num_clients)]
     return found._replace(personal={"log_weights": weights}), [statistics.seen(median) for median in medians]
 
 
@@ -313,7 +331,7 @@ def _median(model: Model, densities: Densities, components: Tree, samples: Sampl
     inputs = samples.client(position).inputs.to(densities.centre.device)
     if not len(inputs):
         return math.nan
-    return float(densities.distances(features_in_common(model, components, inputs)).median())
+    return float(densities.distances(plain_inputs(model, components, inputs)).median())
 
 
 def _total(engine: Engine, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
@@ -340,8 +358,11 @@ def _sums(algorithm: Algorithm) -> Tally:
     def sums(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         losses = algorithm.model.component_losses(shared, inputs, targets)
         shares = em.log_responsibilities(losses, personal["log_weights"]).double().exp() * mask
-        features = features_in_common(algorithm.model, shared, inputs).double()
-        return {"counts": shares.sum(1), "sums": shares @ features, "squares": shares @ features.square()}
+        found = {"counts": shares.sum(1)}
+        for prefix, space in (("", features_in_common), ("input_", plain_inputs)):
+            numbers = space(algorithm.model, shared, inputs).double()
+            found |= {f"{prefix}sums": shares @ numbers, f"{prefix}squares": shares @ numbers.square()}
+        return found
 
     return sums
 
@@ -350,7 +371,7 @@ def _distances(algorithm: Algorithm, densities: Densities) -> Tally:
     """A client's numbers of samples by their distances, ``[B]``; those beyond all bins are in the first or the last."""
 
     def histogram(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        distances = densities.distances(features_in_common(algorithm.model, shared, inputs))
+        distances = densities.distances(plain_inputs(algorithm.model, shared, inputs))
         places = ((distances.clamp(min=1e-300).log10() - _LOWEST) * _PER_DECADE).floor().clamp(0, _BINS - 1).long()
         nothing = torch.zeros(_BINS, dtype=torch.float64, device=inputs.device)
         return {"histogram": nothing.scatter_add(0, places, mask.double())}
