@@ -99,6 +99,7 @@ CHANGES: dict[str, Any] = {
     "min_samples": 21,
     "max_samples": 59,
     "noise_scale": 4.0,
+    "input_shift": 2.0,
     "num_validation": 7,
     "num_test": 10,
 }

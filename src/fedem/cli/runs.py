@@ -44,7 +44,8 @@ from fedem.runs.config import Values
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.result import PersonalModel, Result
-from fedem.runs.trainer import reassess
+from fedem.runs.trainer import describe_inputs, reassess
+from fedem.runs.unlabelled import UNLIKE, check_unlabelled
 
 Folders = Annotated[
     list[Path] | None, Argument(help="Folders of runs, with their baselines, of comparisons or of experiments.")
@@ -77,6 +78,9 @@ def evaluate(
     neighbours: Annotated[
         int | None, Option(help="How many of its nearest training samples each client asks beside its model; 0: none.")
     ] = None,
+    unlabelled: Annotated[
+        bool | None, Option("--unlabelled", help="Sum up clients' inputs, for clients that come later without labels.")
+    ] = None,
     save: Annotated[
         Path | None, Option(help="Also write the run, with the clients' models as they are scored, to this new folder.")
     ] = None,
@@ -103,11 +107,14 @@ def evaluate(
 
       fedem evaluate runs/first --neighbours 10 --save runs/first-neighbours
 
+      fedem evaluate runs/first --unlabelled --save runs/first-unlabelled
+
       fedem evaluate runs/shops --data today.csv --out today-by-shop.csv
     """
     RunFolder(run_folder).check()
     options.check_new(force, *([out] if out else []))
     tuned = {"fine_tune_epochs": fine_tune_epochs, "fine_tune_rate": fine_tune_rate, "neighbours": neighbours}
+    tuned |= {"unlabelled": unlabelled or None}
     if data is not None:
         _refuse("with --data", **tuned, save=save)
         if out is not None and out.suffix != ".csv":
@@ -171,7 +178,8 @@ def _targets(result: Result, table: Table) -> Array:
     """Return a table's targets, encoded as in training."""
     if table.target not in table.columns:
         source, why = table.pieces[0].source, "they are needed to fit a model, or to score one"
-        raise UserError(f"{source} has no targets; {why} (see --target-column).")
+        besides = "; `fedem personalize --unlabelled` fits mixture weights without"
+        raise UserError(f"{source} has no targets; {why} (see --target-column){besides}.")
     encoding = result.recipe.format.encoding
     return plain_targets(table) if encoding is None else encoding.target.encode(table)
 
@@ -187,6 +195,10 @@ def personalize(
     fine_tune_epochs: Annotated[
         int | None, Option(help="Passes over their samples before they predict. As in the run when not given.", min=0)
     ] = None,
+    unlabelled: Annotated[
+        bool,
+        Option("--unlabelled", help="Fit mixture weights to inputs alone; targets, if there are any, play no part."),
+    ] = False,
     beside: Annotated[
         str | None, Option(help="A client that took part: start from what it has (without a server, its components).")
     ] = None,
@@ -201,15 +213,26 @@ def personalize(
     For FedEM only their mixture weights are fitted. `fedem methods` shows the rules of the others. Clients that took
     part in training are fitted as if they were new, and named.
 
+    With --unlabelled rows need no targets: mixture weights are fitted to inputs, where these tell the components apart,
+    and each client's novelty says how far its rows lie from those of training. That needs sums over the inputs of the
+    run's clients. Where the run has none (run.unlabelled), they are made from its data.
+
     The folder written holds the new clients; `fedem predict` takes it like any run.
     """
     result = _loaded(run_folder, device)
     table, inputs = _read(result, data, target_column, client_column, written, quiet)
-    targets, owners = _targets(result, table), table.owners()
+    targets, owners = None if unlabelled else _targets(result, table), table.owners()
     clients = np.full(len(table), stem_of(data)) if owners is None else owners
-    federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
-    if not quiet and (known := known_clients(federation.names, run_folder, result.names)):
+    if not quiet and (known := known_clients(tuple(np.unique(clients).tolist()), run_folder, result.names)):
         aside(f"note: {known}")
+    if targets is None:
+        _refuse("with --unlabelled", unseen_epochs=unseen_epochs, fine_tune_epochs=fine_tune_epochs, beside=beside)
+        _check_unlabelled_rows(table)
+        result = _with_statistics(result, run_folder, which, device, quiet)
+        with waiting("Personalising", quiet):
+            _say_unlabelled(result.with_unlabelled(inputs, clients, iterations, which), out, quiet)
+        return
+    federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
     with waiting("Personalising", quiet):
         epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         fitted = result.with_unseen(federation, iterations, which, beside, **epochs)
@@ -217,6 +240,41 @@ def personalize(
     if not quiet:
         metric = metrics_of(fitted.summary)[0].name
         say(f"{counted(federation.num_clients, 'client')}; train {metric} {fitted.summary[f'train_{metric}']:.4f}")
+    say(f"Run folder: {out}")
+
+
+def _check_unlabelled_rows(table: Table) -> None:
+    """Refuse rows of which some have a target: they are for fitting with labels."""
+    if table.target in table.columns and (missing := table.columns[table.target].missing).any() and not missing.all():
+        some_rows = f"{int((~missing).sum())} of {counted(len(table), 'row')} have a target in column {table.target!r}"
+        mend = "give the rows with targets alone, without --unlabelled, or no targets"
+        raise UserError(f"{some_rows}, the others none; weights are fitted to labels or to inputs: {mend}.")
+
+
+def _with_statistics(result: Result, run_folder: Path, which: str, device: str, quiet: bool) -> Result:
+    """Return a run with sums over its clients' inputs, made from its data where it has none."""
+    if which in result.statistics or result.recipe.is_fitted:
+        return result
+    check_unlabelled(result.config)
+    try:
+        with waiting("Summing up the run's inputs", quiet):
+            statistics = describe_inputs(run_folder, device)
+    except UserError as error:
+        problem = f"{run_folder} has no sums over its clients' inputs, and they can't be made from its data"
+        raise UserError(f"{problem} ({error}) Train with run.unlabelled=true.") from None
+    if not quiet:
+        keep = f"`fedem evaluate {run_folder} --unlabelled --save FOLDER` writes a run that keeps them"
+        aside(f"note: {run_folder} has no sums over its clients' inputs; they were made from its data ({keep}).")
+    return replace(result, statistics=statistics)
+
+
+def _say_unlabelled(fitted: Result, out: Path, quiet: bool) -> None:
+    """Write clients that were fitted without labels, and say what their inputs say."""
+    fitted.save(out)
+    if not quiet:
+        say(f"{counted(len(fitted.names), 'client')} without labels. {fitted.summary['unlabelled']['note']}")
+        if novel := [repr(row["client"]) for row in fitted.clients if row["is_novel"]]:
+            say(f"{counted(len(novel), 'client is', 'clients are')} {UNLIKE}: {some(novel)}.")
     say(f"Run folder: {out}")
 
 

@@ -26,6 +26,7 @@ class Truth:
     components: Tensor  # [M, d]
     mixture_weights: Tensor  # [T, M], one row per name
     noise_scale: float
+    input_means: Tensor | None = None  # [M, d], where x - input_means[m] ~ U([-1, 1]^d); None where x says nothing of m
 
     def predict(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
         """Return the true probabilities ``[n, 2]`` of inputs ``[n, d]`` under each row's weights ``[n, M]``."""
@@ -37,8 +38,17 @@ class Truth:
         positive = torch.zeros_like(logits)
         for node, weight in zip(nodes.tolist(), (density / density.sum()).tolist(), strict=True):
             positive += weight * torch.sigmoid(logits + self.noise_scale * node)
-        mixed = (mixture_weights * positive).sum(1)
+        mixed = (self._posterior(inputs, mixture_weights) * positive).sum(1)
         return torch.stack([1 - mixed, mixed], dim=1)
+
+    def _posterior(self, inputs: Tensor, mixture_weights: Tensor) -> Tensor:
+        """Return p(m | x), ``[n, M]``: the weights of those components that x may come from."""
+        if self.input_means is None:
+            return mixture_weights
+        # A little more than the cube, for rounding.
+        inside = torch.stack([((inputs - mean).abs() <= 1 + 1e-5).all(1) for mean in self.input_means], dim=1)
+        possible = mixture_weights * inside
+        return possible / possible.sum(1, keepdim=True)
 
     def weights_of(self, names: tuple[str, ...]) -> Tensor:
         """Return the true mixture weights of the clients called ``names``, ``[len(names), M]``."""

@@ -30,18 +30,26 @@ import string
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedem.core.errors import UserError
+from fedem.core.random import derive
+from fedem.data.federation import PARTS, Federation
+from fedem.data.partitions import Assignment, Collection
+from fedem.data.samples import Samples
 from fedem.data.store import ROWS, Block, Files, Public, opened, pick, read_bytes
 
 SHAPE, COLOUR = (1, 28, 28), (3, 32, 32)  # of characters, and of CIFAR
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
+_TURNS = 104  # the purpose of random numbers, beside those of fedem.core.random and fedem.data.partitions
 _BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
 _LEAF = (("all_data",), ("",), ("train", "test"))  # folders of json files, the first that are there count
@@ -70,7 +78,38 @@ def _exactly(file: IO[bytes] | gzip.GzipFile, count: int) -> bytes:
     return content
 
 
-class Emnist(Public):
+@dataclass(frozen=True)
+class Images(Public):
+    """A public data set of square images.
+
+    Attributes:
+        rotations: in how many ways clients hold their images: each turns all of its own by 0, 90, ... degrees, one of
+            the first so many multiples of 90, drawn by its name and the seed. 1 turns none.
+    """
+
+    rotations: int = field(default=1, metadata={"min": 1, "max": 4})
+
+    def _split(self, collection: Collection, assignment: Assignment, seed: int) -> Federation:
+        federation = super()._split(collection, assignment, seed)
+        if self.rotations == 1:
+            return federation
+        turns = derive(federation.keys, _TURNS, seed).remainder(self.rotations)
+        train, validation, test = (_turned(federation.part(part), turns) for part in PARTS)
+        # The samples are not the pool's any more, so what they are goes by their content.
+        return replace(federation, train=train, validation=validation, test=test, ids=None)
+
+
+def _turned(samples: Samples, turns: Tensor) -> Samples:
+    """Return samples whose images are turned counter-clockwise, a quarter so many times for each client, ``[T]``."""
+    own = samples.gathered()
+    owners = torch.repeat_interleave(turns, own.sizes)
+    images = own.pool.inputs.clone()
+    for turn in range(1, 4):
+        images[owners == turn] = own.pool.inputs[owners == turn].rot90(turn, (2, 3))
+    return replace(own, pool=own.pool._replace(inputs=images))
+
+
+class Emnist(Images):
     """EMNIST by class, all of it; a part of it is chosen when it is partitioned."""
 
     name = "emnist"
@@ -144,7 +183,7 @@ def _tree_blocks(files: Files, classes: dict[bytes, int] | None) -> Iterator[Blo
         yield Block(np.stack(images), np.array(labels), writer)
 
 
-class Femnist(Public):
+class Femnist(Images):
     """FEMNIST, all writers; a part of them is chosen when it is partitioned."""
 
     name = "femnist"
@@ -191,7 +230,7 @@ def unpickle(content: bytes) -> dict[bytes, Any]:
     return found
 
 
-class Cifar10(Public):
+class Cifar10(Images):
     """CIFAR-10: ten classes."""
 
     name = "cifar10"

@@ -21,7 +21,7 @@ from fedem.runs.trainer import Trainer
 
 CONFIG, PLAN = "config.toml", "plan.json"
 # [run]: they need all clients' data in one place
-_SIMULATED = ("unseen", "neighbours", "measure_alpha_every", "diagnose_every")
+_SIMULATED = ("unseen", "neighbours", "unlabelled", "measure_alpha_every", "diagnose_every")
 _START = {"weights": "", "jitter": 0.0}  # [model]: they say what the server's first models are made of
 
 
@@ -34,7 +34,8 @@ class Plan(Recipe):
         """Settle on sample data what the configuration leaves open, and try the model on them."""
         for key in _SIMULATED:
             if value := config.sections["run"][key]:
-                raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: 0.")
+                nothing = "false" if value is True else 0
+                raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: {nothing}.")
         if config.run.metrics:
             raise UserError(f"run.metrics is {config.run.metrics!r}; allowed in a deployment: the metric of its loss.")
         # How many clients there will be, the sample does not say; and who knows when to stop has all scores and states.

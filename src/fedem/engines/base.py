@@ -24,7 +24,7 @@ from fedem.methods.base import Algorithm, Batch, Trained
 
 _SCORED = 1 << 13  # samples of a client scored at once
 
-# (shared, personal, inputs, targets, mask) -> sums over the samples of one client, a number each
+# (shared, personal, inputs, targets, mask) -> sums over the samples of one client, [...] each
 Tally = Callable[[Tree, Tree, Tensor, Tensor, Tensor], Tree]
 # what a client reads and keeps, its samples [n, ...] and [n], and a mask of all of them
 _Client = tuple[Tree, Tree, Tensor, Tensor, Tensor]
@@ -120,7 +120,7 @@ class Engine(Settings, ABC):
 
     @abstractmethod
     def tally(self, algorithm: Algorithm, function: Tally, cohort: Cohort) -> Tree:
-        """Sum ``function`` over each client's samples, ``[C]`` float64 on the CPU; at least one must have samples."""
+        """Sum ``function`` over each client's samples, ``[C, ...]`` float64 on the CPU; one at least must have some."""
 
     @abstractmethod
     def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:

@@ -186,10 +186,12 @@ class Stacked(Engine):
             for num_active, where in blocks(chunk.sizes, max(1, rows // len(members)), cohort.device):
                 some = chunk.some(slice(num_active))
                 for name, sums in stacked(some.shared, some.personal, *some.read(where), where.mask).items():
-                    total = totals.setdefault(name, torch.zeros(len(members), dtype=torch.float64, device=sums.device))
-                    total[:num_active] += sums
+                    if name not in totals:
+                        totals[name] = sums.new_zeros(len(members), *sums.shape[1:], dtype=torch.float64)
+                    totals[name][:num_active] += sums
             for name, total in totals.items():
-                found.setdefault(name, torch.zeros(len(sizes), dtype=torch.float64))[members] = total.cpu()
+                everybody = torch.zeros(len(sizes), *total.shape[1:], dtype=torch.float64)
+                found.setdefault(name, everybody)[members] = total.cpu()
         return found
 
     def fit(self, algorithm: Algorithm, cohort: Cohort, max_iterations: int | None = None) -> Tree | None:

@@ -76,7 +76,8 @@ class Algorithm(Settings, ABC):
     minimises_likelihood: ClassVar[bool] = False
     """whether it minimises the f of the paper's theorems by steps on responsibility-weighted losses (all one for a
     single model): such a method can be diagnosed, and its alpha measured"""
-    is_mixture: ClassVar[bool] = False  # whether u is M components [M, ...] and v_t their ``log_weights`` [M]
+    is_mixture: ClassVar[bool] = False
+    """whether u is M components [M, ...], v_t their ``log_weights`` [M], which ``adapt`` has from ``losses`` [M, n]"""
     steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
     needs_share: ClassVar[bool] = False  # whether ``update`` goes by its ``share``: a server then asks who has how much
     parts_model: ClassVar[bool] = False  # whether it tells a model's last layer from the others: there must be others

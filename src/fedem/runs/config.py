@@ -66,6 +66,8 @@ class RunSettings(Settings):
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
         neighbours: how many of its own training samples, the nearest in the features of its model, a client asks beside
             its model when it predicts; how much they count is chosen by validation. 0: the model predicts alone.
+        unlabelled: whether clients sum up their inputs when training is over, so that one that comes later without
+            labels can fit its mixture weights, with methods that have such.
         unseen_epochs: passes that a client held out makes over its samples, with methods that train it to fit it.
         evaluate_every: rounds between scores, which choose the best state; the last round always is, with 0 it alone.
         patience: rounds without a better validation score after which training ends; the best state is then the one
@@ -100,6 +102,7 @@ class RunSettings(Settings):
     fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
     neighbours: int = field(default=0, metadata={"min": 0, "acts": "scores"})
+    unlabelled: bool = field(default=False, metadata={"acts": "scores"})
     unseen_epochs: int = field(default=5, metadata={"min": 1, "acts": "scores"})
     evaluate_every: int = field(default=10, metadata={"min": 0})
     patience: int = field(default=0, metadata={"min": 0})

@@ -38,6 +38,7 @@ from fedem.runs.evaluate import Record
 from fedem.runs.measures import check_diagnosable, check_measurable
 from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import State, mixer_seed
+from fedem.runs.unlabelled import check_unlabelled
 
 ModelSource = nn.Module | Callable[[], nn.Module]
 _TRIED = 5  # samples that a model is tried on
@@ -149,9 +150,12 @@ class Recipe:
     def codec(self) -> Codec | None:
         return self.method.codec
 
-    def fitted(self) -> Recipe:
-        """Return the recipe of clients that were fitted after training; the model and the algorithm are the same."""
-        return self._alike(is_fitted=True)
+    def fitted(self, **run: Any) -> Recipe:
+        """Return the recipe of clients that were fitted after training; the model and the algorithm are the same.
+
+        ``run`` are settings that hold for these clients alone.
+        """
+        return self._alike(is_fitted=True, config=self.config.replace("run", **run) if run else self.config)
 
     def with_rate(self, learning_rate: float) -> Recipe:
         """Return the recipe with a learning rate that was found, and may be halved."""
@@ -292,6 +296,9 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
         mixer.check(federation.keys, mixer_seed(run.seed))
     if run.neighbours:
         _check_neighbours(recipe, federation, inputs)
+    if run.unlabelled:
+        check_unlabelled(config)
+        model.features(model.init(0), inputs)
     if run.measure_alpha_every:
         check_measurable(algorithm, compressed=recipe.codec is not None)
     if run.diagnose_every:

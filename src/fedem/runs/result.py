@@ -19,7 +19,7 @@ from fedem.core.errors import UserError, counted, unknown
 from fedem.core.random import client_keys
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
-from fedem.data.samples import Pool, Samples
+from fedem.data.samples import Pool, Samples, offsets_of
 from fedem.data.tables import is_frame, read_frame
 from fedem.methods.base import Mixture, find_method
 from fedem.methods.mixer import Settled
@@ -34,8 +34,11 @@ from fedem.runs.neighbours import Memory, Neighbours, predict
 from fedem.runs.personalize import Predictors
 from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
 from fedem.runs.rounds import State, cohort_size, took_part
+from fedem.runs.unlabelled import Seen, Statistics, check_unlabelled, fit
 
-_TUNED, _MEMORY = "tuned-", "neighbours-"  # before the role of fine-tuned models, and of memories, in a checkpoint
+# Before the role of fine-tuned models, of memories and of statistics of inputs, in a checkpoint.
+_TUNED, _MEMORY, _INPUTS = "tuned-", "neighbours-", "inputs-"
+_MISSING = ("nan", "NaT", "<NA>")  # how values of numpy and pandas that stand for nothing are written
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,8 @@ class PersonalModel:
     mixture: Mixture
     format: SampleFormat
     neighbours: Neighbours | None = None
+    seen: Seen | None = None
+    """how the inputs that it was fitted to compare with those of training, where they came without labels"""
 
     @property
     def mixture_weights(self) -> Tensor:
@@ -92,6 +97,7 @@ class Result:
         tuned: by role, what clients predict with where they fine-tune first; where they don't but some fitted v_t to
             their samples, everybody's v_t alone.
         memories: by role, what clients remember of their training samples, where neighbours have a say.
+        statistics: by role, sums over the clients' inputs, for clients that come later without labels.
     """
 
     recipe: Recipe
@@ -103,6 +109,7 @@ class Result:
     origin: Mapping[str, Any]
     tuned: Mapping[str, State] = field(default_factory=dict)
     memories: Mapping[str, Memory] = field(default_factory=dict)
+    statistics: Mapping[str, Statistics] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -232,7 +239,7 @@ class Result:
     def personalize(
         self,
         inputs: Any,
-        targets: Any,
+        targets: Any = None,
         *,
         max_iterations: int | None = None,
         unseen_epochs: int | None = None,
@@ -244,7 +251,9 @@ class Result:
 
         Args:
             inputs: ``[n, ...]``; n may be 0, and the client then gets uniform weights, or the shared model as it is.
-            targets: ``[n]``
+            targets: ``[n]``; None where the client has no labels. Its mixture weights are then fitted to the inputs,
+                by what the clients of the run have summed up (``unlabelled=True`` in training), and ``seen`` of what is
+                returned says how, and whether the inputs are unlike anything seen in training.
             max_iterations: updates of FedEM's mixture weights, 1 in the paper, 0 for convergence; like the next two,
                 None for what the run's settings say.
             unseen_epochs: passes over the samples, with methods that train a newcomer to fit it.
@@ -255,6 +264,13 @@ class Result:
         """
         recipe, sample_format = self.recipe, self.recipe.format
         x = sample_format.conform("(new client)", inputs)
+        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
+        if targets is None:
+            _check_without_labels(beside=beside, **epochs)
+            samples = _unlabelled(x if len(x) else x.reshape(0, *sample_format.inputs), np.full(len(x), ""))
+            found, seen = self._fit_inputs(samples, client_keys(["(new client)"]), which, max_iterations)
+            return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format, None, seen[0])
+        _check_labelled(targets)
         if len(x) == 0:
             nothing = torch.zeros(0, *sample_format.inputs, dtype=sample_format.input_dtype)
             samples = Samples(Pool(nothing, torch.zeros(0).long()), torch.tensor([0, 0]))
@@ -263,7 +279,6 @@ class Result:
                 targets = sample_format.encoding.accept_targets(targets)
             samples = Federation.from_clients([(x, targets)], ["(new client)"], validation=0, test=0).train
             recipe.check_samples(samples.inputs, samples.targets)
-        epochs = {"unseen_epochs": unseen_epochs, "fine_tune_epochs": fine_tune_epochs}
         found = self._fit(samples, client_keys(["(new client)"]), which, beside, max_iterations, None, **epochs)
         return PersonalModel(recipe.model, found.of(recipe.algorithm, 0), sample_format, found.neighbours(0))
 
@@ -285,8 +300,7 @@ class Result:
         if updates is not None and not find_method(method).algorithm.is_mixture:
             problem = f"max_iterations is {updates}, but method {method} has no mixture weights"
             raise UserError(f"{problem}; allowed: unseen_epochs or fine_tune_epochs, for clients that train.")
-        if updates is not None and updates < 0:
-            raise UserError(f"max_iterations is {updates}; allowed: from 1, or 0 for convergence.")
+        _check_updates(updates)
         given = {name: value for name, value in epochs.items() if value is not None}
         personalizer = self.recipe.personalizer(self.recipe.engine())
         personalizer = replace(personalizer, run=self.config.replace("run", **given).run)
@@ -323,6 +337,56 @@ class Result:
         memories = {} if found.memory is None else {"last": found.memory}
         return Result(recipe, {"last": state}, federation.names, summary, (), rows, {}, memories=memories)
 
+    def _fit_inputs(
+        self, samples: Samples, keys: Tensor, which: str, updates: int | None
+    ) -> tuple[Predictors, list[Seen]]:
+        """Fit several unseen clients by their inputs, and say how these compare with those of training."""
+        check_unlabelled(self.config)
+        _check_updates(updates)
+        state = self.state(which)
+        if self.recipe.is_fitted:
+            raise UserError(self.recipe.mixer.welcome(state.shared, state.memory).refusal)
+        if which not in self.statistics:
+            missing = "The run has no sums over its clients' inputs, by which a client without labels is fitted"
+            how = "train with run.unlabelled=true (from Python: unlabelled=True)"
+            later = "or make them of a run's own data with `fedem evaluate RUN --unlabelled --save FOLDER`"
+            raise UserError(f"{missing}; {how}, {later}.")
+        shape, allowed = tuple(samples.pool.inputs.shape[1:]), self.recipe.format.inputs
+        if shape != allowed:
+            raise UserError(f"The inputs have shape {[*shape]} each; allowed: {[*allowed]}, as in training.")
+        personalizer = self.recipe.personalizer(self.recipe.engine())
+        with torch.no_grad(), self.recipe.products():
+            return fit(personalizer, self.statistics[which], state, samples, keys, updates)
+
+    def with_unlabelled(
+        self, inputs: Any, clients: Any, max_iterations: int | None = None, which: str = "last"
+    ) -> Result:
+        """Fit clients without labels to their inputs; returns a result whose clients they are.
+
+        Their rows say how far the inputs lie from those of training: ``novelty``, and ``is_novel`` below 0.01.
+
+        Args:
+            inputs: ``[n, ...]``, encoded already.
+            clients: the client of each row, ``[n]``.
+            max_iterations: as in :meth:`personalize`.
+            which: the same.
+        """
+        owners, x = np.asarray(clients).astype(str), self.recipe.format.conform("(new clients)", inputs)
+        if not len(x) or owners.shape != (len(x),):
+            raise UserError(
+                f"Got clients of shape {[*owners.shape]} for {len(x)} inputs; allowed: one name each, from 1."
+            )
+        samples, names = _unlabelled(x, owners), tuple(np.unique(owners).tolist())
+        found, seen = self._fit_inputs(samples, client_keys(names), which, max_iterations)
+        # What needs labels to predict is left out.
+        recipe, state = self.recipe.fitted(fine_tune_epochs=0, neighbours=0), found.settled(self.state(which).round)
+        about = self.statistics[which].record() | {"novel": sum(each.is_novel for each in seen)}
+        summary = recipe.describe(state) | {"num_clients": len(names), "unlabelled": about}
+        rows = client_rows("unseen", names, {}, found.log_weights(recipe.algorithm))
+        for row, size, each in zip(rows, samples.sizes.tolist(), seen, strict=True):
+            row |= {"train_samples": size, "novelty": each.novelty, "is_novel": each.is_novel}
+        return Result(recipe, {"last": state}, names, summary, (), rows, {})
+
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
         folder = RunFolder(Path(path))
@@ -336,7 +400,10 @@ class Result:
     def save_states(self, folder: RunFolder) -> None:
         tuned = {f"{_TUNED}{role}": state for role, state in self.tuned.items()}
         memories = {f"{_MEMORY}{role}": each.settled(self.states[role].round) for role, each in self.memories.items()}
-        folder.save({**self.states, **tuned, **memories}, self.recipe.metadata(self.names) | dict(self.origin))
+        inputs = {f"{_INPUTS}{role}": each.settled(self.states[role].round) for role, each in self.statistics.items()}
+        folder.save(
+            {**self.states, **tuned, **memories, **inputs}, self.recipe.metadata(self.names) | dict(self.origin)
+        )
 
     @classmethod
     def load(cls, path: str | Path, model: ModelSource | None = None, device: str = "auto") -> Result:
@@ -350,11 +417,43 @@ class Result:
         tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
         kept = {role.removeprefix(_MEMORY): placed.pop(role) for role in states if role.startswith(_MEMORY)}
         memories = {role: Memory.from_state(state) for role, state in kept.items()}
+        summed = {role.removeprefix(_INPUTS): placed.pop(role) for role in states if role.startswith(_INPUTS)}
+        statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
         summary = folder.summary()
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
-        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories)
+        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
+
+
+def _unlabelled(inputs: Tensor, owners: NDArray[np.str_]) -> Samples:
+    """Return inputs ``[n, ...]`` of ``owners`` ``[n]``, by name, as samples of no label; of nobody as one client's."""
+    names, codes = np.unique(owners, return_inverse=True)
+    order = torch.from_numpy(np.argsort(codes, kind="stable"))
+    sizes = torch.from_numpy(np.bincount(codes, minlength=max(1, len(names))).astype(np.int64))
+    return Samples(Pool(inputs[order], torch.zeros(len(inputs), dtype=torch.int64)), offsets_of(sizes))
+
+
+def _check_without_labels(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            why = "starts from the components of all" if name == "beside" else "has nothing to train on"
+            raise UserError(f"{name} is {value!r}, but a client without labels {why}; leave it out, or pass targets.")
+
+
+def _check_labelled(targets: Any) -> None:
+    """Refuse targets of which some are missing: weights are fitted to labels or to inputs, never to both."""
+    values = targets.detach().cpu().numpy() if isinstance(targets, Tensor) else np.asarray(targets, dtype=object)
+    each = values.reshape(-1).tolist()
+    missing = sum(value is None or (not isinstance(value, str) and str(value) in _MISSING) for value in each)
+    if missing:
+        some = f"{missing} of {counted(len(each), 'target')} {'is' if missing == 1 else 'are'} missing"
+        raise UserError(f"{some}; allowed: labels of all samples, or none (targets=None). Leave out the rows without.")
+
+
+def _check_updates(updates: int | None) -> None:
+    if updates is not None and updates < 0:
+        raise UserError(f"max_iterations is {updates}; allowed: from 1, or 0 for convergence.")
 
 
 def _unprefixed(part: str, record: Mapping[str, Any]) -> Record:

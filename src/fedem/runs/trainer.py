@@ -50,6 +50,7 @@ from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
 from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort_size, took_part
+from fedem.runs.unlabelled import Statistics, check_unlabelled, fit, gather, with_mean_weights
 
 Listener = Callable[[Record], None]  # called with each round's record
 _HALVINGS = 10  # of the learning rate, for one round
@@ -157,7 +158,7 @@ def carry_out(
                     raise StoppedError(f"Stopped after round {progress.rounds} of {run.rounds}, as asked.")
         result = trainer.conclude(progress)
         if folder:
-            if result.tuned or result.memories:
+            if result.tuned or result.memories or result.statistics:
                 result.save_states(folder)
             folder.finish(result.summary, result.clients)
         return result
@@ -217,10 +218,26 @@ def reassess(path: str | Path, device: str = "auto", **settings: Any) -> Result:
     if "fine_tune_rate" in settings and not config.run.fine_tune_epochs:
         problem = f"fine_tune_rate is {config.run.fine_tune_rate:g}, but clients of {path} don't fine-tune"
         raise UserError(f"{problem}; allowed with it: fine_tune_epochs of at least 1.")
+    with _reopened(folder, config) as (trainer, progress):
+        return trainer.conclude(progress)
+
+
+def describe_inputs(path: str | Path, device: str = "auto") -> dict[str, Statistics]:
+    """Make a run's data again and sum up inputs for clients without labels, by state; nothing is written or scored."""
+    folder = RunFolder(Path(path))
+    config = folder.config()
+    check_unlabelled(config)
+    with _reopened(folder, config.replace("run", device=device, unlabelled=True)) as (trainer, progress):
+        return trainer.statistics(progress)
+
+
+@contextmanager
+def _reopened(folder: RunFolder, config: Config) -> Iterator[tuple[Trainer, Progress]]:
+    """Make a run's data again, by ``config``; yields what carries it out, and where it stands."""
     check_here(folder.load()[1]["clients"])
     trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()
     with trainer.recipe.products():
-        return trainer.conclude(_restore(trainer, folder).to(trainer.recipe.device))
+        yield trainer, _restore(trainer, folder).to(trainer.recipe.device)
 
 
 def _choose_model(config: Config, dataset: Dataset, team: Team) -> tuple[Config, str]:
@@ -380,11 +397,23 @@ class Trainer:
     def checkpoint(self, progress: Progress) -> Record:
         return self.recipe.metadata(self.federation.names) | self.origin(progress)
 
+    def _took_part(self, state: State) -> Tensor:
+        """Say who was in a round's cohort, ``[T]``."""
+        return took_part(self.federation.keys, self.training.cohort_size, self.config.run.seed, state.round)
+
     def predictors(self, state: State) -> Predictors:
-        there, run = self.federation, self.config.run
-        seen = took_part(there.keys, self.training.cohort_size, run.seed, state.round)
         with torch.no_grad():
-            return self.personalizer.predictors(state, there, seen)
+            return self.personalizer.predictors(state, self.federation, self._took_part(state))
+
+    def statistics(self, progress: Progress) -> dict[str, Statistics]:
+        """Sum up inputs for clients without labels, by state."""
+        by_round: dict[int, Statistics] = {}
+        for state in progress.states.values():
+            if state.round not in by_round:
+                with torch.no_grad():
+                    found = gather(self.personalizer, state, self.federation, self._took_part(state))
+                by_round[state.round] = found
+        return {role: by_round[state.round] for role, state in progress.states.items()}
 
     @cached_property
     def shown(self) -> tuple[Metric, ...]:
@@ -516,6 +545,9 @@ class Trainer:
         memory = found["last"].memory
         summary = self._summary(progress, found["last"], scores) | name_weights(weights) | name_memory(memory)
         clients = client_rows("train", federation.names, scores["last"], weights, memory)
+        statistics = self.statistics(progress) if run.unlabelled else {}
+        if statistics:
+            summary["unlabelled"] = statistics["last"].record()
         unseen = federation.unseen
         if unseen is not None and not self.recipe.mixer.welcome(progress.state.shared, progress.state.memory).refusal:
             samples = unseen.train
@@ -531,6 +563,8 @@ class Trainer:
             named |= name_memory(fitted.memory)
             summary |= {f"unseen_{key}": value for key, value in named.items()}
             clients += client_rows("unseen", unseen.names, theirs, weights, fitted.memory)
+            if statistics:
+                summary["unlabelled"] |= self._without_labels(progress.state, statistics["last"], unseen, samples)
         summary |= {"seconds_total": progress.seconds, **peak_bytes(self.recipe.device)}
         states = progress.states
         tuned = {role: found[role].settled(state.round) for role, state in states.items() if run.fine_tune_epochs}
@@ -541,7 +575,21 @@ class Trainer:
                 tuned[role] = State(state.round, {}, own)
         origin, history = self.origin(progress), progress.history
         memories = {role: each.memory for role, each in found.items() if each.memory is not None}
-        return Result(self.recipe, states, federation.names, summary, history, clients, origin, tuned, memories)
+        return Result(
+            self.recipe, states, federation.names, summary, history, clients, origin, tuned, memories, statistics
+        )
+
+    def _without_labels(self, state: State, statistics: Statistics, unseen: Federation, samples: Samples) -> Record:
+        """Score clients held out as if the ``samples`` that they are fitted on had no labels, and with mean weights."""
+        with torch.no_grad():
+            fitted, seen = fit(self.personalizer, statistics, state, samples, unseen.keys)
+        mean, record = with_mean_weights(fitted, statistics), {"unseen_novel": sum(each.is_novel for each in seen)}
+        for name, found in (("unseen", fitted), ("unseen_mean_weights", mean)):
+            scores = evaluate(self.recipe.algorithm, self.engine, found, unseen, self.shown)
+            record |= {
+                f"{name}_{key}": value for key, value in name_scores(scores, self.recipe.format.deviation).items()
+            }
+        return record
 
     def _summary(self, progress: Progress, found: Predictors, scores: Mapping[str, Mapping[str, Scores]]) -> Record:
         history, unseen, deviation = progress.history, self.federation.unseen, self.recipe.format.deviation
