@@ -28,7 +28,7 @@ def test_damaged_folders_are_refused_in_a_sentence(run, tmp_path: Path, name: st
     [
         (
             ["train", "--method", "ifca", "--components", "2"],
-            "method ifca has no components; allowed with: fedem, dfedem, bfedem, ensemble.",
+            "method ifca has no components; allowed with: fedem, dfedem, bfedem, ensemble, fedem-heads.",
         ),
         (["train", "--method", "fedm"], "Did you mean 'fedem'?"),
         (["train", "--data", "mnist"], "Unknown data 'mnist'"),
