@@ -5,8 +5,8 @@ and again without each one of them, by one pass over its losses; what that costs
 of a component to it. Without validation samples it is the rise on the training samples, against half the logarithm of
 their number for each of the component's own parameters (BIC). The least worthy component goes if it is worth too
 little, its clients' weight to the others; of two that predict alike, the other takes it all. Where all are worth their
-place, the one that carries the most loss is split, its copy given to the clients that fit it worst, and later looks
-decide whether that was worth it.
+place, the one that carries the most loss is split, its copy given to the clients that fit it worst. If a component is
+not worth its place some rounds later, the split was in vain, and no other follows; removals may.
 
 The server sees sums over clients alone, of numbers that each has from its own samples; each decides by itself about its
 weights. In the simulator all clients answer, whether they are in the cohort or not.
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from fedem.core.em import fit_leaving_out, log_responsibilities, negative_log_likelihood
-from fedem.core.errors import counted
 from fedem.core.tree import Tree
 from fedem.data.federation import Federation
 from fedem.data.samples import Samples
@@ -66,12 +65,12 @@ class Search:
         if not before:
             return True
         when, last = before[-1]
-        waits = last["action"] == "split" and done < when + _TRIAL * self.between
-        return not last["over"] and not waits
+        return last["action"] != "split" or done >= when + _TRIAL * self.between
 
-    def may_split(self, done: int) -> bool:
-        """Whether a split after ``done`` rounds can still be judged."""
-        return done + _TRIAL * self.between <= _LAST * self.rounds
+    def may_split(self, done: int, history: Sequence[Record]) -> bool:
+        """Whether a split after ``done`` rounds can still be judged, and none before was in vain."""
+        in_vain = any(look.get("in_vain") for _, look in looks(history))
+        return not in_vain and done + _TRIAL * self.between <= _LAST * self.rounds
 
 
 def looks(history: Sequence[Record]) -> list[tuple[int, Record]]:
@@ -144,14 +143,14 @@ class Components:
                 known |= {"action": "pruned"} if into is None else {"action": "merged", "into": names[into]}
                 kept = [m for m in range(count) if m != out]
                 state = self.without(state, fitted["log_weights"][:, 1 + out], kept)
-                return state, known | {"kept": [names[m] for m in kept], "over": on_trial}
+                return state, known | {"kept": [names[m] for m in kept], "in_vain": on_trial}
             known = {} if worth is None else self._known(worth, int(worth.rises.argmin()))
-            if not self.search.may_split(state.round):
-                return state, known | {"action": "kept", "kept": names, "over": False}
+            if not self.search.may_split(state.round, history):
+                return state, known | {"action": "kept", "kept": names}
             state, which = self._split(state, fitted)
         new = 1 + max([name for _, look in before for name in look["kept"]] + names)
         known |= {"action": "split", "component": names[which], "into": new}
-        return state, known | {"kept": [*names, new], "over": False}
+        return state, known | {"kept": [*names, new]}
 
     def fits(self, state: State) -> Tree:
         """Every client's v_t with all components, and without each: ``log_weights [T, 1 + M, M]``."""
@@ -249,20 +248,3 @@ class Components:
         divided[:, which] += (1 - shares).log()
         divided[:, count] += shares.log()
         return self._taken(state, rows, divided.log_softmax(1)), which
-
-
-def in_words(first: int, history: Sequence[Record], last: int) -> str:
-    """Tell what became of the ``first`` components, of which ``last`` are kept."""
-    phrases = {
-        "merged": "component {component} was merged into {into}",
-        "pruned": "component {component} was dropped",
-        "split": "component {component} was split, its copy being {into}",
-    }
-    told = [
-        f"after round {line['round']} {phrases[line['action']].format(**line)}"
-        for line in history
-        if line["action"] in phrases
-    ]
-    return (
-        f"Started with {counted(first, 'component')}; " + "".join(f"{each}; " for each in told) + f"{last} were kept."
-    )
