@@ -128,10 +128,11 @@ def fit_leaving_out(losses: Tensor, mask: Tensor, prior: float = 1.0, updates: i
     likelihoods = (finite.amin(0) - finite).exp().clamp(min=_RARE) * mask
 
     def fitted(weights: Tensor) -> Tensor:
-        pseudo = prior * (weights > 0) / (weights > 0).sum(1, keepdim=True).clamp(min=1)
+        there = (weights > 0).to(weights)
+        pseudo = prior * there / there.sum(1, keepdim=True).clamp(min=1)
         for _ in range(updates):
             ratios = 1 / (weights @ likelihoods).clamp(min=_RARE**1.5)
-            weights = (weights * (ratios @ likelihoods.mT) + pseudo) / (mask.sum() + prior)
+            weights = (weights * (ratios @ likelihoods.mT) + pseudo) / (mask.to(weights).sum() + prior)
         return weights
 
     whole = fitted(finite.new_full((1, count), 1 / count))

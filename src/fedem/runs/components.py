@@ -207,10 +207,10 @@ class Components:
         """Return the state with the ``kept`` components alone, and everybody's weights ``[T, M]`` for them."""
         rows = torch.tensor(kept, device=log_weights.device)
         weights = log_weights[:, rows].clamp(min=math.log(_LEAST_WEIGHT)).log_softmax(1)
-        return self._taken(state, rows, weights)
+        return self.taken(state, rows, weights)
 
-    def _taken(self, state: State, rows: Tensor, log_weights: Tensor) -> State:
-        """Return the state with the components at ``rows``; whatever belongs to a component goes with it."""
+    def taken(self, state: State, rows: Tensor, log_weights: Tensor) -> State:
+        """Return the state with the components at ``rows`` and these weights ``[T, M]``; what is theirs goes along."""
         own = {name for name in self.algorithm.model.leaf_shapes if name not in self.algorithm.common}
 
         def taken(tree: Tree) -> Tree:
@@ -247,4 +247,4 @@ class Components:
         divided = now[:, rows].clone()
         divided[:, which] += (1 - shares).log()
         divided[:, count] += shares.log()
-        return self._taken(state, rows, divided.log_softmax(1)), which
+        return self.taken(state, rows, divided.log_softmax(1)), which
