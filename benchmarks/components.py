@@ -1,8 +1,8 @@
 """``python -m benchmarks.components``: is the true number of components found on the paper's synthetic mixture?
 
 With ``method.num_components = "auto"`` the number is final after half of the rounds at the latest, so that nothing more
-is trained here. A line for each true number and seed has the number that was found, the largest rise of the validation
-loss, in nats per sample, at which a component was removed, and the least one at which the last ones were kept.
+is trained here. A line for each true number and seed has the number that was found, the largest rise of the loss, in
+nats per sample, at which a component was removed, and the least one at which all were kept.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--clients", type=int, default=300)
+    parser.add_argument("--validation", type=int, default=100, help="validation samples of a client; 0: by BIC")
     asked = parser.parse_args(arguments)
     print("| true M | seed | found | largest rise removed | least rise kept |\n| --- | --- | --- | --- | --- |")
     for true in map(int, asked.true.split(",")):
         right = 0
         for seed in range(asked.first_seed, asked.first_seed + asked.seeds):
-            found = find(asked.method, true, seed, asked.rounds, num_clients=asked.clients)
+            sizes = {"num_clients": asked.clients, "num_validation": asked.validation}
+            found = find(asked.method, true, seed, asked.rounds, **sizes)
             right += found.number == true
             print(f"| {true} | {seed} | {found} |", flush=True)
         print(f"| {true} | all | {right} of {asked.seeds} | | |", flush=True)
