@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedem.core.em import (
+    fit_leaving_out,
     fit_log_weights,
     log_responsibilities,
     mix,
@@ -257,3 +258,36 @@ def test_one_iteration_is_one_e_step_from_uniform() -> None:
 def test_no_samples_leave_the_weights_uniform() -> None:
     torch.testing.assert_close(fit_log_weights(torch.zeros(4, 0)).exp(), torch.full((4,), 0.25))
     torch.testing.assert_close(uniform_log_weights(2, torch.zeros(0)).exp(), torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_a_component_the_others_are_fitted_as_if_they_were_alone(seed: int) -> None:
+    columns = 4 * torch.rand(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    found = fit_leaving_out(columns, torch.ones(12, dtype=torch.bool), updates=500)
+    for out, row in enumerate(found[1:]):
+        kept = [m for m in range(4) if m != out]
+        alone = fit_log_weights(columns[kept], prior=1.0)
+        assert row[out] == -math.inf
+        # With the prior's sample, a share of which is certainly of each component.
+        objectives = [
+            negative_log_likelihood(columns[kept], weights).sum() - weights.sum() / len(kept)
+            for weights in (row[kept], alone)
+        ]
+        assert float(objectives[0]) == pytest.approx(float(objectives[1]), abs=1e-3)
+
+
+def test_a_twin_takes_all_the_weight_of_the_other() -> None:
+    losses = 3 * torch.rand(3, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    twins, mask = torch.cat([losses, losses[:1]]), torch.ones(40, dtype=torch.bool)
+    found = fit_leaving_out(twins, mask, prior=1e-9, updates=500)
+    likelihoods = torch.stack([negative_log_likelihood(twins, row).mean() for row in found])
+    assert likelihoods[[1, 4]].tolist() == pytest.approx([float(likelihoods[0])] * 2, abs=1e-6)
+    assert float(found[1, 3].exp()) == pytest.approx(float(found[0, [0, 3]].exp().sum()), abs=1e-3)
+    assert float(likelihoods[[2, 3]].min()) > float(likelihoods[0]) + 1e-3
+
+
+def test_padding_counts_for_nothing_when_components_are_left_out() -> None:
+    losses = torch.rand(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    padded, mask = torch.cat([losses, torch.full((3, 4), 7.0, dtype=torch.float64)], 1), torch.arange(13) < 9
+    torch.testing.assert_close(fit_leaving_out(padded, mask), fit_leaving_out(losses, mask[:9]))
+    assert fit_leaving_out(losses[:, :0], mask[:0]).exp()[:2].tolist() == [[1 / 3] * 3, [0, 0.5, 0.5]]

@@ -22,13 +22,17 @@ class Example(Settings):
     flag: bool = False
     word: str = field(default="red", metadata={"choices": ("red", "green")})
     free: str = ""
+    either: int | str = field(default=2, metadata={"min": 1, "choices": ("auto",)})
 
 
 class TestSettings:
     def test_defaults_are_allowed(self) -> None:
         assert Example() == Example(count=3, share=0.5, flag=False, word="red", free="")
 
-    @pytest.mark.parametrize(("name", "value"), [("count", 1), ("count", 9), ("share", 0.001), ("share", 0.999)])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("count", 1), ("count", 9), ("share", 0.001), ("share", 0.999), ("either", 1), ("either", "auto")],
+    )
     def test_values_inside_the_bounds_are_allowed(self, name: str, value: Any) -> None:
         assert getattr(Example(**{name: value}), name) == value
 
@@ -54,6 +58,10 @@ class TestSettings:
             ("free", 5, "a word"),
             ("free", b"bytes", "a word"),
             ("word", 5, "a word"),
+            ("either", 0, "at least 1, or auto"),
+            ("either", "red", "at least 1, or auto"),
+            ("either", 1.5, "at least 1, or auto"),
+            ("either", True, "at least 1, or auto"),
         ],
     )
     def test_a_bad_value_is_named(self, name: str, value: Any, allowed: str) -> None:
@@ -69,7 +77,7 @@ class TestSettings:
         assert Step(learning_rate=1).learning_rate == 1
 
     def test_names_are_those_of_plain_fields(self) -> None:
-        assert names_of(Example) == ("count", "share", "flag", "word", "free")
+        assert names_of(Example) == ("count", "share", "flag", "word", "free", "either")
 
     def test_fields_that_hold_objects_are_not_set_by_users(self) -> None:
         names = names_of(METHODS["fedem"].algorithm)
@@ -78,7 +86,7 @@ class TestSettings:
 
     def test_complete_fills_in_the_defaults(self) -> None:
         values = complete("example", {"share": 0.25}, Example)
-        assert values == {"count": 3, "share": 0.25, "flag": False, "word": "red", "free": ""}
+        assert values == {"count": 3, "share": 0.25, "flag": False, "word": "red", "free": "", "either": 2}
 
     def test_complete_names_the_section(self) -> None:
         with pytest.raises(UserError, match=r"example\.count is 0; allowed"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import busy, images, many_clients, neighbours, plain_loop, tables
+from benchmarks import busy, components, images, many_clients, neighbours, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -195,3 +195,12 @@ def test_pseudo_samples_of_neighbours_are_compared(capsys: pytest.CaptureFixture
     data, method, *figures = (cell.strip() for cell in line.strip("|").split("|"))
     assert (data, method, len(figures)) == ("sensors", "fedavg", 1 + len(neighbours.STRENGTHS))
     assert all(0 < float(figure) < 1 for figure in figures)
+
+
+def test_numbers_of_components_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    components.main(["--true", "2", "--seeds", "1", "--rounds", "4", "--clients", "4", "--validation", "20"])
+    *_, run, count = capsys.readouterr().out.splitlines()
+    true, seed, found, *rises = (cell.strip() for cell in run.strip("|").split("|"))
+    assert (true, seed, len(rises)) == ("2", "0", 2)
+    assert 1 <= int(found) <= 8
+    assert count == f"| 2 | all | {int(found == '2')} of 1 | | |"

@@ -132,10 +132,11 @@ def check_new(force: bool, *paths: Path) -> None:
 
 
 def asked(
-    data: Values, method: str | None = None, graph: str | None = None, components: int | None = None, **run: Any
+    data: Values, method: str | None = None, graph: str | None = None, components: str | None = None, **run: Any
 ) -> Sections:
     """Return the sections that options ask for; ``run`` has those of [run]."""
-    named = given(name=method, num_components=components)
+    count: int | str | None = int(components) if components and components.isdecimal() else components
+    named = given(name=method, num_components=count)
     found = {"run": given(**run), "method": named, "graph": given(name=graph), "data": data}
     return {section: values for section, values in found.items() if values}
 

@@ -63,7 +63,9 @@ def train(
     graph: Annotated[
         str | None, Option(help=f"Average with neighbours, without a server: {', '.join(GRAPHS)}.")
     ] = None,
-    components: Annotated[int | None, Option(help="M, the number of shared components.")] = None,
+    components: Annotated[
+        str | None, Option(help="M, the number of shared components; auto finds it while training.")
+    ] = None,
     rounds: options.Rounds = None,
     clients_per_round: options.ClientsPerRound = None,
     unseen: options.Unseen = None,

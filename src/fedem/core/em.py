@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _LEAST = 1e-300  # a weight that still has a logarithm
+_RARE = 1e-200  # a likelihood that can still be divided by, beside that of the best component
 _EDGE = 1e-3  # weights below may count as lying on the simplex's edge
 _MOST_NEWTON_STEPS, _MOST_HALVINGS = 1000, 30
 _TOLERANCE = 1e-6  # how far the mean log-likelihood may provably be from its maximum at convergence
@@ -109,6 +110,35 @@ def fit_log_weights(
     for _ in range(max_iterations):
         log_weights = update_log_weights(log_responsibilities(doubles, log_weights), mask)
     return log_weights.to(losses.dtype)
+
+
+def fit_leaving_out(losses: Tensor, mask: Tensor, prior: float = 1.0, updates: int = 40) -> Tensor:
+    """Fit one client's mixture weights with all components and without each: ``losses [M, n] -> log [1 + M, M]``.
+
+    ``mask`` and ``prior``, above 0, are as in :func:`fit_log_weights`. All are fitted together by so many updates of
+    EM, two products of matrices each. The first row is from uniform weights, the others from the first one's, of which
+    the component left out gives its own to the others alike, and has none. With M = 1 nobody has any then.
+
+    >>> fit_leaving_out(torch.tensor([[0.0, 0.0], [0.0, 0.0]]), torch.tensor([True, True])).exp()
+    tensor([[0.5000, 0.5000],
+            [0.0000, 1.0000],
+            [1.0000, 0.0000]])
+    """
+    count, finite = len(losses), _finite(losses.double())
+    likelihoods = (finite.amin(0) - finite).exp().clamp(min=_RARE) * mask
+
+    def fitted(weights: Tensor) -> Tensor:
+        there = (weights > 0).to(weights)
+        pseudo = prior * there / there.sum(1, keepdim=True).clamp(min=1)
+        for _ in range(updates):
+            ratios = 1 / (weights @ likelihoods).clamp(min=_RARE**1.5)
+            weights = (weights * (ratios @ likelihoods.mT) + pseudo) / (mask.to(weights).sum() + prior)
+        return weights
+
+    whole = fitted(finite.new_full((1, count), 1 / count))
+    others = 1 - torch.eye(count, dtype=whole.dtype, device=whole.device)
+    left = fitted(others * (whole + whole.mT / max(1, count - 1)))
+    return torch.cat([whole, left]).to(losses.dtype).log()
 
 
 class _Converged(torch.autograd.Function):

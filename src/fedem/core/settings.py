@@ -1,6 +1,7 @@
 """Hyper-parameters as frozen dataclasses that check themselves.
 
-A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``max`` for numbers, ``choices`` for words;
+A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``max`` for numbers, ``choices`` for words
+(of a field of type ``int | str``, both);
 ``each``, a function that refuses a word that is not allowed, for several words in a list or with commas between them.
 Where a default is not what held before the setting came, ``before`` is: runs that were written then go on as they were.
 A field that training does not depend on says in ``acts`` where it does act: on clients "unseen" in training once it is
@@ -10,6 +11,7 @@ over, or on everybody's predictor whenever there are "scores".
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "float": ((int, float), "a number"),
     "bool": ((bool,), "true or false"),
     "str": ((str,), "a word"),
+    "int | str": ((int, str), "a whole number or a word"),
 }
 _BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "min": (lambda value, bound: value >= bound, "at least"),
@@ -41,7 +44,9 @@ class Settings:
 
 def _kind(entry: Field[Any]) -> str:
     """Return the name of a field's type, however its file has annotations evaluated: as text or as types."""
-    return entry.type if isinstance(entry.type, str) else getattr(entry.type, "__name__", "")
+    if isinstance(entry.type, str | UnionType):
+        return str(entry.type)
+    return getattr(entry.type, "__name__", "")
 
 
 def entries_of(*kinds: type[Settings]) -> dict[str, Field[Any]]:
@@ -53,10 +58,12 @@ def allowed(entry: Field[Any]) -> str:
     """Say what a field allows."""
     if "each" in entry.metadata:
         return "names, with commas between them"
-    if "choices" in entry.metadata:
-        return " or ".join(entry.metadata["choices"])
+    words = " or ".join(entry.metadata.get("choices", ()))
+    if words and int not in _TYPES[_kind(entry)][0]:
+        return words
     limits = [f"{word} {entry.metadata[key]}" for key, (_, word) in _BOUNDS.items() if key in entry.metadata]
-    return " and ".join(limits) or _TYPES[_kind(entry)][1]
+    numbers = " and ".join(limits) or _TYPES[_kind(entry)][1]
+    return f"{numbers}, or {words}" if words else numbers
 
 
 def _check(where: str, value: Any, entry: Field[Any]) -> Any:
@@ -71,11 +78,16 @@ def _check(where: str, value: Any, entry: Field[Any]) -> Any:
                 entry.metadata["each"](word)
             value = ",".join(kept)
     kinds, what = _TYPES[_kind(entry)]
+    is_choice, both = value in entry.metadata.get("choices", ()), {int, str} <= {*kinds}
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise UserError(f"{where} is {value!r}; allowed: {what}.")
+        raise UserError(f"{where} is {value!r}; allowed: {allowed(entry) if both else what}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} is {value!r}; allowed: a finite number.")
-    if "choices" in entry.metadata and value not in entry.metadata["choices"]:
+    if both and isinstance(value, str):
+        if not is_choice:
+            raise UserError(f"{where} is {value!r}; allowed: {allowed(entry)}.")
+        return value
+    if "choices" in entry.metadata and not both and not is_choice:
         raise unknown(where, value, entry.metadata["choices"])
     if not all(holds(value, entry.metadata[key]) for key, (holds, _) in _BOUNDS.items() if key in entry.metadata):
         raise UserError(f"{where} is {value!r}; allowed: {allowed(entry)}.")

@@ -15,6 +15,7 @@ from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import Settings, complete
 from fedem.data.dataset import Dataset
+from fedem.methods.base import AUTO
 from fedem.runs.config import DEFAULTS, SECTIONS, Config, read_toml
 from fedem.runs.recipe import Recipe
 from fedem.runs.trainer import Trainer
@@ -36,6 +37,9 @@ class Plan(Recipe):
             if value := config.sections["run"][key]:
                 nothing = "false" if value is True else 0
                 raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: {nothing}.")
+        if config.method.values.get("num_components") == AUTO:
+            problem = f"method.num_components is {AUTO!r}, which goes by the losses of all clients at once"
+            raise UserError(f"{problem}; allowed in a deployment: a number, at least 1, such as a simulation found.")
         if config.run.metrics:
             raise UserError(f"run.metrics is {config.run.metrics!r}; allowed in a deployment: the metric of its loss.")
         # How many clients there will be, the sample does not say; and who knows when to stop has all scores and states.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
 from fedem.graphs import GRAPHS, Topology
-from fedem.methods.base import Algorithm, Method, find_method, names_where
+from fedem.methods.base import AUTO, Algorithm, Method, find_method, names_where
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Mixer
 from fedem.methods.wrappers.compression import Codec, Compression
@@ -73,6 +73,11 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
             allowed = "allowed over a graph, since their clients send a model to be averaged"
             names = names_where(lambda other: other.goes_over_graph)
             return f"graph.name is {graph!r}, but method {name} needs a server; {allowed}: {names}"
+        if settings.get("num_components") == AUTO:
+            asked = (
+                f"method.num_components is {AUTO!r}, but graph.name is {graph!r}, and a server decides on components"
+            )
+            return f"{asked}; allowed over a graph: a number, at least 1"
         if settings.get("weighting", "samples") != "samples":
             asked = f"method.weighting is {settings['weighting']!r}, which is of a server, but graph.name is {graph!r}"
             return f"{asked}; allowed: samples; with graph.scale none clients count alike over a graph"
@@ -122,6 +127,10 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
     if threshold and not kind.is_mixture:
         names = names_where(lambda other: other.is_compressible and other.algorithm.is_mixture)
         return f"{on}, but {kind.__name__} has no mixture weights; allowed: 0, or method {names}"
+    if threshold and settings["num_components"] == AUTO:
+        return (
+            f"{on}, but method.num_components is {AUTO!r}, so it is not known yet what is little; allowed: one of them"
+        )
     if threshold and threshold >= 1 / (count := settings["num_components"]):
         allowed = f"allowed: below {1 / count:.4g}"
         return f"{on}, and with {count} components all weights of a client may be below; {allowed}"

@@ -258,6 +258,8 @@ class Method:
         return self.algorithm.minimises_likelihood and self.mixer.seeks_consensus and self.shares_all
 
 
+AUTO = "auto"  # for a method's num_components where their number is found while training
+
 METHODS: dict[str, Method] = {}
 ALIASES: dict[str, str] = {}
 

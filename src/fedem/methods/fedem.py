@@ -17,7 +17,7 @@ from fedem.core import em
 from fedem.core.errors import UserError
 from fedem.core.random import uniform
 from fedem.core.tree import Tree, add_prefix, row_of, take_prefix, tree_to
-from fedem.methods.base import Batch, Local, Method, Mixture, Trained, register
+from fedem.methods.base import AUTO, Batch, Local, Method, Mixture, Trained, register
 from fedem.methods.mixer import Star
 from fedem.methods.steps import (
     NONE_SHARED,
@@ -29,6 +29,7 @@ from fedem.methods.steps import (
     trained_leaves,
 )
 from fedem.methods.surrogate import Fixed, Surrogate
+from fedem.models.base import num_components
 
 _LEAST = 1e-12  # of a mixture weight that Balanced FedEM divides by: below, a component hardly moves at the client
 
@@ -38,7 +39,11 @@ class FedEM(Surrogate):
     """u: the M components. v_t: the log mixture weights. The surrogate is fixed by the responsibilities.
 
     Attributes:
-        num_components: M, how many component models all clients share; 1 is FedAvg.
+        num_components: M, how many component models all clients share; 1 is FedAvg. "auto" finds it: in the first half
+            of training components that are not worth keeping are removed, and one that carries much is split.
+        initial_components: with "auto", how many components there are at first; more than are thought to be needed.
+        least_gain: with "auto", by how many nats per validation sample a component must better the clients' loss to be
+            kept. Without validation samples it must be worth its parameters, by BIC.
         shared_layers: layers that the components have in common, with commas between: "body" for all but the last one,
             which leaves M heads on one network; "50%" for the first half; or names of layers and parameters, in which *
             stands for anything. "none": components are whole models, as in the paper.
@@ -58,7 +63,9 @@ class FedEM(Surrogate):
     minimises_likelihood: ClassVar[bool] = True
     is_mixture: ClassVar[bool] = True
 
-    num_components: int = field(default=3, metadata={"min": 1})
+    num_components: int | str = field(default=3, metadata={"min": 1, "choices": (AUTO,)})
+    initial_components: int = field(default=8, metadata={"min": 1})
+    least_gain: float = field(default=0.01, metadata={"min": 0})
     shared_layers: str = field(default=NONE_SHARED, metadata={"each": str.strip})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
@@ -74,16 +81,21 @@ class FedEM(Surrogate):
         """The leaves of the shared layers."""
         return common_leaves(self.model, self.shared_layers)
 
+    @property
+    def first_components(self) -> int:
+        """How many components there are before the first round."""
+        return self.initial_components if isinstance(self.num_components, str) else self.num_components
+
     def init_shared(self, seed: int) -> Tree:
-        return distinct_models(self.model, self.num_components, seed, self.common)
+        return distinct_models(self.model, self.first_components, seed, self.common)
 
     def init_personal(self, shared: Tree, key: Tensor) -> Tree:
-        """Log mixture weights ``[M]``."""
-        like = torch.empty(0, dtype=self.model.dtype, device=key.device)
+        """Log mixture weights ``[M]``, for as many components as there are."""
+        like, count = torch.empty(0, dtype=self.model.dtype, device=key.device), num_components(shared)
         if self.initial_weights == "uniform":
-            return {"log_weights": em.uniform_log_weights(self.num_components, like)}
+            return {"log_weights": em.uniform_log_weights(count, like)}
         # Normalised exponential draws are uniform on the simplex.
-        exponentials = -uniform(key, self.num_components).log()
+        exponentials = -uniform(key, count).log()
         return {"log_weights": (exponentials / exponentials.sum()).log().to(like)}
 
     def score(self, shared: Tree, inputs: Tensor, targets: Tensor) -> Tree:

@@ -30,6 +30,7 @@ from torch import Tensor
 from fedem.core.errors import UserError, counted, naming
 from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
+from fedem.methods.base import AUTO
 from fedem.runs.config import Config, read_toml
 from fedem.runs.rounds import State
 from fedem.solvers.schedules import SCHEDULES
@@ -87,6 +88,11 @@ class RunFolder:
             why = f"it ended after {counted(stopped, 'round')}, of which the state of round {kept} alone is kept"
             mend = f"a new run of {counted(asked, 'round')}"
             raise UserError(f"{run}, but {why} (run.patience is {self.config().run.patience}); allowed: {mend}.")
+        if asked > before and config.method.values.get("num_components") == AUTO:
+            why = (
+                f"method.num_components is {AUTO!r}, and it goes by the number of rounds when components are looked at"
+            )
+            raise UserError(f"{run}, but {why}; allowed: a new run of {counted(asked, 'round')}.")
         if asked > before and config.schedule.depends_on_length:
             growing = ", ".join(name for name, kind in SCHEDULES.items() if not kind.depends_on_length)
             why = f"schedule.name is {config.name('schedule')!r}, whose learning rates go by the number of rounds"

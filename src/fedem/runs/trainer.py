@@ -28,11 +28,12 @@ from fedem.data.samples import Samples, thinned
 from fedem.engines import Engine
 from fedem.engines.device import free_bytes, peak_bytes
 from fedem.engines.processes import ALONE, Shared, Team, joined
-from fedem.methods.base import find_method
+from fedem.methods.base import AUTO, find_method
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models import MODELS
 from fedem.models.metrics import Metric, further_metrics
 from fedem.runs import measures
+from fedem.runs.components import COUNT, LOOK, Components, Search, looks
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import (
     Record,
@@ -203,7 +204,7 @@ def _recording(folder: RunFolder | None, done: int, listener: Listener | None) -
         def record(entry: Record) -> None:
             file.write(RunFolder.line(entry))
             for key, value in entry.items():
-                if key != "round" and value is not None:
+                if key != "round" and isinstance(value, int | float):
                     events.add_scalar(key, value, entry["round"])
             if listener:
                 listener(entry)
@@ -456,6 +457,8 @@ class Trainer:
             beta2 = found.dissimilarity / found.gradient_norm2 if found.gradient_norm2 > 0 else math.inf
         if run.is_due(run.measure_alpha_every, done):
             entry |= measures.measure_alpha(self.training, before).record(beta2)
+        if self.components is not None:
+            entry |= self._look(progress)
         if run.is_scored(done):
             entry |= self._score(progress)
         progress.history.append(entry)
@@ -463,6 +466,23 @@ class Trainer:
         if best is not None and (done == run.rounds or done - best.round >= self.patience):
             progress.state, progress.stopped_after = best, done
         return entry
+
+    @cached_property
+    def components(self) -> Components | None:
+        """What finds the number of components while training; None where it is given."""
+        values, recipe = self.config.method.values, self.recipe
+        if values.get(COUNT) != AUTO:
+            return None
+        search = Search(self.config.run.rounds, values["least_gain"])
+        return Components(recipe.algorithm, recipe.mixer, self.engine, self.federation, search)
+
+    def _look(self, progress: Progress) -> Record:
+        """Revise the components when that is due, and say how many there are."""
+        assert self.components is not None, "only where their number is to be found"
+        found: Record = {}
+        if self.components.search.is_due(progress.state.round, progress.history):
+            progress.state, found[LOOK] = self.components.revise(progress.state, progress.history)
+        return {COUNT: progress.state.personal["log_weights"].shape[1]} | found
 
     def _step(self, progress: Progress) -> tuple[State, RoundCosts]:
         """Run a round. One that leaves clients far off is made again with half the rate, where backtracking is on."""
@@ -611,6 +631,9 @@ class Trainer:
             summary |= {"stopped_after": progress.stopped_after, "max_rounds": run.rounds, "patience": run.patience}
         if self.engine.most_together:
             summary["clients_together"] = self.engine.most_together
+        if self.components is not None:
+            summary["initial_components"] = self.config.method.values["initial_components"]
+            summary["components_history"] = [{"round": when} | look for when, look in looks(history)]
         summary |= self.recipe.mixer.summary(progress.state.memory, self.training.cohort_size)
         summary |= measures.summarise_alpha(history)
         if any("dissimilarity" in line for line in history):

@@ -37,7 +37,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no ty
         self,
         method: str = "fedem",
         *,
-        num_components: int | None = None,
+        num_components: int | str | None = None,
         rounds: int = 100,
         learning_rate: float | None = None,
         model: ModelSource | str | Mapping[str, Any] | None = None,
@@ -151,7 +151,7 @@ class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]  # sci
 
     Args:
         method: a name from :data:`fedem.METHODS`.
-        num_components: M, for methods that have components; None for the method's default, 3.
+        num_components: M, for methods that have components, or "auto"; None for the method's default, 3.
         rounds: communication rounds.
         learning_rate: of the first round; None for the one that is shipped for the method.
         model: as :func:`fedem.train` takes it; a linear model when not given.

@@ -232,7 +232,7 @@ def _check_covered(training: Training) -> None:
     if not algorithm.uploads_model:
         names = names_where(lambda row: row.is_diagnosable and row.algorithm.uploads_model)
         problem = f"{type(algorithm).__name__}, whose steps are not along the gradient of a surrogate; allowed: {names}"
-    elif getattr(algorithm, "num_components", 1) > 1 and not algorithm.model.loss.has_bounded_slope:
+    elif getattr(algorithm, "num_components", 1) != 1 and not algorithm.model.loss.has_bounded_slope:
         problem = f"mixtures with {type(algorithm.model.loss).__name__}, whose gradients are not bounded; allowed: "
         problem += "losses of classes, or method.num_components = 1"
     elif (layer := unsteady_layer(algorithm.model)) is not None:

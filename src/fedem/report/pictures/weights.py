@@ -143,7 +143,8 @@ def cosines_of(run: Run) -> Numbers | None:
     """Return the cosines between components, ``[M, M]``, without a server one client's; None if they can't be read."""
     saved = run.folder.checkpoints
     if (
-        run.config.values("method").get("num_components", 1) < 2
+        "num_components" not in run.config.values("method")
+        or run.summary["num_components"] < 2
         or run.config.name("model") == GIVEN
         or not (saved / MANIFEST).exists()
         or sum(file.stat().st_size for file in saved.glob("*.safetensors")) > _MOST_BYTES
