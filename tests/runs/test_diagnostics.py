@@ -251,7 +251,7 @@ def test_dissimilarity_on_a_line_is_the_line() -> None:
         estimate_dissimilarity([{"round": 1}])
 
 
-DIAGNOSED = {"fedem", "bfedem", "fedavg", "fedavg+", "dfedem", "dsgd"}
+DIAGNOSED = {"fedem", "bfedem", "fedem-heads", "fedavg", "fedavg+", "dfedem", "dsgd"}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -254,5 +254,5 @@ def _figure(summary: Record, name: str) -> float | None:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, list):
-        value = max(value)
+        value = max(value, default=None)
     return None if value is None else float(value)
