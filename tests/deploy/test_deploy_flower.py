@@ -25,12 +25,12 @@ from fedem.deploy.node import Node
 from fedem.runs.result import Result
 from fedem.runs.trainer import Trainer
 
-METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+", "fedbabu")
+METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "fedavg+", "fedbabu", "fedem-heads")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_deployed_run_is_the_simulators(tmp_path: Path, method: str) -> None:
-    model = {"name": "mlp", "hidden": 4} if method == "fedbabu" else {"name": "linear"}
+    model = {"name": "mlp", "hidden": 4} if method in ("fedbabu", "fedem-heads") else {"name": "linear"}
     there = Deployed(tmp_path, method={"name": method}, model=model, run={"dtype": "float64"})
     state, known = there.serve(), simulated(there.trainer)
     assert state.round == 3
@@ -240,6 +240,12 @@ def test_a_simulations_nodes_are_told_by_partition(tmp_path: Path) -> None:
 def test_small_uploads_travel_as_they_are(tmp_path: Path, updates: str) -> None:
     compression = {"updates": updates, "threshold": 0.2}
     there = Deployed(tmp_path, compression=compression, run={"dtype": "float64"})
+    equal(there.serve().shared, simulated(there.trainer).shared)
+
+
+def test_small_uploads_of_heads_have_the_whole_body(tmp_path: Path) -> None:
+    heads = {"method": {"name": "fedem-heads"}, "model": {"name": "mlp", "hidden": 4}}
+    there = Deployed(tmp_path, compression={"updates": "int8", "threshold": 0.2}, run={"dtype": "float64"}, **heads)
     equal(there.serve().shared, simulated(there.trainer).shared)
 
 

@@ -29,6 +29,7 @@ from fedem.core.tree import Tree, row_of, tree_bytes, tree_index
 from fedem.data.federation import Federation
 from fedem.engines import Batching, OneByOne
 from fedem.export import export_client, load_exported
+from fedem.methods.fedem import FedEM
 from fedem.methods.wrappers.compression import Codec, Compression
 from fedem.models import Model
 from fedem.models.losses import Logistic
@@ -42,6 +43,10 @@ PLAIN = SGD(0.0, momentum=0.0)
 
 def _build() -> nn.Module:
     return nn.Sequential(nn.Linear(DIMENSION, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(DIMENSION, 1)
 
 
 def _normalised() -> nn.Module:
@@ -246,6 +251,16 @@ def test_alpha_is_of_one_problem_with_all_heads() -> None:
     found = measures.measure_alpha(training, training.init())
     assert found.alphas.shape == (1, 1)
     assert 0 < float(found.alphas) < 1
+
+
+def test_components_that_share_layers_have_a_surrogate_all_the_same() -> None:
+    intercepts, heads = (
+        fedem.surrogates.check(FedEM(Model(build, Logistic(), torch.float64), SGD(), shared_layers=words), samples)
+        for build, words, samples in ((_linear, "weight", make_federation()), (_build, "body", make_federation()))
+    )
+    assert intercepts.holds
+    # Far out the slopes of any network of two layers grow with its numbers, whole or shared.
+    assert all("smoothness" in failure.name for failure in heads.failures)
 
 
 @pytest.mark.parametrize(
