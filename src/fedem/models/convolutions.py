@@ -62,7 +62,7 @@ class StackableConv2d(nn.Conv2d):
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, O, H', W']``."""
         if not layers.has_kernels(inputs):
-            return super().forward(inputs)
+            return _by_torch(self, inputs, self.weight, self.bias)
         outputs = convolve(self, inputs, self.weight)
         return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)[:, None, None]
 
@@ -71,16 +71,32 @@ def convolve(layer: nn.Conv2d, inputs: Tensor, weight: Tensor) -> Tensor:
     """Convolve as ``layer`` does, by another weight and without a bias."""
     kind = inputs.device.type
     if not layers.has_kernels(inputs) or inputs.ndim != 4 or not is_plain(layer):
-        return layer._conv_forward(inputs, weight, None)
+        return _by_torch(layer, inputs, weight, None)
     if torch.is_autocast_enabled(kind):
         inputs, weight = (leaf.to(torch.get_autocast_dtype(kind)) for leaf in (inputs, weight))
-    assert not isinstance(layer.padding, str), "is_plain() has seen to it"
-    window, stride, padding = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.padding))
-    geometry, (down, across) = Geometry(window, stride, padding, layer.groups > 1).cropped(
-        (inputs.shape[2], inputs.shape[3])
-    )
+    geometry, (down, across) = _cropped(layer, inputs)
     # Squeezed, whose gradient is a view: to select is to fill zeros, and to copy, on the way back.
     return call(_Convolution, inputs[None], weight[None, ..., down, across], geometry).squeeze(0)
+
+
+def _by_torch(layer: nn.Conv2d, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve by torch's own function, whose window leaves out what sees nothing but padding.
+
+    In bfloat16 on some CPUs torch does not write the gradient there, and what it returns is whatever was in memory.
+    """
+    if inputs.ndim == 4 and is_plain(layer):
+        geometry, (down, across) = _cropped(layer, inputs)
+        if geometry.window != layer.kernel_size:
+            how = (geometry.stride, geometry.padding, 1, layer.groups)
+            return conv2d(inputs, weight[..., down, across], bias, *how)
+    return layer._conv_forward(inputs, weight, bias)
+
+
+def _cropped(layer: nn.Conv2d, inputs: Tensor) -> tuple[Geometry, tuple[slice, slice]]:
+    """Return a plain layer's geometry for these images, and the part of its window that sees them."""
+    assert not isinstance(layer.padding, str), "is_plain() has seen to it"
+    window, stride, padding = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.padding))
+    return Geometry(window, stride, padding, layer.groups > 1).cropped((inputs.shape[2], inputs.shape[3]))
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
