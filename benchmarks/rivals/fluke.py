@@ -38,7 +38,7 @@ class _GivenCohorts(Server):  # type: ignore[misc]  # fluke is not there where t
         return [self.clients[position] for position in next(self._cohorts)]
 
 
-class _AfterRounds(FederationObserver):  # type: ignore[misc]  # the same
+class _AfterRounds(FederationObserver):  # type: ignore[misc]  # fluke is not there where types are checked
     def __init__(self, clock: Clock):
         self._clock = clock
 

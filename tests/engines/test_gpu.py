@@ -97,7 +97,7 @@ def test_networks_train_stacked_as_one_by_one(name: str, precision: str) -> None
     settings = {"model": name, "num_components": 2, "batch_size": 16, "device": "cuda", "rounds": 4}
 
     def trained(**how: str) -> torch.Tensor:
-        # Short steps: networks with batch norm double a small difference every few steps of the usual length.
+        # Short steps, so that what is compared is rounding and not where it leads to.
         shared = fedem.train(federation, learning_rate=1e-3, **settings, **how).state().shared
         return tree_flat({leaf: tensor.double() for leaf, tensor in shared.items() if "num_batches" not in leaf})
 
