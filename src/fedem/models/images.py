@@ -24,6 +24,7 @@ from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
 from fedem.models.convolutions import convolve
 from fedem.models.layers import KeyedAugmentation
+from fedem.models.normalisation import NORMALISATIONS, normalised_by
 from fedem.models.pooling import max_pool
 
 Size = tuple[int, int]
@@ -149,6 +150,8 @@ class Pretrainable(ModelSpec):
             components differ everywhere.
         stem_stride: of the first convolution; 1 keeps more of small images than the original 2.
         dropout: rate before the head.
+        normalisation: "batch" by the statistics of each batch, and in evaluation by running ones, which clients' uploads
+            carry; "group" by those of a sample's own channels in up to 32 groups; "fixed" by those of ``weights``.
         enlarge: how many times larger images are shown to it, each way; weights from larger images expect larger ones.
         flips: whether every other image is mirrored in training.
         shift: pixels by which images are moved in training, at most, each way.
@@ -160,6 +163,7 @@ class Pretrainable(ModelSpec):
     jitter: float = field(default=0.0, metadata={"min": 0})
     stem_stride: int = field(default=2, metadata={"min": 1, "max": 2})
     dropout: float = field(default=0.2, metadata={"min": 0, "below": 1})
+    normalisation: str = field(default="batch", metadata={"choices": NORMALISATIONS})
     enlarge: int = field(default=1, metadata={"min": 1, "max": 16})
     flips: bool = False
     shift: int = field(default=0, metadata={"min": 0})
@@ -169,6 +173,11 @@ class Pretrainable(ModelSpec):
         if self.jitter and not self.weights:
             name = type(self).__name__
             raise UserError(f"{name}.jitter is {self.jitter} but {name}.weights is empty; allowed without weights: 0.")
+        given = f"{type(self).__name__}.normalisation is {self.normalisation!r}"
+        if self.normalisation == "fixed" and not self.weights:
+            raise UserError(f"{given} but there are no weights whose statistics could stay; allowed: batch, group.")
+        if self.normalisation == "group" and self.weights:
+            raise UserError(f"{given} but its weights go with statistics of batches; allowed with weights: batch, fixed.")
 
     @abstractmethod
     def network(self, size: tuple[int, int], num_outputs: int) -> nn.Module:
@@ -185,7 +194,8 @@ class Pretrainable(ModelSpec):
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         """Draw the network afresh, then lay the file's weights over all but its head."""
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
-        module = self.network((height * self.enlarge, width * self.enlarge), num_outputs)
+        size = height * self.enlarge, width * self.enlarge
+        module = normalised_by(self.normalisation, self.network(size, num_outputs))
         shown: list[nn.Module] = [module.get_submodule("images")]
         if self.flips or self.shift:
             shown.append(KeyedAugmentation(self.flips, self.shift))

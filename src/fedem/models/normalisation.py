@@ -5,10 +5,11 @@ On a GPU that has Triton, batches of many models are normalised by kernels of ou
 Shapes: S stacked models, n samples of a batch, padding included, C channels, R rows: the pixels of all samples.
 """
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -89,6 +90,33 @@ class MaskedBatchNorm(_BatchNorm):
         pace = torch.where(lonely, 0.0, pace)
         self.running_mean.add_(pace * (mean - self.running_mean))
         self.running_var.add_(pace * (variance - self.running_var))
+
+
+class FixedBatchNorm(MaskedBatchNorm):
+    """Batch normalisation by running statistics that stay as they are, such as those of a file's weights.
+
+    Samples do not see each other, and evaluation does what training did.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[n, C, ...]``."""
+        return self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
+
+
+NORMALISATIONS = ("batch", "group", "fixed")
+_MOST_GROUPS = 32  # of channels, as Wu and He (Group Normalization, 2018) have them
+
+
+def normalised_by(kind: str, module: nn.Module) -> nn.Module:
+    """Put another of ``NORMALISATIONS`` in the place of ``module``'s batch normalisations; changes it in place."""
+    for name, part in list(module.named_modules()):
+        if isinstance(part, nn.BatchNorm2d) and kind == "group":
+            # As many groups of equal size as there may be, of two channels or more: a single number has no deviation.
+            groups = math.gcd(part.num_features // 2, _MOST_GROUPS)
+            module.set_submodule(name, nn.GroupNorm(groups, part.num_features, part.eps))
+        elif isinstance(part, nn.BatchNorm2d) and kind == "fixed":
+            part.__class__ = FixedBatchNorm
+    return module
 
 
 class _Normalisation(torch.autograd.Function):
