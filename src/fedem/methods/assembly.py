@@ -1,7 +1,7 @@
 """Putting a method together: its algorithm and mixer, with whatever a run asks for around them.
 
 A graph in the place of the server, label shares, layers that stay with their clients, smaller messages, a server that
-steps by an optimiser of its own.
+steps by an optimiser of its own, solvers that go on from round to round.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from fedem.methods.base import AUTO, Algorithm, Method, find_method, names_where
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Mixer
 from fedem.methods.wrappers.compression import Codec, Compression
+from fedem.methods.wrappers.kept_momentum import KeptMomentum
 from fedem.methods.wrappers.label_shares import LabelShares
 from fedem.methods.wrappers.local_layers import LocalLayers
 from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule, ServerSteps
@@ -30,6 +31,7 @@ class Around(NamedTuple):
     local_layers: str = "none"  # in the place of the method's own; "none": those that it has, if any
     compression: Compression = Compression()
     server: ServerRule | None = None  # how the server steps towards the mean, where it does not just take it
+    keep_momentum: bool = False  # whether local solvers go on from round to round
 
 
 class Assembled(NamedTuple):
@@ -42,7 +44,7 @@ class Assembled(NamedTuple):
 
 def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any], around: Around) -> Assembled:
     """Build a method of checked settings, and put around it what the run asks for; refuse what does not go together."""
-    row, (topology, label_shares, asked, compression, server) = find_method(method), around
+    row, (topology, label_shares, asked, compression, server, keep_momentum) = find_method(method), around
     local_layers = row.layers_kept(asked)
     problem = _problem(row, model, solver, settings, around)
     if problem:
@@ -57,12 +59,14 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
     if label_shares:
         algorithm = LabelShares.of(algorithm)
     codec = Codec(compression, model, int(algorithm.is_mixture), algorithm.common) if compression.is_on else None
+    if keep_momentum:
+        algorithm = KeptMomentum.of(algorithm)
     return Assembled(algorithm, mixer, codec)
 
 
 def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, Any], around: Around) -> str:
     """Say what does not go together, from what the method declares, and what is allowed; nothing if all does."""
-    topology, label_shares, asked, compression, server = around
+    topology, label_shares, asked, compression, server, keep_momentum = around
     name, kind, threshold, local_layers = row.name, row.algorithm, compression.threshold, row.layers_kept(asked)
     graph = "none" if topology is None else _name_of(topology, GRAPHS)
     compressible = names_where(lambda other: other.is_compressible)
@@ -101,6 +105,10 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
         if not row.takes_server_steps:
             names = names_where(lambda other: other.takes_server_steps)
             return f"{on}, but the server of method {name} does not just average models; allowed with it: {names}"
+    if keep_momentum and not row.may_keep_momentum:
+        names = names_where(lambda other: other.may_keep_momentum)
+        reason = f"clients of method {name} train or send more than copies of the shared models"
+        return f"run.keep_momentum is true, but {reason}; allowed with it: {names}"
     if label_shares:
         on, names = "run.label_shares is true", names_where(lambda other: other.takes_label_shares)
         if not row.mixer.averages:

@@ -248,6 +248,11 @@ class Method:
         return self.algorithm.compressible and self.mixer.is_server_mean and self.mixer.adds_up
 
     @property
+    def may_keep_momentum(self) -> bool:
+        """Whether clients train copies of u and nothing else, so that their solvers may go on from round to round."""
+        return self.algorithm.uploads_model and not self.algorithm.steps_personal
+
+    @property
     def takes_label_shares(self) -> bool:
         """Whether clients may shift outputs by the shares of their labels."""
         return self.algorithm.takes_label_shares and self.mixer.averages

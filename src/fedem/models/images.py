@@ -177,7 +177,9 @@ class Pretrainable(ModelSpec):
         if self.normalisation == "fixed" and not self.weights:
             raise UserError(f"{given} but there are no weights whose statistics could stay; allowed: batch, group.")
         if self.normalisation == "group" and self.weights:
-            raise UserError(f"{given} but its weights go with statistics of batches; allowed with weights: batch, fixed.")
+            raise UserError(
+                f"{given} but its weights go with statistics of batches; allowed with weights: batch, fixed."
+            )
 
     @abstractmethod
     def network(self, size: tuple[int, int], num_outputs: int) -> nn.Module:

@@ -62,6 +62,8 @@ class RunSettings(Settings):
             "none" shares all, but for what the method keeps itself (fedper, fedrep, lgfedavg, fedbn).
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
+        keep_momentum: whether a client's solver goes on from where its last round left it (its momentum, Adam's moments),
+            and does not start afresh.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
         neighbours: how many of its own training samples, the nearest in the features of its model, a client asks beside
@@ -99,6 +101,7 @@ class RunSettings(Settings):
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
     local_layers: str = field(default="none", metadata={"each": str.strip})
     label_shares: bool = False
+    keep_momentum: bool = False
     fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
     neighbours: int = field(default=0, metadata={"min": 0, "acts": "scores"})

@@ -27,11 +27,13 @@ class Wrapped(Algorithm):
         super().__post_init__()
         # A survey reads all samples, so it is only asked for where the method within has one.
         object.__setattr__(self, "has_survey", self.base.has_survey)
+        object.__setattr__(self, "fine_tune_setting", self.base.fine_tune_setting)
 
     @cached_property
     def common(self) -> frozenset[str]:
         return self.base.common
 
+    suitable_rate = _as_base("suitable_rate")
     init_shared = _as_base("init_shared")
     init_personal = _as_base("init_personal")
     score = _as_base("score")
