@@ -69,10 +69,8 @@ def test_clients_keep_what_their_solvers_start_with(name: str) -> None:
 @pytest.mark.parametrize("method", ["fedem", "fedprox", "dfedem"])
 def test_loop_equals_stacked(method: str) -> None:
     settings = WAY | {"rounds": 3, "keep_momentum": True, "clients_per_round": 0.6}
-    one, other = (
-        fedem.train(make_federation(), method, engine=engine, **settings).state()
-        for engine in ("one_by_one", "stacked")
-    )
+    engines = ("one_by_one", "stacked")
+    one, other = (fedem.train(make_federation(), method, engine=engine, **settings).state() for engine in engines)
     assert distance(one, other) < 1e-11
 
 

@@ -150,8 +150,8 @@ class Pretrainable(ModelSpec):
             components differ everywhere.
         stem_stride: of the first convolution; 1 keeps more of small images than the original 2.
         dropout: rate before the head.
-        normalisation: "batch" by the statistics of each batch, and in evaluation by running ones, which clients' uploads
-            carry; "group" by those of a sample's own channels in up to 32 groups; "fixed" by those of ``weights``.
+        normalisation: "batch" by the statistics of each batch, in evaluation by running ones, which are averaged over
+            clients; "group" by those of a sample's own channels in up to 32 groups; "fixed" by those of ``weights``.
         enlarge: how many times larger images are shown to it, each way; weights from larger images expect larger ones.
         flips: whether every other image is mirrored in training.
         shift: pixels by which images are moved in training, at most, each way.

@@ -115,7 +115,7 @@ def normalised_by(kind: str, module: nn.Module) -> nn.Module:
             groups = math.gcd(part.num_features // 2, _MOST_GROUPS)
             module.set_submodule(name, nn.GroupNorm(groups, part.num_features, part.eps))
         elif isinstance(part, nn.BatchNorm2d) and kind == "fixed":
-            part.__class__ = FixedBatchNorm
+            module.get_submodule(name).__class__ = FixedBatchNorm
     return module
 
 

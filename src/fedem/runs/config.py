@@ -62,7 +62,7 @@ class RunSettings(Settings):
             "none" shares all, but for what the method keeps itself (fedper, fedrep, lgfedavg, fedbn).
         label_shares: whether each client adds the logarithms of its label shares, which it counts, to the outputs of
             the shared models: for clients that differ in how often they see which class.
-        keep_momentum: whether a client's solver goes on from where its last round left it (its momentum, Adam's moments),
+        keep_momentum: whether a client's solver goes on from where its last round left it (momentum, Adam's moments)
             and does not start afresh.
         fine_tune_epochs: passes that every client trains over its samples before it predicts; 1 makes FedAvg FedAvg+.
         fine_tune_rate: learning rate of that; 0 takes the method's own where it has one, else that of the first round.
