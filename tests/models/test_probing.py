@@ -108,3 +108,12 @@ def test_large_models_are_stacked_where_that_is_faster() -> None:
     assert "faster" in engines[0].note
     assert isinstance(engines[1], Stacked)
     assert isinstance(choose_engine("stacked", 0, model, torch.device("cpu")), Stacked)
+
+
+def test_layers_within_layers_count_once() -> None:
+    layers = nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1)
+    inputs = torch.rand(4, 5)
+    for build in (nn.Sequential(*layers), nn.Sequential(nn.Sequential(nn.Sequential(*layers[:2]), layers[2]))):
+        model = Model(build, Logistic())
+        model.probe(inputs)
+        assert model.bytes_per_sample == 4 * (7 + 7 + 1)

@@ -392,20 +392,19 @@ def rebuilder(source: nn.Module) -> Builder:
 
 
 def _measure(model: Model, inputs: Tensor) -> int:
-    """Count the bytes that all layers put out for these inputs."""
-    total = 0
+    """Count the bytes that all layers put out for these inputs; a layer within others puts out what they do once."""
+    found: list[Tensor] = []  # held until the end: memory that is given back may be had by the next layer
 
-    def count(module: nn.Module, arguments: Any, output: Any) -> None:
-        nonlocal total
-        total += sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    def note(module: nn.Module, arguments: Any, output: Any) -> None:
+        found.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
-    hooks = [part.register_forward_hook(count) for part in model.evaluation.modules()]
+    hooks = [part.register_forward_hook(note) for part in model.evaluation.modules()]
     try:
         model.unfolded_outputs(tree_to(model.init(0), inputs.device), inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    return total
+    return sum({leaf.data_ptr(): leaf.numel() * leaf.element_size() for leaf in found}.values())
 
 
 def _reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
