@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run to resume"):
+    with pytest.raises(UserError, match="no run to go on with"):
         small_run(tmp_path / "none", resume=True)
     with pytest.raises(UserError, match="resume needs the folder"):
         small_run(None, resume=True)
