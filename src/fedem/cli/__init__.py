@@ -57,6 +57,10 @@ _COMMANDS = {
         "List the sections of settings; with a SECTION, show all that can be set there: --set section.key=value.",
     ),
     "show": ("runs.show", "Show a run's table again."),
+    "check": (
+        "check.check",
+        "Read everything in a run's folder, or in a folder of runs: what is damaged or missing, and what follows.",
+    ),
     "evaluate": (
         "runs.evaluate",
         "Make a run's data again and score its saved states afresh, or score new rows; the run stays as it is.",

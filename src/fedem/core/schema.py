@@ -223,7 +223,7 @@ def check(what: object, value: object, kind: Kind) -> None:
 
 def read_json(path: Path, kind: Kind = ANYTHING) -> Any:
     """Read a file of JSON; one that is not there is a FileNotFoundError."""
-    return parse_json(_read(path), path, kind)
+    return parse_json(_read(path, "JSON"), path, kind)
 
 
 def read_json_if_there(path: Path, kind: Kind = ANYTHING) -> Any:
@@ -247,7 +247,7 @@ def parse_json(content: bytes | str, what: object, kind: Kind = ANYTHING) -> Any
 
 def read_toml(path: Path, what: str = "TOML") -> dict[str, Any]:
     """Read a file of TOML, which is a ``what``; one that is not there is a FileNotFoundError."""
-    return parse_toml(_read(path), path, what)
+    return parse_toml(_read(path, what), path, what)
 
 
 def parse_toml(content: bytes | str, where: object, what: str = "TOML") -> dict[str, Any]:
@@ -265,13 +265,13 @@ def parse_toml(content: bytes | str, where: object, what: str = "TOML") -> dict[
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"{path} can't be read: {error.strerror}.") from None
+        raise UserError(f"{path} can't be read as {what}: {error.strerror}.") from None
 
 
 def _parse(content: bytes | str, where: object, what: str, load: Callable[[str], Any]) -> Any:

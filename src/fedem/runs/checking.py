@@ -1,6 +1,6 @@
 """What is wrong with the folder of a run, what follows from it, and what of it can be put right.
 
-Nothing is deleted that can't be made again: what is damaged is moved aside, under a name with ``.damaged`` in it.
+Nothing is deleted that can't be made again: what is damaged is moved aside, under a name that ends in ``.damaged``.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ def check_run(folder: RunFolder, repair: bool = False) -> list[Finding]:
 
 def set_aside(path: Path) -> str:
     """Rename a damaged file; returns what was done."""
-    other = path.with_name(f"{path.stem}.damaged{path.suffix}")
-    number = 1
+    other, number = path.with_name(f"{path.name}.damaged"), 1
     while other.exists():
         number += 1
-        other = path.with_name(f"{path.stem}.damaged-{number}{path.suffix}")
+        other = path.with_name(f"{path.name}.damaged-{number}")
     path.rename(other)
     return f"moved to {other.name}"
 
