@@ -181,7 +181,7 @@ def test_a_run_at_a_constant_rate_may_be_continued_for_longer(tmp_path: Path) ->
 def test_what_a_user_is_to_read_is_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = Deployed(tmp_path)
     settings = there.run_config | {"continue": True}
-    with pytest.raises(AppExitException, match="There is no run to continue") as caught:
+    with pytest.raises(AppExitException, match="There is no run to go on with") as caught:
         server_app(tmp_path / "plan")(there.grid, Context(1, 1, {}, RecordDict(), settings))
     # What Flower does with it: a run that ends so has failed.
     logging.getLogger("flwr").error("%s raised an exception", "ServerApp", exc_info=caught.value)

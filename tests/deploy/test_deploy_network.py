@@ -20,8 +20,9 @@ from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.plan import Plan
+from fedem.runs.checkpoints import MANIFEST
 from fedem.runs.config import Config
-from fedem.runs.folder import MANIFEST, RunFolder
+from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import run
 
 pytest.importorskip("flwr")

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import tomllib
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from small_runs import SMALL, small_config, small_run
 
 import fedem
 from fedem.core.errors import UserError
+from fedem.runs import folder as folder_module
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import reassess
 
@@ -168,7 +170,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run to resume"):
+    with pytest.raises(UserError, match="no run to go on with"):
         small_run(tmp_path / "none", resume=True)
     with pytest.raises(UserError, match="resume needs the folder"):
         small_run(None, resume=True)
@@ -222,6 +224,23 @@ def test_a_killed_runs_state_can_be_saved_and_shown(tmp_path: Path) -> None:
     (tmp_path / "run" / "summary.json").unlink()
     fedem.Result.load(tmp_path / "run").save(tmp_path / "saved")
     assert RunFolder(tmp_path / "saved").summary()["method"] == "fedem"
+
+
+def test_a_run_that_ended_between_the_look_and_the_lock_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = folder_module.holding
+
+    def late(path: Path, refusal: str) -> AbstractContextManager[None]:
+        """Hold the folder only once another has held it, trained and let it go."""
+        monkeypatch.setattr(folder_module, "holding", real)
+        small_run(path)
+        return real(path, refusal)
+
+    monkeypatch.setattr(folder_module, "holding", late)
+    with pytest.raises(UserError, match="holds a run already"):
+        small_run(tmp_path / "run", seed=1)
+    assert RunFolder(tmp_path / "run").config().run.seed == 0
 
 
 def test_two_processes_do_not_train_into_one_folder(tmp_path: Path) -> None:

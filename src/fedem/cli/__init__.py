@@ -5,6 +5,8 @@ help and version do not.
 """
 
 import sys
+import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -14,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from fedem.core import VERSION
 from fedem.core.deadline import StoppedError
-from fedem.core.errors import UserError
+from fedem.core.errors import Notice, UserError
 
 _STOPPED, _INTERRUPTED = 3, 130
 
@@ -55,6 +57,10 @@ _COMMANDS = {
         "List the sections of settings; with a SECTION, show all that can be set there: --set section.key=value.",
     ),
     "show": ("runs.show", "Show a run's table again."),
+    "check": (
+        "check.check",
+        "Read everything in a run's folder, or in a folder of runs: what is damaged or missing, and what follows.",
+    ),
     "evaluate": (
         "runs.evaluate",
         "Make a run's data again and score its saved states afresh, or score new rows; the run stays as it is.",
@@ -145,8 +151,21 @@ def _start(
         raise UserError(f"fedem {command} was started as {started} processes; allowed: one, or fedem train.")
 
 
+def _noting(show: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows a warning: what the user is meant to read as a note, others as ``show`` does."""
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **further: Any) -> None:
+        if issubclass(category, Notice):
+            typer.echo(f"note: {message}", err=True)
+        else:
+            show(message, category, *where, **further)
+
+    return shown
+
+
 def main() -> None:
     """Run the command line: errors are one sentence, exit code 2, no traceback."""
+    warnings.showwarning = _noting(warnings.showwarning)
     try:
         # When it is interrupted, typer returns this code instead of raising.
         if app(standalone_mode=False) == _INTERRUPTED:

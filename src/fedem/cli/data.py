@@ -118,7 +118,7 @@ def describe(
     if out is not None and out.suffix not in (".png", ".svg"):
         raise UserError(f"--out is {out}; allowed: a file ending in .png or .svg.")
     options.check_new(force, *([out] if out else []))
-    trained = [] if run is None else RunFolder(run).check().load()[1]["clients"]
+    trained = [] if run is None else RunFolder(run).check().load().facts["clients"]
     layer = asked(named_data(own, data), seed=seed)
     config = Config.build(layer, *map(parse_assignment, settings or []))
     with waiting("Making the data", quiet):

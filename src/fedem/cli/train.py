@@ -236,8 +236,19 @@ def compare(
     numbers = read_seeds(seeds)
     layer, data = asked
     place = _folder("comparison", f"compare-{data}", out, resume)
-    entries = comparison.plan(place, names, numbers, [layer, *shared], own)
-    sweep.check_folder("comparison", place, resume, begun=place.is_dir())
+    plan = partial(comparison.plan, place, names, numbers, [layer, *shared], own)
+    plan()  # refuses what can't be, before a folder is made
+    with sweep.held("comparison", place, resume, begun=place.is_dir):
+        _compare(plan(), place, references, retry_failed, stop_after, quiet)
+    say(f"Comparison: {place}")
+
+
+def _compare(
+    entries: list[Entry], place: Path, references: bool, retry_failed: bool, stop_after: float | None, quiet: bool
+) -> None:
+    """Work off a comparison, sum it up and write what is found."""
+    names = list(dict.fromkeys(entry.labels["method"] for entry in entries))
+    numbers = list(dict.fromkeys(entry.seed for entry in entries))
     titles = {entry.title: f"{METHODS[entry.labels['method']].title} seed {entry.seed}" for entry in entries}
     data_of = SharedData(most=len(numbers))
     with stopping_after(stop_after):
@@ -263,7 +274,6 @@ def compare(
         _tell_failed(len(found.failed), len(names), "method", place)
     if left_out:
         raise UserError(f"{', '.join(left_out)} left out of the table. {' '.join(left_out.values())}")
-    say(f"Comparison: {place}")
 
 
 def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Record]]:

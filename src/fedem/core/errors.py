@@ -1,5 +1,6 @@
 """The one error that a user is meant to read, and the messages that many places share."""
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -8,6 +9,15 @@ from importlib import import_module
 
 class UserError(ValueError):
     """Bad input: the message names the value received and what is allowed."""
+
+
+class Notice(UserWarning):
+    """What a user should know of, though the work goes on: the command line prints it as a note."""
+
+
+def notify(text: str) -> None:
+    """Say something to the user beside the work."""
+    warnings.warn(Notice(text), stacklevel=3)
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:

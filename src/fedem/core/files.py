@@ -1,17 +1,23 @@
-"""Files that are there whole or not at all, locks between processes, and values written as TOML."""
+"""Files that are there whole or not at all, their hashes, locks between processes, and values written as TOML."""
 
 import csv
 import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedem.core.errors import UserError
+
+LOCK = ".lock"  # in a folder that one process at a time may write to
+_PIECE = 1 << 22  # bytes that one thread hashes at a time
+_THREADS = 8
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
@@ -32,15 +38,53 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
         os.close(folder)
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Return the temporary files of processes that were killed while they wrote."""
+    return sorted(folder.glob(".*.tmp"))
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of a process that was killed while it wrote."""
-    for path in folder.glob(".*.tmp"):
+    """Remove these files."""
+    for path in leftovers(folder):
         path.unlink()
+
+
+def digest(content: bytes) -> str:
+    """Return the hash of a file's content, 64 hexadecimal digits: BLAKE2b over the BLAKE2b of pieces of 4 MiB.
+
+    Pieces are hashed by several threads, so that it takes little beside reading the file.
+    """
+    view = memoryview(content)
+    return _digest(len(content), lambda start: view[start : start + _PIECE])
+
+
+def file_digest(file: IO[bytes]) -> str:
+    """Return the :func:`digest` of an open file's content, which is never in memory as a whole."""
+    number = file.fileno()
+    return _digest(os.fstat(number).st_size, lambda start: os.pread(number, _PIECE, start))
+
+
+def _digest(size: int, piece: Callable[[int], bytes | memoryview]) -> str:
+    def hashed(start: int) -> bytes:
+        return blake2b(piece(start), digest_size=32).digest()
+
+    starts = range(0, size, _PIECE)
+    if len(starts) < 2:
+        digests = list(map(hashed, starts))
+    else:
+        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, _THREADS)) as threads:
+            digests = list(threads.map(hashed, starts))
+    return blake2b(b"".join(digests), digest_size=32).hexdigest()
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically; NaN and infinities become null."""
-    write_atomically(path, (json.dumps(plain(content), indent=2, allow_nan=False) + "\n").encode())
+    write_atomically(path, to_json(plain(content)))
+
+
+def to_json(content: Any) -> bytes:
+    """Return :func:`plain` content as a file of JSON has it."""
+    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -75,6 +119,23 @@ def locked(path: Path, *, wait: bool = False, refusal: str = "") -> Iterator[boo
         yield lock.is_locked
     finally:
         lock.release()
+
+
+@contextmanager
+def holding(folder: Path, refusal: str) -> Iterator[None]:
+    """Hold a folder, which is made if it is not there, by a lock in it; raise the ``refusal`` where another does."""
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / LOCK, refusal=refusal))
+        except OSError as error:
+            raise UserError(f"The folder {folder} can't be written: {error.strerror}.") from None
+        yield
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether there is no such folder, or nothing in it but a lock."""
+    return not folder.exists() or (folder.is_dir() and all(path.name == LOCK for path in folder.iterdir()))
 
 
 def toml_literal(value: Any) -> str:

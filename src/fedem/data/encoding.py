@@ -24,7 +24,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedem.core import schema
 from fedem.core.errors import UserError, counted
+from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Text, Whole
 from fedem.data.recognition import ISO, date_forms, read_dates, ungrouped
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 
@@ -423,11 +425,42 @@ class Encoding:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Encoding:
+        """Read what :meth:`to_json` returned, and a file held; it is of the kind ``ENCODING``."""
         features, target = content["features"], content["target"]
         if features is not None:
             features = tuple(Feature(**{key: _frozen(value) for key, value in entry.items()}) for entry in features)
         target = Target(**{key: _frozen(value) for key, value in target.items()})
         return cls(features, target, content["client"], tuple(content["ignored"]), tuple(content.get("notes", ())))
+
+
+_SCALE = {"mean": Number(), "deviation": Number(above=0)}
+_FEATURE = schema.Table(
+    {"name": Text(), "kind": Text(choices=(BOOLEAN, NUMBER, TEXT, DATE))},
+    {
+        **_SCALE,
+        "categories": Listed(Text()),
+        "form": Text(),
+        "first": Text(),
+        "cycles": Listed(Text(choices=("year", "week", "day"))),
+        "fill": ANYTHING,
+        "indicator": Flag(),
+    },
+    others=None,
+)
+_TARGET = schema.Table(
+    {
+        "name": Text(),
+        "kind": Text(choices=(BOOLEAN, WHOLE, NUMBER, TEXT)),
+        "distinct": Whole(least=0),
+        "classes": Maybe(Listed(Text())),
+    },
+    {**_SCALE, "guess": Text()},
+    others=None,
+)
+ENCODING = schema.Table(
+    {"features": Maybe(Listed(_FEATURE)), "target": _TARGET, "client": Text(), "ignored": Listed(Text())},
+    {"notes": Listed(Text())},
+)
 
 
 def _frozen(value: Any) -> Any:

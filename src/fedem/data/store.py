@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import pickle
 import shutil
@@ -38,6 +37,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError, counted, needed
 from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.random import client_keys
+from fedem.core.schema import read_json
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import PARTITIONS, Collection, Partition, content_ids, fingerprint, fingerprint_of, numbered
 from fedem.data.samples import Pool
@@ -167,7 +167,7 @@ def _is(kind: Any, value: Any) -> bool:
 
 def read_about(place: Path) -> About:
     """Read what a canonical data set says of itself; raises OSError or ValueError when it is damaged."""
-    content = json.loads((place / ABOUT).read_text(encoding="utf-8"))
+    content = read_json(place / ABOUT)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{ABOUT} is not of format {FORMAT}")
     kinds = get_type_hints(About)

@@ -11,10 +11,20 @@ import torch
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically
+from fedem.core.schema import Flag, Listed, Table, Text, Whole, parse_json
 from fedem.core.tree import Tree, add_prefix, take_prefix
-from fedem.deploy.plan import Plan
+from fedem.deploy.plan import SHAPES, Plan
 
 _TREES = ("personal", "before", "shared")
+_CONTENT = Table(
+    {
+        "round": Whole(least=0),
+        "trees": Listed(Text(choices=_TREES)),
+        "run": Text(),
+        "plan": Table({"config": Table(others=Table()), "shapes": SHAPES}),
+    },
+    {"client": Text(), "is_first": Flag()},
+)
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 _LONGEST = 120  # characters of a name that are written out: systems allow 255 bytes
 
@@ -68,7 +78,7 @@ class Kept:
 
         try:
             with safe_open(path, framework="pt") as file:
-                content = json.loads(file.metadata()["kept"])
+                content = parse_json((file.metadata() or {}).get("kept", ""), f"{path} (its metadata)", _CONTENT)
             tensors = load_file(path)
             trees = {name: take_prefix(name, tensors) for name in content["trees"]}
             plan, client = Plan.from_json(content["plan"]), content.get("client", "")
@@ -76,9 +86,9 @@ class Kept:
             return cls(plan, content["round"], **trees, run=content["run"], client=client, is_first=first)
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
-        except (OSError, KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise UserError(f"The kept file {path} can't be read ({why}); without it the client starts anew.") from None
+        except (OSError, ValueError, SafetensorError) as error:  # a user's error is one of values, too
+            problem = f"The kept file {path} can't be read ({error})"
+            raise UserError(f"{problem}; without it the client starts anew.") from None
 
 
 def kept_path(folder: Path, experiment: str, client: str) -> Path:

@@ -13,14 +13,16 @@ from typing import Any, Self
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
+from fedem.core.schema import Table, read_json
 from fedem.core.settings import Settings, complete
 from fedem.data.dataset import Dataset
 from fedem.methods.base import AUTO
 from fedem.runs.config import DEFAULTS, SECTIONS, Config, read_toml
-from fedem.runs.recipe import Recipe
+from fedem.runs.recipe import FORMAT, FURTHER, Recipe
 from fedem.runs.trainer import Trainer
 
 CONFIG, PLAN = "config.toml", "plan.json"
+SHAPES = Table(FORMAT, FURTHER)  # what plan.json holds
 # [run]: they need all clients' data in one place
 _SIMULATED = ("unseen", "neighbours", "unlabelled", "measure_alpha_every", "diagnose_every")
 _START = {"weights": "", "jitter": 0.0}  # [model]: they say what the server's first models are made of
@@ -59,15 +61,12 @@ class Plan(Recipe):
     @classmethod
     def load(cls, folder: Path) -> Plan:
         """Read what :meth:`save` wrote."""
-        path = folder / PLAN
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return cls.from_json({"config": read_toml(folder / CONFIG), "shapes": content})
+            content = read_json(folder / PLAN, SHAPES)
         except FileNotFoundError:
             makers = "`fedem deploy init` makes one for a server, `fedem peer plan` one for peers"
             raise UserError(f"{folder} holds no plan (no {PLAN}); {makers}.") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"The plan {path} can't be read ({type(error).__name__}: {error}).") from None
+        return cls.from_json({"config": read_toml(folder / CONFIG), "shapes": content})
 
     def on_node(self, device: str = "") -> Plan:
         """Return the plan as a client follows it: on its own device, and without weights in files to start from.

@@ -7,7 +7,6 @@ model.onnx           ONNX: the same
 README.txt           how to use these
 """
 
-import json
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -25,16 +24,23 @@ from torch import Tensor
 from fedem.core import VERSION
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
+from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Table, Text, read_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, capture, check_formats, sample_inputs, try_file
 from fedem.methods.base import Mixture
 from fedem.models.losses import CLASSES
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.recipe import ModelSource, Recipe
+from fedem.runs.recipe import FORMAT, FURTHER, ModelSource, Recipe
 from fedem.runs.result import PersonalModel, Result
 
 _VERSION = 1
 _DESCRIPTION, _TENSORS, _README = "model.json", "model.safetensors", "README.txt"
+_DESCRIBED = Table(
+    FORMAT
+    | {"model": Table({"name": Text()}), "loss": Table({"name": Text()}), "dtype": Text(), "precision": Text()}
+    | {"not_stackable": Maybe(Text())},
+    FURTHER | {"label_shares": Flag(), "mixture_weights": Listed(Number(least=0))},
+)
 _START = {"weights": "", "jitter": 0.0}  # where training starts from: a file that an exported model does not need
 
 
@@ -127,20 +133,20 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
 
     folder = Path(path)
     try:
-        description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
-        if description["version"] != _VERSION:
-            raise UserError(f"{folder} has version {description['version']!r} of the format; allowed: {_VERSION}.")
+        version = read_json(folder / _DESCRIPTION, Table({"version": ANYTHING}))["version"]
+        if version != _VERSION:
+            raise UserError(f"{folder} has version {version!r} of the format; allowed: {_VERSION}.")
+        description = read_json(folder / _DESCRIPTION, _DESCRIBED)
         recipe = _recipe(description, model, device)
         tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
         mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
     except FileNotFoundError as error:
         hint = " (export it with the format safetensors)" if (folder / _DESCRIPTION).is_file() else ""
         raise UserError(f"There is no exported model in {folder}: {error.filename} is missing{hint}.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        described = f"{folder / _DESCRIPTION} is not a description of a model"
-        raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
+    except KeyError as error:
+        raise UserError(f"{folder / _TENSORS} can't be read: it has no tensor {error}.") from None
     count, name = len(mixture.log_weights), recipe.config.name("model")
     # Leaves that components have in common have one row.
     found = {name: tuple(leaf[:1].shape) for name, leaf in mixture.components.items() if len(leaf) in (1, count)}

@@ -193,7 +193,10 @@ def _read(path: Path, positions: dict[int, int]) -> Edges:
     lines: dict[int, list[str]] = {}  # the words of each line, by its number
     for number, line in enumerate(content, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            words = next(csv.reader([line], skipinitialspace=True)) if path.suffix == ".csv" else line.split()
+            try:
+                words = next(csv.reader([line], skipinitialspace=True)) if path.suffix == ".csv" else line.split()
+            except csv.Error as error:
+                raise UserError(f"{path}, line {number} can't be read as CSV: {error}.") from None
             lines[number] = [word.strip() for word in words]
     rows = list(lines.values())
     if path.suffix == ".csv" and rows and len(rows[0]) > 2 and not _has_weights(rows):
@@ -248,6 +251,8 @@ def _load(path: Path) -> NDArray[np.generic]:
 def _from_matrix(path: Path, matrix: NDArray[np.generic], count: int) -> Edges:
     if (shape := [*matrix.shape]) != [count, count]:
         raise UserError(f"{path} holds a matrix of shape {shape}; allowed: {[count, count]}, a row for each client.")
+    if matrix.dtype.kind == "V":
+        raise UserError(f"{path} holds values of type {matrix.dtype}; allowed: 0 and 1, the weights are found.")
     linked = matrix == 1
     if not bool((linked | (matrix == 0)).all()):
         i, j = np.argwhere(~linked & (matrix != 0))[0]

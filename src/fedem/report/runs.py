@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
+from fedem.core.schema import read_json_if_there
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record, metrics_of
-from fedem.runs.folder import MANIFEST, RunFolder
-from fedem.studies.comparison import Comparison, data_name, summarize
+from fedem.runs.folder import RunFolder
+from fedem.studies.comparison import COMPARISON, Comparison, data_name, summarize
 from fedem.studies.sweep import Entry, failures, reason
 
 Numbers = NDArray[np.float64]
@@ -72,7 +73,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs: dict[Path, Run] = {}
     for path in paths:
         folders, whole = _folders(path), path / "comparison.json"
-        command = _json(whole).get("command") if whole.is_file() else None
+        command = (read_json_if_there(whole, COMPARISON) or {}).get("command")
         for folder in folders:
             if (place := folder.path.resolve()) not in runs:
                 runs[place] = _read(folder, command)
@@ -119,20 +120,9 @@ def _read(folder: RunFolder, command: str | None) -> Run:
     config, clients = folder.config(), Clients(names, column("train_samples"), scores, stacked)
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])
-    manifest = folder.checkpoints / MANIFEST
-    fingerprint = _json(manifest).get("facts", {}).get("data") if manifest.is_file() else None
+    fingerprint = folder.standing()[0].get("data")
     history, seed = folder.metrics(), int(summary["seed"])
     return Run(summary["method"], seed, folder, config, summary, history, clients, fingerprint, command)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} can't be read: {error}.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds {type(content).__name__}; allowed: an object, as fedem wrote it.")
-    return content
 
 
 @dataclass(frozen=True)

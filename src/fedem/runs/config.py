@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from fedem.core import schema
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import toml_literal
 from fedem.core.settings import Settings, complete, entries_of, names_of
@@ -372,11 +373,9 @@ def to_toml(sections: Layer) -> str:
 def read_toml(path: Path) -> Sections:
     """Read a run's file; every top-level entry must be a section."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = schema.read_toml(path)
     except FileNotFoundError:
         raise UserError(f"There is no configuration file {path}.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} can't be read as TOML: {error}") from None
     return _check_layer(content, f" in {path}")
 
 
@@ -409,10 +408,12 @@ def parse_assignment(text: str) -> Sections:
         raise UserError(f"--set got {text!r}; allowed: section.key=value, such as schedule.learning_rate=0.3.")
     _check_layer({section: {}})
     try:
-        parsed = tomllib.loads(f"value = {value.strip()}")["value"]
+        tomllib.loads(f"value = {value.strip()}")
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    return {section: {name: parsed}}
+        return {section: {name: value.strip()}}
+    except (RecursionError, ValueError):
+        pass  # said below
+    return {section: {name: schema.parse_toml(f"value = {value.strip()}", f"--set {key.strip()}")["value"]}}
 
 
 def unbound(file: Layer, *asked: Layer) -> Layer:

@@ -2,16 +2,14 @@
 
 config.toml               the complete configuration; runs again as it is
 metrics.jsonl             one line per round
+metrics.damaged.jsonl     lines of it that could not be read, each with its number, where there were some
 summary.json              the outcome, once the run is complete
 failed.json               why it can't come to an end, where it can't
 clients.csv               each client's scores and mixture weights
 references.json           scores of plain predictors on the same rows, if they were asked for
-checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle
+checkpoints/              the states: tensors as safetensors, the rest as JSON, never pickle (see checkpoints.py)
 tensorboard/              the metrics as TensorBoard events
-
-A checkpoint is a manifest (JSON) that names the tensor files it consists of. Every file is written beside its place and
-moved there at once, the manifest last; so a reader, or a run killed at any moment, sees either the old checkpoint or
-the new one.
+.lock                     held by the process that trains; it is taken before the folder is looked at
 """
 
 from __future__ import annotations
@@ -20,27 +18,52 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from torch import Tensor
-
-from fedem.core.errors import UserError, counted, naming
-from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
-from fedem.core.tree import add_prefix, take_prefix, tree_sorted
+from fedem.core.errors import UserError, counted, naming, notify
+from fedem.core.files import holding, is_empty, plain, remove_leftovers, write_atomically, write_csv, write_json
+from fedem.core.schema import Listed, Maybe, Number, Table, Text, Whole, parse_json, read_json_if_there
+from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
+from fedem.models.metrics import METRICS
+from fedem.runs.checkpoints import Checkpoints, Loaded
 from fedem.runs.config import Config, read_toml
 from fedem.runs.rounds import State
 from fedem.solvers.schedules import SCHEDULES
 
-MANIFEST = "checkpoint.json"
 DIVERGED = "diverged"  # phrase of a failure
-_FAILED = "failed.json"
-_TREES = ("shared", "personal", "memory")
+CONFIG, METRICS_FILE, SUMMARY_FILE, CLIENTS_FILE = "config.toml", "metrics.jsonl", "summary.json", "clients.csv"
+DAMAGED_LINES, FAILED_FILE, REFERENCES_FILE = "metrics.damaged.jsonl", "failed.json", "references.json"
+TRACES = (CONFIG, "checkpoints", METRICS_FILE, SUMMARY_FILE, FAILED_FILE)  # of a run
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
 _FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.checkpoint_seconds"}
+
+_FIGURE = Maybe(Number())
+_SCORES = {f"{who}{part}_{name}": _FIGURE for who in ("", "unseen_") for part in PARTS for name in ("loss", *METRICS)}
+_COSTS = {"seconds": Number(least=0), **{f"bytes_{way}": Maybe(Number(least=0)) for way in ("up", "down")}}
+_LINE = Table({"round": Whole(least=1), **_COSTS}, {"learning_rate": _FIGURE, "clients": Whole(least=0), **_SCORES})
+_FIGURES = {"bottom_decile": _FIGURE, "seconds_per_round": _FIGURE, "seconds_total": _FIGURE, **_SCORES}
+SUMMARY = Table(
+    {"method": Text(), "data": Text(), "rounds": Whole(least=0), "seed": Whole(), "num_clients": Whole(least=0)},
+    {"num_components": Whole(least=1), "best": Maybe(Table(optional=_FIGURES)), "note": Text(), **_FIGURES},
+)
+FAILURE = Table({"phrase": Text(), "message": Text()})
+REFERENCES = Listed(Table({"method": Text(), "title": Text()}, _FIGURES | {"clients": Listed(Table())}))
+
+
+_NUMERIC = tuple(f"{name}_" for name in (*PARTS, "weight"))  # columns of clients.csv begin so
+_NAMED = 5  # lines that a message names
+
+
+class Line(NamedTuple):
+    """A line of metrics.jsonl that can't be read."""
+
+    number: int  # counted from 1
+    content: bytes
+    why: str
 
 
 class Failure(NamedTuple):
@@ -55,26 +78,42 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path, self.checkpoints = path, path / "checkpoints"
+        self.saved = Checkpoints(self.checkpoints)
 
     def exists(self) -> bool:
-        return (self.path / "config.toml").is_file()
+        return (self.path / CONFIG).is_file()
 
     def prepare(self, resume: bool = False) -> None:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
-        traces = ("config.toml", "checkpoints", "metrics.jsonl", "summary.json", _FAILED)
-        if not resume and any((self.path / name).exists() for name in traces):
+        if not resume and any((self.path / name).exists() for name in TRACES):
             raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UserError(f"The run's folder {self.path} can't be written: {there} is not a folder we may write to.")
 
-    def create(self, config: Config) -> None:
-        self.prepare()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path / "config.toml", config.to_toml().encode())
-        except OSError as error:
-            raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+    @contextmanager
+    def created(self, config: Config) -> Iterator[None]:
+        """Hold the folder of a new run: the lock comes first, then the look at what is there, then config.toml."""
+        self.prepare()  # leaves nothing behind where the answer is no already
+        with self.locked():
+            self.prepare()
+            try:
+                write_atomically(self.path / CONFIG, config.to_toml().encode())
+            except OSError as error:
+                raise UserError(f"The run's folder {self.path} can't be written: {error.strerror}.") from None
+            yield
+
+    @contextmanager
+    def reopened(self) -> Iterator[None]:
+        """Hold the folder of a run that is to be gone on with."""
+        if not self.exists():
+            raise UserError(f"There is no run to go on with in {self.path} (no {CONFIG}).")
+        with self.locked():
+            yield
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the folder, which is made if it is not there: no other process writes to it."""
+        return holding(self.path, f"Another process is training into {self.path}.")
 
     def check_length(self, config: Config) -> None:
         """Refuse to make the run shorter, or longer where the learning rates of the rounds done would be others."""
@@ -82,9 +121,9 @@ class RunFolder:
         run = f"The run in {self.path} was started with {counted(before, 'round')}, and {asked} are asked for"
         if asked < before:
             raise UserError(f"{run}; allowed when it is resumed: {before} or more.")
-        manifest = (_read_json(self.checkpoints / MANIFEST) if asked > before else None) or {}
-        stopped = manifest.get("facts", {}).get("stopped_after")
-        if stopped is not None and (kept := manifest["states"]["last"]["round"]) < stopped:
+        facts, kept = self.standing() if asked > before else ({}, 0)
+        stopped = facts.get("stopped_after")
+        if stopped is not None and kept < stopped:
             why = f"it ended after {counted(stopped, 'round')}, of which the state of round {kept} alone is kept"
             mend = f"a new run of {counted(asked, 'round')}"
             raise UserError(f"{run}, but {why} (run.patience is {self.config().run.patience}); allowed: {mend}.")
@@ -116,141 +155,165 @@ class RunFolder:
             raise UserError(f"The data are not those that the run in {self.path} was trained on.")
         remove_leftovers(self.path)
         if grown:
-            (self.path / "summary.json").unlink(missing_ok=True)
-            write_atomically(self.path / "config.toml", config.to_toml().encode())
-        return (self.checkpoints / MANIFEST).exists()
-
-    def locked(self) -> AbstractContextManager[bool]:
-        return locked(self.path / ".lock", refusal=f"Another process is training into {self.path}.")
+            (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+            write_atomically(self.path / CONFIG, config.to_toml().encode())
+        return self.saved.exist()
 
     def open_metrics(self, done: int) -> IO[str]:
-        """Open metrics.jsonl to append, with the lines of the first ``done`` rounds alone; each is written at once."""
-        path = self.path / "metrics.jsonl"
-        write_atomically(path, "".join(self.line(line) for line in self.metrics() if line["round"] <= done).encode())
+        """Open metrics.jsonl to append, with the lines of the first ``done`` rounds alone; each is written at once.
+
+        Lines that can't be read are put aside.
+        """
+        path = self.path / METRICS_FILE
+        good, _ = self.put_aside()
+        write_atomically(path, "".join(self.line(line) for line in good if line["round"] <= done).encode())
         return path.open("a", buffering=1, encoding="utf-8")
+
+    def put_aside(self) -> tuple[list[dict[str, Any]], list[Line]]:
+        """Move lines of metrics.jsonl that can't be read to a file of their own; returns the others, and these."""
+        good, damaged = self.read_metrics()
+        if damaged:
+            aside = self.path / DAMAGED_LINES
+            # Bytes that are no text come back by the same rule.
+            texts = [(line.number, line.content.decode(errors="surrogateescape")) for line in damaged]
+            lines = [json.dumps({"line": number, "content": text}) for number, text in texts]
+            before = aside.read_text(encoding="utf-8").splitlines() if aside.exists() else []
+            lines = [*before, *(line for line in lines if line not in before)]
+            write_atomically(aside, "".join(f"{line}\n" for line in lines).encode())
+            write_atomically(self.path / METRICS_FILE, "".join(map(self.line, good)).encode())
+        return good, damaged
 
     @staticmethod
     def line(record: Mapping[str, Any]) -> str:
         return json.dumps(plain(record), allow_nan=False) + "\n"
 
     def save(self, states: Mapping[str, State], metadata: Mapping[str, Any]) -> None:
-        """Write ``states`` by role, each once, such as "last" and "best", and ``metadata``; drop what nothing names."""
-        from safetensors.torch import save
-
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        path, entries, kept = self.checkpoints / MANIFEST, {}, set()
-        if path.exists():  # a file that no manifest names was left by a killed run and is written again
-            kept = {entry["file"] for entry in json.loads(path.read_text(encoding="utf-8"))["states"].values()}
-        for role, state in states.items():
-            # Round by round a state has one value; whatever else has a prefix to its role.
-            name = f"{role.rpartition('-')[0] or 'round'}-{state.round:06d}.safetensors"
-            entries[role] = {"round": state.round, "file": name}
-            if name not in kept:
-                tree = {key: leaf for part in _TREES for key, leaf in add_prefix(part, getattr(state, part)).items()}
-                tensors = {key: leaf.contiguous().cpu() for key, leaf in tree.items()}
-                write_atomically(self.checkpoints / name, save(tensors, metadata={"round": str(state.round)}))
-                kept.add(name)
-        write_json(path, {"facts": dict(metadata), "states": entries})
-        for file in self.checkpoints.glob("*-*.safetensors"):
-            if all(file.name != entry["file"] for entry in entries.values()):
-                file.unlink()
-        remove_leftovers(self.checkpoints)
+        """Write a checkpoint; see :meth:`Checkpoints.save`."""
+        self.saved.save(states, metadata)
 
     def finish(self, summary: Mapping[str, Any], clients: Sequence[Mapping[str, Any]]) -> None:
         # Clients held out may have parts that the others lack, and the server of a network has no client's figures.
         columns = dict.fromkeys(["client", "role", *(key for row in clients for key in row)])
-        write_csv(self.path / "clients.csv", columns, clients)
-        write_json(self.path / "summary.json", summary)
+        write_csv(self.path / CLIENTS_FILE, columns, clients)
+        write_json(self.path / SUMMARY_FILE, summary)
 
     def fail(self, failure: Failure | None) -> None:
         """Write down why the run can't come to an end; None where it is tried again."""
         if failure is None:
-            (self.path / _FAILED).unlink(missing_ok=True)
+            (self.path / FAILED_FILE).unlink(missing_ok=True)
         else:
-            write_json(self.path / _FAILED, failure._asdict())
+            write_json(self.path / FAILED_FILE, failure._asdict())
 
     def failure(self) -> Failure | None:
         """Read why the run can't come to an end; None where nothing is known of that."""
-        content = _read_json(self.path / _FAILED)
-        return None if content is None else Failure(str(content.get("phrase")), str(content.get("message")))
+        content = read_json_if_there(self.path / FAILED_FILE, FAILURE)
+        return None if content is None else Failure(content["phrase"], content["message"])
 
     def clear(self) -> None:
         """Remove what a failed run has written, so that it can be trained from its start."""
         for name in ("checkpoints", "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
-        for name in ("summary.json", "clients.csv", "metrics.jsonl", "config.toml"):
+        # The configuration goes last: without it nobody would know whose the rest is.
+        for name in (SUMMARY_FILE, CLIENTS_FILE, METRICS_FILE, DAMAGED_LINES, FAILED_FILE, CONFIG):
             (self.path / name).unlink(missing_ok=True)
-        self.fail(None)
 
     def config(self) -> Config:
-        path = self.check().path / "config.toml"
+        path = self.check().path / CONFIG
         with naming(path):
             return Config.build(read_toml(path), preset=False)
 
     def check(self) -> RunFolder:
         if not self.exists():
-            many = any(self.path.glob("*/config.toml"))
+            many = any(self.path.glob(f"*/{CONFIG}"))
             hint = " The folders in it do: name one of them, or see `fedem report`." if many else ""
-            raise UserError(f"{self.path} holds no run (no config.toml).{hint}")
+            raise UserError(f"{self.path} holds no run (no {CONFIG}).{hint}")
         return self
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read metrics.jsonl; a last line cut short by a kill is left out."""
-        lines: list[dict[str, Any]] = []
-        with suppress(FileNotFoundError, json.JSONDecodeError):
-            for text in (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-                lines.append(json.loads(text))
-        return lines
+        """Read metrics.jsonl; damaged lines are left out with a note, a last one cut short by a kill without."""
+        good, damaged = self.read_metrics()
+        if damaged:
+            lines = ", ".join(str(line.number) for line in damaged[:_NAMED]) + (", ..." if damaged[_NAMED:] else "")
+            left_out = f"left out: {counted(len(damaged), 'line')} that can't be read ({lines})"
+            notify(f"Of {self.path / METRICS_FILE} {left_out}. {damaged[0].why} `fedem check` says more.")
+        return good
+
+    def read_metrics(self) -> tuple[list[dict[str, Any]], list[Line]]:
+        """Read the records of the rounds, and the lines that are none."""
+        path, good, damaged = self.path / METRICS_FILE, dict[int, dict[str, Any]](), list[Line]()
+        try:
+            *lines, rest = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return [], []
+        for number, content in enumerate([*lines, rest], start=1):
+            if not content.strip():
+                continue
+            try:
+                record = parse_json(content, f"{path}, line {number}", _LINE)
+                if record["round"] in good:
+                    raise UserError(f"{path}, line {number} is a second one of round {record['round']}.")
+                good[record["round"]] = record
+            except UserError as error:
+                if number <= len(lines):  # else it was being written when its process was killed
+                    damaged.append(Line(number, content, str(error)))
+        return list(good.values()), damaged
 
     def summary(self) -> dict[str, Any] | None:
         """Read summary.json; None when the run is not complete."""
-        return _read_json(self.path / "summary.json")
+        found: dict[str, Any] | None = read_json_if_there(self.path / SUMMARY_FILE, SUMMARY)
+        return found
 
     def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
-        write_json(self.path / "references.json", records)
+        write_json(self.path / REFERENCES_FILE, records)
 
     def references(self) -> list[dict[str, Any]]:
         """Read what plain predictors score on the run's rows; nothing where nobody asked for it."""
-        path = self.path / "references.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        return read_json_if_there(self.path / REFERENCES_FILE, REFERENCES) or []
 
     def clients(self) -> list[dict[str, str]]:
-        path = self.path / "clients.csv"
-        if not path.exists():
-            raise UserError(f"{self.path} has no clients.csv: the run is not complete.")
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-
-    def load(self) -> tuple[dict[str, State], dict[str, Any]]:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        folder = self.checkpoints
+        """Read clients.csv, one row per client."""
+        path = self.path / CLIENTS_FILE
         try:
-            manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-            states: dict[str, State] = {}
-            for role, entry in manifest["states"].items():
-                tensors: dict[str, Tensor] = load_file(folder / entry["file"])
-                states[role] = State(entry["round"], *(tree_sorted(take_prefix(name, tensors)) for name in _TREES))
-            return states, manifest["facts"]
-        except FileNotFoundError as error:
-            raise UserError(f"There is no checkpoint in {folder} (missing: {error.filename}).") from None
-        except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
-            raise UserError(f"The checkpoint in {folder} can't be read ({type(error).__name__}: {error}).") from None
+            with path.open(newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file, strict=True)
+                rows = list(reader)
+        except FileNotFoundError:
+            raise UserError(f"{self.path} has no {CLIENTS_FILE}: the run is not complete.") from None
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{path} can't be read: {error}.") from None
+        for name in ("client", "role"):
+            if name not in (reader.fieldnames or ()):
+                raise UserError(f"{path} can't be read: it has no column {name!r}.")
+        for number, row in enumerate(rows, start=2):
+            if None in row or None in row.values():
+                allowed = counted(len(reader.fieldnames or ()), "cell")
+                raise UserError(f"{path} can't be read: line {number} has more or fewer cells; allowed: {allowed}.")
+            for name, value in row.items():
+                if name.startswith(_NUMERIC) and not _is_number(value):
+                    problem = f"line {number} has {name} = {value!r}"
+                    raise UserError(f"{path} can't be read: {problem}; allowed: a number, or nothing.")
+        return rows
+
+    def load(self) -> Loaded:
+        """Read the states of the newest checkpoint that is whole."""
+        return self.saved.load()
+
+    def standing(self) -> tuple[dict[str, Any], int]:
+        """Return what the newest checkpoint says beside its tensors, and its round; nothing where there is none."""
+        manifest = self.saved.newest()
+        return (manifest["facts"], manifest["states"]["last"]["round"]) if manifest else ({}, 0)
 
     def baselines(self) -> list[RunFolder]:
         """Runs of other methods on the same data, in folders below."""
-        return [RunFolder(path.parent) for path in sorted(self.path.glob("baselines/*/config.toml"))]
+        return [RunFolder(path.parent) for path in sorted(self.path.glob(f"baselines/*/{CONFIG}"))]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Read a file; None where there is none, or nothing in it."""
-    if not path.exists():
-        return None
+def _is_number(text: str) -> bool:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) or None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} can't be read: {error}.") from None
+        float(text or 0)
+    except ValueError:
+        return False
+    return True
 
 
 def check_here(names: Sequence[str]) -> None:
@@ -263,6 +326,6 @@ def check_here(names: Sequence[str]) -> None:
 def new_folder(base: Path, name: str) -> Path:
     """Return ``base/name``, or ``base/name-2``, ... if that is taken."""
     number = 1
-    while (path := base / (name if number == 1 else f"{name}-{number}")).exists():
+    while not is_empty(path := base / (name if number == 1 else f"{name}-{number}")):
         number += 1
     return Path(os.path.relpath(path)) if not base.is_absolute() else path

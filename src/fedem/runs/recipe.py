@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError
 from fedem.core.random import client_keys
+from fedem.core.schema import Listed, Maybe, Number, Table, Text, Whole
 from fedem.core.tree import tree_index
 from fedem.data.dataset import Dataset
-from fedem.data.encoding import Encoding
+from fedem.data.encoding import ENCODING, Encoding
 from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
@@ -40,6 +41,20 @@ from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import State, mixer_seed
 from fedem.runs.unlabelled import check_unlabelled
 
+# What a file says of the samples.
+FORMAT = {
+    "input_shape": Listed(Whole(least=0)),
+    "input_dtype": Text(choices=("float32", "float64", "float16", "bfloat16", "int64", "uint8")),
+    "num_outputs": Whole(least=1),
+    "feature_names": Maybe(Listed(Text())),
+}
+FURTHER = {
+    "encoding": Maybe(ENCODING),
+    "labels": Maybe(Listed(Text())),
+    "class_weights": Maybe(Listed(Number(least=0))),
+}
+# ... and of the model, so that it can be loaded without the data.
+METADATA = Table(FORMAT | {"clients": Listed(Text()), "not_stackable": Maybe(Text())}, FURTHER)
 ModelSource = nn.Module | Callable[[], nn.Module]
 _TRIED = 5  # samples that a model is tried on
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError, counted, unknown
 from fedem.core.random import client_keys
+from fedem.core.schema import check
 from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool, Samples, offsets_of
@@ -32,7 +33,7 @@ from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, na
 from fedem.runs.folder import RunFolder, check_here
 from fedem.runs.neighbours import Memory, Neighbours, predict
 from fedem.runs.personalize import Predictors
-from fedem.runs.recipe import ModelSource, Recipe, SampleFormat
+from fedem.runs.recipe import METADATA, ModelSource, Recipe, SampleFormat
 from fedem.runs.rounds import State, cohort_size, took_part
 from fedem.runs.unlabelled import Seen, Statistics, check_unlabelled, fit
 
@@ -390,11 +391,11 @@ class Result:
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
         folder = RunFolder(Path(path))
-        folder.create(self.config)
-        with folder.open_metrics(0) as file:
-            file.writelines(folder.line(record) for record in self.history)
-        self.save_states(folder)
-        folder.finish(self.summary, self.clients)
+        with folder.created(self.config):
+            with folder.open_metrics(0) as file:
+                file.writelines(folder.line(record) for record in self.history)
+            self.save_states(folder)
+            folder.finish(self.summary, self.clients)
         return folder.path
 
     def save_states(self, folder: RunFolder) -> None:
@@ -410,6 +411,7 @@ class Result:
         """Read a run folder, complete or killed; the data are not needed, but a ``model`` passed from Python is."""
         folder = RunFolder(Path(path))
         config, (states, metadata) = folder.config(), folder.load()
+        check(folder.checkpoints, metadata, METADATA)
         recipe = Recipe.from_metadata(config, metadata, model, device)
         names = tuple(metadata["clients"])
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
@@ -420,6 +422,8 @@ class Result:
         summed = {role.removeprefix(_INPUTS): placed.pop(role) for role in states if role.startswith(_INPUTS)}
         statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
         summary = folder.summary()
+        if summary is not None and summary["rounds"] != placed["last"].round:
+            summary = None  # of a state that was damaged
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fedem.core.deadline import StoppedError, Watch
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.random import CURVATURE, choose
+from fedem.core.schema import Maybe, Number, Table, check
 from fedem.core.tree import tree_index
 from fedem.data.dataset import Dataset, Truth
 from fedem.data.federation import PARTS, Federation
@@ -54,6 +55,7 @@ from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort
 from fedem.runs.unlabelled import Statistics, check_unlabelled, fit, gather, with_mean_weights
 
 Listener = Callable[[Record], None]  # called with each round's record
+_ORIGIN = Table({"seconds": Number(least=0), "best_validation": Maybe(Number())})  # what going on needs to know
 _HALVINGS = 10  # of the learning rate, for one round
 _IMAGE = 8  # pixels of the smallest images that are taken for such
 _TRIAL = (10, 50)  # the fewest and the most rounds in which a model that might be chosen is tried
@@ -134,11 +136,7 @@ def carry_out(
     with trainer.recipe.products(), ExitStack() as stack:
         trainer = trainer.placed()
         if folder:
-            if not resume:
-                folder.create(config)
-            elif not folder.exists():
-                raise UserError(f"There is no run to resume in {folder.path} (no config.toml).")
-            stack.enter_context(folder.locked())
+            stack.enter_context(folder.reopened() if resume else folder.created(config))
             restored = _restore(trainer, folder) if resume and folder.reopen(config, longer=True) else None
             folder.fail(None)
             stack.enter_context(_failing(folder))
@@ -181,12 +179,19 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
         raise UserError(f"The clients in {folder.path} were fitted after training; no training can be taken up.")
     if metadata["data"] != trainer.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
+    check(folder.checkpoints, metadata, _ORIGIN)
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
     stopped = metadata.get("stopped_after")
     if stopped == last.round < trainer.config.run.rounds:  # at an end that is none any more
         stopped = None
-    history = [line for line in folder.metrics() if line["round"] <= (stopped or last.round)]
+    done = last.round if stopped is None else stopped
+    history = [line for line in folder.metrics() if line["round"] <= done]
+    lost = sorted({*range(1, done + 1)} - {line["round"] for line in history})
+    if lost and trainer.components is not None:
+        why = f"method.num_components is {AUTO!r}, which goes by the records of the rounds before"
+        problem = f"{folder.path} has no record of {counted(len(lost), 'round')}, such as round {lost[0]}"
+        raise UserError(f"{problem}, but {why}; allowed: a new run.")
     return Progress(last, best, metadata["best_validation"], history, started, metadata.get("slowed", 1.0), stopped)
 
 
@@ -235,7 +240,7 @@ def describe_inputs(path: str | Path, device: str = "auto") -> dict[str, Statist
 @contextmanager
 def _reopened(folder: RunFolder, config: Config) -> Iterator[tuple[Trainer, Progress]]:
     """Make a run's data again, by ``config``; yields what carries it out, and where it stands."""
-    check_here(folder.load()[1]["clients"])
+    check_here(folder.load().facts["clients"])
     trainer = Trainer.prepare(config, config.make_data(), fresh=False).placed()
     with trainer.recipe.products():
         yield trainer, _restore(trainer, folder).to(trainer.recipe.device)
@@ -537,17 +542,16 @@ class Trainer:
 
     def take_over(self, other: RunFolder, folder: RunFolder) -> None:
         """Write to ``folder`` the training of ``other``, a run that trains alike, to be gone on with from its end."""
-        folder.create(self.config)
         here = self.placed()
-        with self.recipe.products():
+        with folder.created(self.config), self.recipe.products():
             progress = _restore(here, other).to(self.recipe.device)
             if progress.history and progress.state.round == progress.rounds:
                 if progress.best is not None and progress.best.round == progress.rounds:
                     progress.best, progress.best_validation = None, None
                 progress.history[-1] |= here._score(progress)
-        with folder.open_metrics(0) as file:
-            file.writelines(map(folder.line, progress.history))
-        folder.save(progress.states, here.checkpoint(progress))
+            with folder.open_metrics(0) as file:
+                file.writelines(map(folder.line, progress.history))
+            folder.save(progress.states, here.checkpoint(progress))
 
     def conclude(self, progress: Progress) -> Result:
         """Score the states, fit the clients held out, and sum up."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_csv, write_json
+from fedem.core.schema import Listed, Maybe, Table, Text
 from fedem.methods import METHODS, resolve_method, title_of
 from fedem.runs.config import SECTIONS, Config, Layer, Sections
 from fedem.runs.evaluate import LEFT_OUT, Record, metrics_of
@@ -102,6 +103,11 @@ class Row:
     figures: dict[str, Spread]
     curve: dict[int, Spread]  # the test score after each round that was scored
     training: dict[str, Any] = field(default_factory=dict)  # settings of how clients train, by section.key
+
+
+COMPARISON = Table(
+    {"data": Text(), "metric": Text(), "methods": Listed(Table({"method": Text()}))}, {"command": Maybe(Text())}
+)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ has for them. The runs are a sweep; our figures then stand beside the paper's.
 """
 
 import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedem.core.errors import UserError, check_known, unknown
+from fedem.core.schema import read_toml
 from fedem.data.store import Public
 from fedem.models.metrics import Metric, known_metric
 from fedem.runs.config import Layer
@@ -54,9 +54,9 @@ def read(folder: Path) -> Experiment:
     """Read the experiment declared in ``folder``."""
     path = folder / FILE
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path} can't be read as an experiment: {error}") from None
+        content = read_toml(path, "an experiment")
+    except FileNotFoundError:
+        raise UserError(f"{path} can't be read as an experiment: there is no such file.") from None
     check_known(f"key in {path}", content, (*_NEEDED, *_OPTIONAL))
     for key in _NEEDED:
         if key not in content:

@@ -12,8 +12,8 @@ import math
 import re
 import statistics
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from scipy.special import stdtrit
 
 from fedem.core.errors import UserError, naming
-from fedem.core.files import locked
+from fedem.core.files import holding, is_empty, locked
 from fedem.data.dataset import Dataset
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, parse_assignment
@@ -171,9 +171,18 @@ def check_folder(what: str, out: Path, resume: bool, begun: bool) -> None:
         raise UserError(f"{out} holds a run, not a {what}; choose another folder.")
     if resume and not begun:
         raise UserError(f"There is no {what} to resume in {out}{'' if out.is_dir() else ' (no such folder)'}.")
-    if not resume and out.is_dir() and any(out.iterdir()):
+    if not resume and out.is_dir() and not is_empty(out):
         raise UserError(f"{out} is not empty; go on with --resume, or choose another folder.")
     RunFolder(out).prepare(resume)
+
+
+@contextmanager
+def held(what: str, out: Path, resume: bool, begun: Callable[[], bool]) -> Iterator[None]:
+    """Hold the folder of a set that one process works on: the lock comes first, then the look at what is there."""
+    check_folder(what, out, resume, begun())  # leaves nothing behind where the answer is no already
+    with holding(out, f"Another process is at work on the {what} in {out}."):
+        check_folder(what, out, resume, begun())
+        yield
 
 
 def layers_of(values: Mapping[str, Any]) -> list[Layer]:
@@ -202,7 +211,11 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
     todo = [entry for entry in entries if not (entry.is_over if shared else entry.failure)]
     for entry in todo:
         if not entry.folder.exists():
-            entry.folder.prepare()
+            try:
+                entry.folder.prepare()
+            except UserError:
+                if not entry.folder.exists():  # else another process has begun it meanwhile
+                    raise
     for entry in todo:
         with naming(entry.title):
             begun, dataset = entry.folder.exists(), data.of(entry.config)
@@ -222,8 +235,10 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
         entry, why = refused[0]
         raise UserError(f"{entry.title}: {why}")
     for entry, why in refused:
-        entry.folder.create(entry.config)
-        entry.folder.fail(Failure("can't be trained", why))
+        with _claimed(entry) as mine:
+            if mine and not entry.folder.exists():  # else another process has found the same
+                with entry.folder.created(entry.config):
+                    entry.folder.fail(Failure("can't be trained", why))
     return list(dict.fromkeys(notes))
 
 

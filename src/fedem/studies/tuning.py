@@ -10,7 +10,6 @@ The next trial's values are a function of the trials before, so a search that wa
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import numpy as np
 
 from fedem.core.errors import UserError, check_known, needed
 from fedem.core.files import plain, write_json
+from fedem.core.schema import ANYTHING, Listed, Maybe, Number, Table, Text, Whole, read_json
 from fedem.core.settings import names_of
 from fedem.data.dataset import Dataset
 from fedem.methods import METHODS
@@ -51,6 +51,18 @@ _OWN: dict[str, tuple[Any, ...]] = {
     "solver.weight_decay": (0.0, 0.01),
 }
 _COMPONENTS = (2, 3, 5)
+_SEEDS = Listed(Whole(least=0))
+TRIAL = Table(
+    {
+        "number": Whole(least=0),
+        "values": Table(),
+        "scores": Maybe(Listed(Number())),
+        "seconds": Maybe(Number(least=0)),
+        "error": Maybe(Text()),
+    }
+)
+SEARCH = Table({"grids": Table(others=Listed(ANYTHING)), "sampler": Text(choices=SAMPLERS), "seeds": _SEEDS})
+TUNED = Table({"data": Text(), "method": Text(), "metric": Text(), "trials": Listed(TRIAL)})
 _NEAR_THE_END = 0.1  # share of a range that counts as its edge
 
 
@@ -268,12 +280,9 @@ class Trial:
 
     @classmethod
     def read(cls, path: Path) -> Trial:
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            scores = record["scores"] and tuple(record["scores"])
-            return cls(record["number"], record["values"], scores, record["seconds"], record["error"])
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{path} can't be read as a trial ({type(error).__name__}: {error}).") from None
+        record = read_json(path, TRIAL)
+        scores = record["scores"] and tuple(record["scores"])
+        return cls(record["number"], record["values"], scores, record["seconds"], record["error"])
 
 
 @dataclass(frozen=True)
@@ -329,10 +338,11 @@ def tune(
     sweep.check_folder("search", out, resume, base.exists())
     data, metric, prints = search.prepare()
     upwards = find_metric(metric).larger_is_better
-    if not resume:
-        base.create(search.base)
     # One process at a time: a trial that is not over then was stopped, and is nobody else's.
-    with base.locked():
+    with sweep.held("search", out, resume, base.exists):
+        if not resume:
+            with base.created(search.base):
+                pass
         base.reopen(search.base)
         _check_same(out, search.record() | {"data": prints})
         known = {trial.number: trial for trial in map(Trial.read, out.glob("trials/*/trial.json"))}
@@ -361,7 +371,7 @@ def _check_same(out: Path, content: Record) -> None:
     path = out / "search.json"
     if not path.exists():
         write_json(path, content)
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(path, SEARCH)
     changed = sorted(name for name, value in plain(content).items() if before.get(name) != value)
     if changed == ["data"]:
         raise UserError(f"The data are not those that the search in {out} was begun on.")

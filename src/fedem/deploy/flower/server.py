@@ -243,11 +243,7 @@ def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
     check_server(plan)
     config = plan.config.replace("run", rounds=run.rounds) if run.rounds else plan.config
     folder = RunFolder(Path(run.folder) / run.experiment)
-    if not run.continued:
-        folder.create(config)
-    elif not folder.exists():
-        raise UserError(f"There is no run to continue in {folder.path} (no config.toml).")
-    with folder.locked():
+    with folder.reopened() if run.continued else folder.created(config):
         if run.continued and folder.reopen(config, longer=True):
             states, metadata = folder.load()
             if metadata.get("plan") != plan.fingerprint:

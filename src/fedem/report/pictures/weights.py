@@ -12,7 +12,6 @@ from fedem.models.base import num_components
 from fedem.report.pictures.canvas import COLOURS, INK, MOST_DOTS, Picture, dots, legend, outline, panels, thinned
 from fedem.report.runs import Gathered, Numbers, Run
 from fedem.runs.config import GIVEN
-from fedem.runs.folder import MANIFEST
 from fedem.runs.result import Result
 
 _BINS, _NUMBERED, _SETTLED = 25, 10, 0.9
@@ -146,7 +145,7 @@ def cosines_of(run: Run) -> Numbers | None:
         "num_components" not in run.config.values("method")
         or run.summary["num_components"] < 2
         or run.config.name("model") == GIVEN
-        or not (saved / MANIFEST).exists()
+        or not run.folder.saved.exist()
         or sum(file.stat().st_size for file in saved.glob("*.safetensors")) > _MOST_BYTES
     ):
         return None
