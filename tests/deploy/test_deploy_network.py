@@ -126,7 +126,7 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
     }
     with Loopback(tmp_path / "network") as network:
         start_nodes(network, clients)
-        key = network.register("mallory")
+        key = network.register("mallory", "mallory")
         with monkeypatch.context() as patch:
             patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
             own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}

@@ -1,0 +1,50 @@
+"""Flower's database once runs are over: what it deleted is still in the file, until it is cleaned."""
+
+import os
+import sqlite3
+import stat
+from contextlib import closing, suppress
+from pathlib import Path
+
+from fedem.core.errors import UserError
+
+_TABLES = {"node", "run", "message_ins", "message_res", "objects"}  # that Flower's SuperLink keeps
+_COMPANIONS = ("-wal", "-shm", "-journal")  # files that SQLite keeps beside its own
+
+
+def make_private(path: Path) -> None:
+    """Make a database's file, empty, for its owner alone: SQLite gives the files beside it the same mode."""
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    path.chmod(0o600)
+
+
+def companions(path: Path) -> list[Path]:
+    """Return a database's file and those beside it."""
+    return [path, *(path.with_name(path.name + ending) for ending in _COMPANIONS)]
+
+
+def clean(path: Path) -> tuple[int, int]:
+    """Overwrite and drop what Flower has deleted; returns the file's size before and after, in bytes.
+
+    The SuperLink must not run. Registered keys and the list of runs stay; the file becomes its owner's alone.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no database {path}.")
+    before = path.stat().st_size
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=0)) as connection:
+            # By itself, so that one that somebody else uses is refused before anything is changed.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if missing := sorted(_TABLES - tables):
+                raise UserError(f"{path} is not the database of a SuperLink: it has no {', '.join(missing)}.")
+            for words in ("PRAGMA journal_mode = DELETE", "PRAGMA secure_delete = ON", "VACUUM"):
+                connection.execute(words).fetchall()
+    except sqlite3.OperationalError as error:
+        raise UserError(f"{path} can't be cleaned ({error}); stop the SuperLink that uses it first.") from None
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} is not the database of a SuperLink ({error}).") from None
+    for file in companions(path):
+        with suppress(FileNotFoundError):
+            file.chmod(stat.S_IRUSR | stat.S_IWUSR)
+    return before, path.stat().st_size
