@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fedem.core.errors import UserError
 
-_TABLES = {"node", "run", "message_ins", "message_res", "objects"}  # that Flower's SuperLink keeps
+_CONTENT = ("message_ins", "message_res", "objects", "object_children", "run_objects")  # what runs send to and fro
+_TABLES = {"node", "run", *_CONTENT}  # that Flower's SuperLink keeps, among others
 _COMPANIONS = ("-wal", "-shm", "-journal")  # files that SQLite keeps beside its own
 
 
@@ -24,9 +25,10 @@ def companions(path: Path) -> list[Path]:
 
 
 def clean(path: Path) -> tuple[int, int]:
-    """Overwrite and drop what Flower has deleted; returns the file's size before and after, in bytes.
+    """Drop what runs sent, and overwrite what was deleted; returns the file's size before and after, in bytes.
 
-    The SuperLink must not run. Registered keys and the list of runs stay; the file becomes its owner's alone.
+    The SuperLink must not run, so no run goes on: what an interrupted one left is dropped, too. Registered keys, the
+    list of runs and their logs stay. The file becomes its owner's alone.
     """
     if not path.is_file():
         raise UserError(f"There is no database {path}.")
@@ -38,8 +40,13 @@ def clean(path: Path) -> tuple[int, int]:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if missing := sorted(_TABLES - tables):
                 raise UserError(f"{path} is not the database of a SuperLink: it has no {', '.join(missing)}.")
-            for words in ("PRAGMA journal_mode = DELETE", "PRAGMA secure_delete = ON", "VACUUM"):
+            # What its log of writes holds goes with that log.
+            for words in ("PRAGMA journal_mode = DELETE", "PRAGMA secure_delete = ON"):
                 connection.execute(words).fetchall()
+            for table in _CONTENT:
+                connection.execute(f"DELETE FROM {table}")
+            connection.commit()
+            connection.execute("VACUUM")
     except sqlite3.OperationalError as error:
         raise UserError(f"{path} can't be cleaned ({error}); stop the SuperLink that uses it first.") from None
     except sqlite3.DatabaseError as error:

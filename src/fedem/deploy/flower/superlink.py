@@ -19,6 +19,7 @@ from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFR
 from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, AuthnType
 from flwr.supercore.auth.typing import AccountAuthCredentials, AccountAuthLoginDetails, AccountInfo
 from flwr.supercore.credential_store.file_credential_store import FileCredentialStore
+from flwr.supercore.utils import get_flwr_home
 from flwr.superlink import config_loader
 from flwr.superlink.auth_plugin import ControlAuthnPlugin
 
@@ -69,6 +70,11 @@ def token_of(secret: Path) -> str:
     if len(content) < 32:
         raise UserError(f"The SuperLink's secret {secret} has {len(content)} bytes; allowed: at least 32.")
     return hmac.digest(content, _PURPOSE, "sha256").hex()
+
+
+def flower_home() -> Path:
+    """Return the folder in which this user's ``flwr`` keeps its settings."""
+    return get_flwr_home()
 
 
 def allow_commands(home: Path, address: str, secret: Path) -> None:

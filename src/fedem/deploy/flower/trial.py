@@ -38,6 +38,7 @@ SHORT: Layer = {
 DIMENSION = 20  # features of the clients that are drawn
 _APP_STARTING, _BETWEEN = 120.0, 30.0  # seconds that a run may take to start, and the server between two messages
 HOST = "127.0.0.1"
+SECRET = "superlink.secret"  # in the folder of certificates
 CONNECTION = "loopback"  # what ``flwr`` calls our SuperLink
 CONNECTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
 QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
@@ -240,7 +241,7 @@ class Loopback(AbstractContextManager["Loopback"]):
         known = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
         content = to_toml({"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": known})
         (home / "config.toml").write_text(content, encoding="utf-8")
-        self.secret, self.database = make_secret(self.folder / "superlink.secret"), self.folder / "superlink.db"
+        self.secret, self.database = make_secret(self.certificates.key.with_name(SECRET)), self.folder / "superlink.db"
         allow_commands(home, f"{HOST}:{self.port}", self.secret)
         make_private(self.database)
         self.programs: list[Program] = []
