@@ -68,7 +68,7 @@ def test_nothing_deleted_is_left_and_what_is_registered_stays(database: Path, ru
     with closing(sqlite3.connect(database)) as connection:
         assert connection.execute("SELECT public_key FROM node").fetchall() == [(KEY,)]
     before, after = clean(database)
-    assert before == after
+    assert before == after == database.stat().st_size
 
 
 def test_a_database_in_use_is_left_alone(database: Path) -> None:

@@ -25,24 +25,22 @@ def companions(path: Path) -> list[Path]:
 
 
 def clean(path: Path) -> tuple[int, int]:
-    """Drop what runs sent, and overwrite what was deleted; returns the file's size before and after, in bytes.
+    """Drop what runs sent, and overwrite what was deleted; returns its size before and after, in bytes.
 
     The SuperLink must not run, so no run goes on: what an interrupted one left is dropped, too. Registered keys, the
     list of runs and their logs stay. The file becomes its owner's alone.
     """
     if not path.is_file():
         raise UserError(f"There is no database {path}.")
-    before = path.stat().st_size
+    before = _size(path)
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=0)) as connection:
-            # By itself, so that one that somebody else uses is refused before anything is changed.
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
             if missing := sorted(_TABLES - tables):
                 raise UserError(f"{path} is not the database of a SuperLink: it has no {', '.join(missing)}.")
-            # What its log of writes holds goes with that log.
-            for words in ("PRAGMA journal_mode = DELETE", "PRAGMA secure_delete = ON"):
-                connection.execute(words).fetchall()
+            # The first drops the log of writes with what it holds, and fails where somebody else has the file open.
+            for words in ("journal_mode = DELETE", "locking_mode = EXCLUSIVE", "secure_delete = ON"):
+                connection.execute(f"PRAGMA {words}").fetchall()
             for table in _CONTENT:
                 connection.execute(f"DELETE FROM {table}")
             connection.commit()
@@ -54,4 +52,8 @@ def clean(path: Path) -> tuple[int, int]:
     for file in companions(path):
         with suppress(FileNotFoundError):
             file.chmod(stat.S_IRUSR | stat.S_IWUSR)
-    return before, path.stat().st_size
+    return before, _size(path)
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in companions(path) if file.exists())
