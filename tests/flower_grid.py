@@ -29,6 +29,12 @@ Spoil = Callable[[int, Message, Message], Message | None]
 """(node, what it was asked, its answer) -> the answer that arrives, if one does"""
 
 
+def node_info(node: int, key: str, name: str = "") -> NodeInfo:
+    """Return what the SuperLink says of a node with a key, perhaps registered under a name."""
+    public = f"-----BEGIN PUBLIC KEY-----\n{key}\n-----END PUBLIC KEY-----\n"
+    return NodeInfo(node_id=node, public_key=public.encode(), name=name)
+
+
 class LocalGrid(Grid):
     """Nodes with a config each; ``node_configs`` may change while a run goes on, as nodes come and go."""
 
@@ -36,6 +42,9 @@ class LocalGrid(Grid):
         # Flower's own programs tell a process so which run it works for.
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self.app, self.node_configs, self.run_config = app, node_configs, run_config
+        self.keys: dict[
+            int, tuple[str, str]
+        ] = {}  # of nodes that have one: what it is, and the name it was registered under
         self.sent: list[tuple[int, str]] = []
         self.timeouts: list[float | None] = []
         self.spoil: Spoil = lambda node, asked, answer: answer
@@ -56,7 +65,8 @@ class LocalGrid(Grid):
         return list(self.node_configs)
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        return (NodeInfo(node_id=node) for node in self.node_configs)
+        keys = {node: self.keys.get(node) for node in self.node_configs}
+        return [node_info(node, *key) if key else NodeInfo(node_id=node) for node, key in keys.items()]
 
     # Flower's interface has these too.
 

@@ -10,8 +10,9 @@ import shops
 
 pytest.importorskip("flwr")
 
-from flower_grid import Deployed, equal, simulated
+from flower_grid import Deployed, equal, node_info, simulated
 from flwr.app import Message
+from flwr.proto.node_pb2 import NodeInfo
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
@@ -61,32 +62,108 @@ def test_a_server_that_goes_on_knows_the_names(tmp_path: Path) -> None:
     equal(there.serve(**{"continue": True}).shared, simulated(there.trainer).shared)
 
 
-def test_a_name_moves_when_its_node_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    there = Deployed(tmp_path, run=EXACT)
+def _move(there: Deployed, old: int, new: int) -> None:
+    """Have a node start again under another number after the first round."""
 
     def start_again(node: int, asked: Message, answer: Message) -> Message:
-        # With a new key a node has a new number; what its client keeps is where it was.
         if len(there.grid.sent) == 3:
-            there.nodes[15] = there.nodes.pop(12)
+            there.nodes[new] = there.nodes.pop(old)
         return answer
 
     there.grid.spoil = start_again
+
+
+def test_without_keys_a_name_moves_when_its_node_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = Deployed(tmp_path, run=EXACT)
+    _move(there, 12, 15)
     equal(there.serve().shared, simulated(there.trainer).shared)
-    assert f"Client {there.nodes[15]['client']!r} is at node 15 now; node 12 is not connected" in caplog.text
+    assert f"Client {there.nodes[15]['client']!r} is at node 15 now, and no longer at node 12." in caplog.text
 
 
-def test_a_node_has_one_name(caplog: pytest.LogCaptureFixture) -> None:
-    registry = ClientRegistry("token", {})
-    registry.connected = frozenset({11, 14})
-    assert registry.admits("a", 11)
-    assert not registry.admits("a", 14)
-    again = ClientRegistry("token", registry.nodes)
-    again.connected = registry.connected
+def test_the_same_key_is_the_same_owner_under_any_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = Deployed(tmp_path, run=EXACT)
+    there.grid.keys = {11: ("a", ""), 12: ("b", ""), 13: ("c", ""), 15: ("b", "")}
+    _move(there, 12, 15)
+    equal(there.serve().shared, simulated(there.trainer).shared)
+    assert "left out" not in caplog.text
+
+
+def test_a_name_stays_with_its_key_while_its_node_is_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there, name = Deployed(tmp_path, {"min-clients": 2}, run=EXACT), "shop A"
+    there.grid.keys = {11: ("a", ""), 12: ("b", ""), 13: ("c", ""), 14: ("mallory", "")}
+    victim = next(node for node, own in there.nodes.items() if own["client"] == name)
+    away, other = there.nodes[victim], there.nodes[victim] | {"state": str(tmp_path / "elsewhere")}
+
+    def swap(node: int, asked: Message, answer: Message) -> Message:
+        match len(there.grid.sent):
+            case 3:  # the first round is done
+                del there.nodes[victim]
+                there.nodes[14] = other
+            case 6:  # so is the second, in which the other stood in for it
+                there.nodes[victim] = away
+        return answer
+
+    there.grid.spoil = swap
+    there.serve()
+    assert [line["clients"] for line in there.lines] == [3, 2, 3]
+    told = f"Client {name!r} is at node {victim}; node 14, which uses its name, is left out."
+    assert caplog.text.count(told) == 1
+    assert f"Client {name!r} is at node 14" not in caplog.text, "the owner is never shut out"
+
+
+KEYS = [node_info(11, "a"), node_info(12, "b"), node_info(14, "mallory")]
+
+
+def registry(nodes: list[NodeInfo], owners: dict[str, str] | None = None) -> ClientRegistry:
+    made = ClientRegistry("token", owners or {})
+    made.meet(nodes)
+    return made
+
+
+def test_what_is_kept_binds_a_name_when_the_run_is_continued(caplog: pytest.LogCaptureFixture) -> None:
+    first = registry(KEYS)
+    assert first.admits("a", 11)
+    assert "a" not in first.owners.values()
+    again = registry(KEYS[1:], first.owners)  # the owner has not come back yet
     assert not again.admits("a", 14)
-    assert again.admits("b", 11), "it was misnamed"
-    assert again.admits("a", 14)
-    assert not again.admits("a", 11)
-    assert "'a'" not in str(again.nodes)
+    assert "Client 'a' is at a node that is not connected; node 14, which uses its name, is left out." in caplog.text
+    again.meet([node_info(31, "a"), KEYS[2]])  # a new database of the SuperLink has other numbers
+    assert again.admits("a", 31)
+    assert not again.admits("a", 14)
+
+
+def test_a_node_has_one_name() -> None:
+    made = registry(KEYS)
+    assert made.admits("a", 11)
+    assert not made.admits("a", 14)
+    assert made.admits("b", 11), "it was misnamed"
+    assert made.admits("a", 14)
+    assert not made.admits("a", 11)
+
+
+def test_who_is_registered_under_a_name_has_it_whoever_came_first(caplog: pytest.LogCaptureFixture) -> None:
+    owner, other = node_info(12, "b", "north"), node_info(13, "c", "south")
+    made = registry([node_info(14, "mallory")])
+    assert made.admits("north", 14), "nobody knows better yet"
+    made.meet([owner, other, KEYS[2]])
+    assert not made.admits("north", 14), "its owner is there, though it has not answered"
+    assert not made.admits("north", 13)
+    assert "Node 13 is registered as 'south'; its answers as 'north' are left out." in caplog.text
+    assert made.admits("north", 12)
+    assert "Client 'north' is at node 12 now, and no longer at node 14." in caplog.text
+    made.meet([other, KEYS[2]])
+    assert not made.admits("north", 14)
+
+
+def test_a_second_key_registered_under_a_name_replaces_the_first_only_once_that_is_gone() -> None:
+    lost, new = node_info(12, "b", "north"), node_info(15, "d", "north")
+    made = registry([lost, new])
+    assert made.admits("north", 12)
+    assert not made.admits("north", 15)
+    made.meet([new])
+    assert made.admits("north", 15)
+    made.meet([lost, new])
+    assert not made.admits("north", 12)
 
 
 def _let_leave(there: Deployed, leaving: int, after: int) -> None:

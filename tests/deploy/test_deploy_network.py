@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -30,7 +32,7 @@ pytest.importorskip("flwr")
 from fedem.deploy.flower import trial as loopback
 from fedem.deploy.flower.certificates import make_node_key
 from fedem.deploy.flower.project import write_app
-from fedem.deploy.flower.trial import CONNECTED, HOST, Loopback, Program, draw_clients, start_nodes
+from fedem.deploy.flower.trial import CONNECTED, CONNECTION, HOST, Loopback, Program, draw_clients, start_nodes
 
 LIMIT = 300.0
 """Seconds after which a test gives up on an idle machine."""
@@ -127,7 +129,7 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
     }
     with Loopback(tmp_path / "network") as network:
         start_nodes(network, clients)
-        key = network.register("mallory")
+        key = network.register("mallory", "mallory")
         with monkeypatch.context() as patch:
             patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
             own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}
@@ -224,10 +226,78 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
     until(lambda: not left_over(network.folder))
 
 
+def descendants(process: int) -> set[int]:
+    """Return the processes that a process has started, and those that they have."""
+    found: set[int] = set()
+    for path in Path("/proc").glob(f"{process}/task/*/children"):
+        for child in map(int, path.read_text().split()):
+            found |= {child} | descendants(child)
+    return found
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+TRIAL = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep"]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc shows who started whom")
+def test_a_trial_that_is_killed_leaves_no_process_and_no_database(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [*TRIAL, str(tmp_path / "it")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as trial:
+        # The app of a client is a child of a child of a child.
+        until(lambda: any("clientapp" in name for name in left_over(tmp_path / "it")) or trial.poll() is not None)
+        started = descendants(trial.pid)
+        assert len(started) >= 8, "a guard, a SuperLink, a SuperExec, two SuperNodes and what they start"
+        database = tmp_path / "it" / "superlink.db"
+        assert stat.S_IMODE(database.stat().st_mode) == 0o600
+        trial.kill()
+    until(lambda: not any(map(runs, started)))
+    until(lambda: not left_over(tmp_path / "it"))
+    until(lambda: not list((tmp_path / "it").glob("superlink.db*")))
+
+
+@pytest.mark.network
+def test_a_superlink_takes_commands_and_gives_work_by_its_secret_alone(tmp_path: Path) -> None:
+    with Loopback(tmp_path / "network") as network:
+        other = tmp_path / "another account"
+        other.mkdir()
+        home = network.folder / "flwr"
+        shutil.copy(home / "config.toml", other)
+        public = make_node_key(tmp_path / "mine")
+        commands = (["supernode", "register", str(public), CONNECTION], ["supernode", "list", CONNECTION])
+        for words in (*commands, ["list", CONNECTION]):
+            said = subprocess.run(
+                ["flwr", *words],
+                env=network.environment | {"FLWR_HOME": str(other)},
+                capture_output=True,
+                text=True,
+                timeout=patient(LIMIT),
+                check=False,
+                cwd=other,
+            )
+            assert said.returncode != 0
+            assert "authenticat" in (said.stdout + said.stderr).lower()
+        assert "Created node_id" not in network.superlink.output()
+        network.register("node", "north")  # with the secret
+        assert network.superlink.output().count("Created node_id") == 1
+        words = ["--root-certificates", str(network.certificates.authority)]
+        words += ["--runtime-api-address", f"{HOST}:{network.port}"]
+        thief = network._start("flower-superexec", *words, log="thief")
+        until(lambda: '"POST /v1/runtime/acquire-task HTTP/1.1" 401' in network.superlink.output(), thief)
+
+
 @pytest.mark.network
 def test_a_trial_that_is_stopped_ends_all_it_started(tmp_path: Path) -> None:
     place = tmp_path / "my trial"
-    command = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep", str(place)]
+    command = [*TRIAL, str(place)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as trial:
         until(lambda: (place / "logs" / "node-1.log").exists() or trial.poll() is not None)
         assert len(left_over(place)) >= 3
@@ -235,6 +305,8 @@ def test_a_trial_that_is_stopped_ends_all_it_started(tmp_path: Path) -> None:
         said, _ = trial.communicate(timeout=patient(LIMIT))
     assert trial.returncode == 130, said
     assert "Traceback" not in said
+    assert "It can't be continued: a new trial needs another folder" in " ".join(said.split())
+    assert "--resume" not in said
     until(lambda: not left_over(place))
 
 

@@ -48,6 +48,7 @@ FIGURES: dict[str, tuple[str, str, Any, str]] = {
     "absurd": ("metrics", "num_samples", 2**62, "number of samples is 4611686018427387904"),
     "version": ("config", "version", "0.0.1", "has fedem '0.0.1'"),
 }
+NAMES = {"no name": "", "long name": "x" * 201, "number": 7}
 
 OTHERS = {"no upload": "upload is missing", "no numbers": "can't be read"}
 
@@ -100,6 +101,24 @@ def test_a_bad_answer_is_refused_by_name_and_the_others_go_on(
     assert warning.startswith(f"Client {bad!r} is refused")
     assert told in warning
     equal(tree_index(state.shared, 0), _mean_without(there, bad), 1e-6)
+    assert there.lines[0]["clients"] == 2
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_an_answer_under_no_proper_name_is_refused(
+    tmp_path: Path, name: str | int, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0})
+
+    def rename(node: int, asked: Message, answer: Message) -> Message:
+        if node == 12:
+            answer.content.config_records["config"]["client"] = name
+        return answer
+
+    there.grid.spoil = rename
+    there.serve()
+    assert "Node 12 is refused: its client's name is" in caplog.text
+    assert len(caplog.records[0].getMessage()) < 200
     assert there.lines[0]["clients"] == 2
 
 
@@ -235,7 +254,9 @@ def test_a_bad_node_config_is_told_by_its_key(tmp_path: Path, change: dict[str, 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"experiment": "../x"}, "experiment '../x'"),
+        ({"experiment": "../x"}, "experiment is '../x'; allowed: up to 100 letters"),
+        ({"experiment": "x" * 101}, "experiment is 'xxx"),
+        ({"rounds": 10**12}, "run config.rounds is 1000000000000; allowed: at least 0 and at most 1000000"),
         ({"timeout": 0}, "run config.timeout is 0"),
         ({"min-clients": 0}, "run config.min_clients is 0"),
         ({"continue": "yes"}, "run config.continued is 'yes'"),

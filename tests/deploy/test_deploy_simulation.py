@@ -18,6 +18,7 @@ from fedem.runs.result import Result
 
 pytest.importorskip("ray", reason="Flower's simulation engine is not installed")
 
+from fedem.deploy.flower.guard import Guard
 from fedem.deploy.flower.trial import HOST, QUIET_FLOWER, Program, free_port
 
 pytestmark = pytest.mark.network
@@ -39,9 +40,10 @@ def superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Progr
     )
     command = ["flower-superlink", "--insecure", "--simulation", "--host", HOST, "--port", str(port)]
     command += ["--control-api-address", f"{HOST}:{free_port()}"]
-    program = Program("The SuperLink", command, tmp_path / "superlink.log", os.environ)
-    yield program
-    program.end()
+    with Guard() as guard:
+        program = Program("The SuperLink", command, tmp_path / "superlink.log", os.environ, guard)
+        yield program
+        program.end()
 
 
 def test_the_simulation_engine_computes_what_ours_does(tmp_path: Path, superlink: Program) -> None:

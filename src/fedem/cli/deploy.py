@@ -1,5 +1,6 @@
 """``fedem deploy``: training behind a Flower server; ``fedem peer``: training without a server."""
 
+import os
 import sys
 import threading
 from contextlib import ExitStack
@@ -13,7 +14,16 @@ from typer import Argument, Context, Option, Typer
 from fedem.cli.options import Assignments, Quiet, Rounds, asked, data_section, named_data, own_table, taking
 from fedem.core.errors import UserError, counted, needed
 from fedem.deploy.flower.project import check_empty, write_app
-from fedem.deploy.flower.trial import FEWEST, MOST, SHORT, choose_clients, draw_clients, run_trial
+from fedem.deploy.flower.trial import (
+    FEWEST,
+    MOST,
+    QUIET_FLOWER,
+    SECRET,
+    SHORT,
+    choose_clients,
+    draw_clients,
+    run_trial,
+)  # fmt: skip
 from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
@@ -103,8 +113,13 @@ def trial(
             clients = draw_clients(place / "data", nodes, config.run.seed)
         else:
             clients = choose_clients(config.make_data().federation.names, data.absolute(), nodes)
-        with progress(METHODS[config.name("method")].title, config.run.rounds, quiet) as listener:
-            run = run_trial(place, config, clients, listener, timeout)
+        try:
+            with progress(METHODS[config.name("method")].title, config.run.rounds, quiet) as listener:
+                run = run_trial(place, config, clients, listener, timeout)
+        except KeyboardInterrupt:
+            again = "the same command tries again" if keep is None else f"a new trial needs another folder than {keep}"
+            aside(f"Stopped; all programs of the trial have ended. It can't be continued: {again}.")
+            sys.exit(130)
         if not quiet:
             show_run(run)
         seconds = [line["seconds"] for line in run.metrics()]
@@ -133,6 +148,73 @@ def certificates(
         files = make_certificates(folder, host, days)
     for path in files:
         say(str(path))
+
+
+@deploy_group.command()
+def superlink(
+    folder: Annotated[Path, Argument(help="The folder of `fedem deploy certificates`.")],
+    host: Annotated[str, Option(help="The address of this machine to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Where to listen.", min=1, max=65535)] = 8000,
+    database: Annotated[Path, Option(help="What the SuperLink keeps; made when missing.")] = Path("superlink.db"),
+) -> None:
+    """Run Flower's SuperLink, closed: TLS, known nodes alone, and no commands but from who has FOLDER/superlink.secret.
+
+    A SuperExec with the same secret runs the server's app. `fedem deploy login` lets `flwr` send commands.
+
+    Examples:
+      fedem deploy superlink certificates --database superlink.db
+    """
+    needed("A SuperLink", "flwr", extra="flower")
+    from fedem.deploy.flower.certificates import Certificates
+    from fedem.deploy.flower.database import make_private
+    from fedem.deploy.flower.superlink import make_secret, superlink_options
+
+    files = Certificates.below(folder).check()
+    with writing(folder):
+        secret = make_secret(folder / SECRET)
+    with writing(database):
+        make_private(database)
+    options = superlink_options(files, secret, host, port, database)
+    # In place of this process: it has loaded much that a SuperLink does not need.
+    words = [sys.executable, "-m", "fedem.deploy.flower.superlink", str(secret), *options]
+    os.execve(sys.executable, words, QUIET_FLOWER | os.environ)
+
+
+@deploy_group.command()
+def login(
+    folder: Annotated[Path, Argument(help="The folder of `fedem deploy certificates`.")],
+    address: Annotated[str, Option(help="HOST:PORT of the SuperLink, as in Flower's config.toml.")] = "127.0.0.1:8000",
+) -> None:
+    """Let this user's `flwr` send commands to the SuperLink of `fedem deploy superlink`.
+
+    Examples:
+      fedem deploy login certificates
+    """
+    needed("Flower's commands", "flwr", extra="flower")
+    from fedem.deploy.flower.superlink import allow_commands, flower_home
+
+    home = flower_home()
+    with writing(home):
+        allow_commands(home, address, folder / SECRET)
+    say(f"{home}: flwr sends the token of {folder / SECRET} to {address}.")
+
+
+@deploy_group.command("clean")
+def clean_database(
+    database: Annotated[Path, Argument(help="The SuperLink's database; the SuperLink is stopped.")],
+) -> None:
+    """Wipe what Flower has deleted out of its database: whole uploads and clients' names are still in the file.
+
+    Registered keys and the list of runs stay. The file becomes its owner's alone (mode 600).
+
+    Examples:
+      fedem deploy clean superlink.db
+    """
+    from fedem.deploy.flower.database import clean
+
+    with writing(database):
+        before, after = clean(database)
+    say(f"{database}: {before:,} bytes before, {after:,} now.")
 
 
 @deploy_group.command()

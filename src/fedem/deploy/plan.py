@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
+from reprlib import repr as shorten
 from typing import Any, Self
 
 from fedem.core.errors import UserError
@@ -94,7 +95,16 @@ class Plan(Recipe):
 
 
 _KEYWORDS = {"continue": "continued"}  # keys that Python has no names for
-_EXPERIMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NAME, _LONGEST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*"), 100
+MOST_ROUNDS = 10**6  # of a deployed run, where each takes seconds
+
+
+def check_name(what: str, name: object) -> str:
+    """Return the name of an experiment, or of a run of it; refuse one that can't be that of a folder everywhere."""
+    if isinstance(name, str) and len(name) <= _LONGEST and _NAME.fullmatch(name):
+        return name
+    allowed = f"up to {_LONGEST} letters, digits, '-', '_' and '.'"
+    raise UserError(f"{what} is {shorten(name)}; allowed: {allowed}, a letter, digit or '_' first.")
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,7 @@ class RunConfig(_Flat):
     """what clients keep goes by this name, so a new run needs another one"""
     folder: str = "runs"
     """where the server writes the run, in a folder called like the experiment"""
-    rounds: int = field(default=0, metadata={"min": 0})
+    rounds: int = field(default=0, metadata={"min": 0, "max": MOST_ROUNDS})
     """0: as the plan says"""
     min_clients: int = field(default=2, metadata={"min": 1})
     """connected before a round starts, and good answers that it needs"""
@@ -133,9 +143,7 @@ class RunConfig(_Flat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _EXPERIMENT.fullmatch(self.experiment):
-            allowed = "letters, digits, '-', '_' and '.'"
-            raise UserError(f"The run config has experiment {self.experiment!r}; allowed: {allowed}.")
+        check_name("run config.experiment", self.experiment)
 
 
 @dataclass(frozen=True)

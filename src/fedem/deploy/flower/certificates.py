@@ -5,6 +5,8 @@ and the server's certificate, signed by it. A node has a key of its own; the ser
 imports cryptography, which the extra ``fedem[flower]`` installs: import it late.
 """
 
+from __future__ import annotations
+
 import ipaddress
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,6 +37,17 @@ class Certificates(NamedTuple):
     certificate: Path
     key: Path
 
+    @classmethod
+    def below(cls, folder: Path) -> Certificates:
+        return cls(folder / "ca.crt", folder / "server.crt", folder / "server.key")
+
+    def check(self) -> Certificates:
+        """Refuse what has not been made."""
+        for path in self:
+            if not path.exists():
+                raise UserError(f"There is no {path}; `fedem deploy certificates {path.parent}` makes it.")
+        return self
+
 
 def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int = 397) -> Certificates:
     """Make, or renew, the certificate of the server that nodes reach as ``hosts``; the authority is made when missing.
@@ -48,7 +61,7 @@ def make_certificates(folder: Path, hosts: Sequence[str] = LOOPBACK, days: int =
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise UserError(f"The server's certificate would be valid for {days} days; allowed: 1 to {_AUTHORITY_DAYS}.")
     folder.mkdir(parents=True, exist_ok=True)
-    files = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
+    files = Certificates.below(folder)
     signer, authority = _authority(files.authority, folder / "ca.key")
     key = _make_key(files.key, PrivateFormat.PKCS8)
     extensions = (x509.SubjectAlternativeName(alternatives), x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]))

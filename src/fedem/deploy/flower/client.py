@@ -101,13 +101,13 @@ def _answer(folder: Path, act: Callable[[Client, Request], RecordDict], message:
         request = read_request(message, plan)
     except UserError as error:
         return _refusal(message, error, str(error))
+    except Exception as error:
+        return _failure(message, error)
     try:
         node = replace(_open(plan, data, own), num_rounds=request.num_rounds)
         return Message(act(Client(node, kept_path(state, request.experiment, node.name)), request), reply_to=message)
-    except Exception as error:  # Flower would send the server what any of them says
-        if not isinstance(error, UserError):
-            log.exception("The message can't be answered.")
-        return _refusal(message, error, "its own log says why; see 'data' and 'state' of its node config.")
+    except Exception as error:
+        return _failure(message, error)
 
 
 def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
@@ -118,6 +118,13 @@ def _open(plan: Plan, data: Path, own: NodeConfig) -> Node:
     if own.partition_id >= (count := federation.num_clients):
         raise UserError(f"The partition-id is {own.partition_id}; allowed: below {count}, the clients.")
     return Node(plan, federation.names[own.partition_id], federation).check()
+
+
+def _failure(message: Message, error: Exception) -> Message:
+    """Say that something failed; Flower would send the server what the error says."""
+    if not isinstance(error, UserError):
+        log.error("The message can't be answered.", exc_info=error)
+    return _refusal(message, error, "its own log says why; see 'data' and 'state' of its node config.")
 
 
 def _refusal(message: Message, error: Exception, reason: str) -> Message:

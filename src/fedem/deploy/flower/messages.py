@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from reprlib import repr as shorten
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,13 @@ from fedem.core.random import client_keys
 from fedem.core.tree import Tree, tree_bytes
 from fedem.data.federation import PARTS
 from fedem.deploy.node import Node, ScoreSums
-from fedem.deploy.plan import Plan
+from fedem.deploy.plan import MOST_ROUNDS, Plan, check_name
 from fedem.models.losses import SquaredError
 
 # Messages: run a round, score, keep the result, and say how many samples there are.
 TRAIN, EVALUATE, KEEP, COUNT = "train", "evaluate", "query.keep", "query.count"
 _MOST_SAMPLES = 10**12  # of a client: a mean must not be one client's because its number is absurd, nor overflow
+_LONGEST_NAME = 200  # characters of a client's name
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and type of each leaf
 
@@ -113,21 +115,31 @@ def write_request(plan: Plan, arrays: ArrayRecord, about: dict[str, str | int | 
 
 
 def read_request(message: Message, plan: Plan) -> Request:
-    """Read a message of the server; refuse it if it follows another plan."""
+    """Read a message of the server; refuse it if it follows another plan, or asks for what no run of fedem does."""
     with naming("The server's message is refused"):
-        try:
-            config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
-            experiment, run = str(config["experiment"]), str(config["run"])
-            done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
-            num_rounds = int(str(config["num_rounds"]))
-        except KeyError as error:
-            raise UserError(f"it has no {error}.") from None
+        records = message.content if message.has_content() else RecordDict()
+        config, arrays = records.config_records.get("config"), records.array_records.get("arrays")
+        if config is None or arrays is None:
+            raise UserError("it has no 'config' or no 'arrays'.")
         _check_agreement(config, plan)
+        num_rounds = _read_whole(config, "num_rounds", 1, MOST_ROUNDS)
+        # All rounds may be done, unless another is to be trained.
+        done = _read_whole(config, "round", 0, num_rounds - (message.metadata.message_type == TRAIN))
+        rate = config.get("learning_rate")
+        if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < math.inf:
+            raise UserError(f"learning_rate is {shorten(rate)}; allowed: a finite number, at least 0.")
+        experiment, run = (check_name(key, config.get(key)) for key in ("experiment", "run"))
         # On all machines u looks alike, so an own one shows what to expect.
         layout = layout_of(plan.algorithm.init_shared(0))
         shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
     return Request(shared, done, rate, experiment, run, num_rounds)
+
+
+def _read_whole(config: ConfigRecord, key: str, least: int, most: int) -> int:
+    if type(value := config.get(key)) is not int or not least <= value <= most:  # true is none
+        raise UserError(f"{key} is {shorten(value)}; allowed: a whole number from {least} to {most}.")
+    return value
 
 
 def write_reply(node: Node, scores: Mapping[str, ScoreSums], upload: Tree | None = None) -> RecordDict:
@@ -148,8 +160,9 @@ def read_reply(reply: Message, plan: Plan, layout: Layout | None = None) -> Repl
     config = reply.content.config_records.get("config", ConfigRecord())
     metrics = reply.content.metric_records.get("metrics", MetricRecord())
     client, count = config.get("client"), metrics.get("num_samples")
-    if not isinstance(client, str) or not client:
-        raise UserError(f"Node {node} is refused: its client's name is {client!r}.")
+    if not isinstance(client, str) or not 1 <= len(client) <= _LONGEST_NAME:
+        allowed = f"1 to {_LONGEST_NAME} characters"
+        raise UserError(f"Node {node} is refused: its client's name is {shorten(client)}; allowed: {allowed}.")
     with naming(f"Client {client!r} is refused"):
         _check_agreement(config, plan)
         if not isinstance(count, int) or not 1 <= count <= _MOST_SAMPLES:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord
 from flwr.app.exception import AppExitException
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
@@ -32,36 +33,75 @@ from fedem.runs.rounds import DivergedError, RoundCosts, State, cohort_size, fir
 
 log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
 _POLL = 1.0  # seconds between looks at who is connected
+_KEY = b"-----BEGIN PUBLIC KEY-----"  # what nodes of a simulation have in its place is random
+
+
+class Known(NamedTuple):
+    """A node as the SuperLink knows it."""
+
+    owner: str  # a hash of its key, or its number where it has none
+    name: str  # under which its key was registered; empty where under none
 
 
 class ClientRegistry:
-    """Which node has which client, so that no two clients' samples go by one name.
+    """Which node has which client, so that no two clients' samples go by one name, and no node takes another's.
 
-    A name is a node's for as long as that node is connected: a node that starts again keeps its number if its key is
-    registered, and has another if not. What is kept of names is their hashes: nothing else that the server writes
-    shows who took part.
+    A name belongs to a key for good: to the one that was registered under it, otherwise to the first that answered by
+    it. The SuperLink takes messages of a node by its key alone. Nodes without keys, as in a simulation, have a name for
+    as long as they are connected. What is kept are hashes: nothing that the server writes shows who took part.
     """
 
-    def __init__(self, token: str, nodes: Mapping[str, str] | Mapping[int, str]):
+    def __init__(self, token: str, owners: Mapping[str, str]):
         self.connected: frozenset[int] = frozenset()  # when those who answer were asked
         self.sizes: dict[int, int] = {}  # samples to train on of each node that has answered
-        self._token, self.nodes = token, {int(node): name for node, name in nodes.items()}
+        self.owners = dict(owners)  # the one name of each owner
+        self._token = token
+        self._known: dict[int, Known] = {}
         self._warned: set[tuple[str, int]] = set()
+
+    def meet(self, nodes: Iterable[NodeInfo]) -> list[int]:
+        """Note who is connected; returns the nodes' numbers, in order."""
+        found = {node.node_id: node for node in nodes}
+        self.connected = frozenset(found)
+        for number, node in found.items():
+            plain, keyed = Known(str(number), ""), Known(f"key {self._hash(node.public_key)}", node.name)
+            self._known[number] = keyed if node.public_key.startswith(_KEY) else plain
+        return sorted(found)
 
     def admits(self, client: str, node: int) -> bool:
         """Whether ``client`` may answer from ``node``, which has its name from then on; warns once if not."""
-        name = blake2b(client.encode(errors="surrogatepass"), digest_size=16, key=self._token.encode()).hexdigest()
-        owner = next((other for other, known in self.nodes.items() if known == name and other != node), None)
-        if owner in self.connected:
-            if (client, node) not in self._warned:
-                log.warning("Client %r is at node %d; node %d, which uses its name, is left out.", client, owner, node)
-                self._warned.add((client, node))
-            return False
-        if owner is not None:
-            log.warning("Client %r is at node %d now; node %d is not connected any more.", client, node, owner)
-            del self.nodes[owner]
-        self.nodes[node] = name
+        own, name = self._known[node], self._hash(client.encode(errors="surrogatepass"))
+        if own.name not in ("", client):
+            why = f"Node {node} is registered as {own.name!r}; its answers as {client!r} are left out."
+            return self._refuse(client, node, why)
+        rivals = [owner for owner, taken in self.owners.items() if taken == name and owner != own.owner]
+        if not own.name:  # nor does it take a name under which another is registered that has not answered yet
+            rivals += [other.owner for other in self._known.values() if other.name == client]
+        for owner in rivals:
+            numbers = [number for number, other in self._known.items() if other.owner == owner]
+            where = f"node {numbers[0]}" if numbers else "a node that is not connected"
+            if self._keeps_name(owner, own):
+                why = f"Client {client!r} is at {where}; node {node}, which uses its name, is left out."
+                return self._refuse(client, node, why)
+            log.warning("Client %r is at node %d now, and no longer at %s.", client, node, where)
+            del self.owners[owner]
+        self.owners[own.owner] = name
         return True
+
+    def _keeps_name(self, owner: str, rival: Known) -> bool:
+        there = [self._known[number].name for number in self.connected if self._known[number].owner == owner]
+        if rival.name:  # who registers keys gave it this name; if to both, the first has it while it is there
+            return rival.name in there
+        return bool(there) or owner.startswith("key ")
+
+    def _refuse(self, client: str, node: int, why: str) -> bool:
+        if (client, node) not in self._warned:
+            log.warning("%s", why)
+            self._warned.add((client, node))
+        return False
+
+    def _hash(self, content: bytes) -> str:
+        return blake2b(content, digest_size=16, key=self._token.encode()).hexdigest()
 
 
 class StoppedError(UserError, AppExitException):
@@ -78,7 +118,7 @@ class MethodStrategy(Strategy):
         self.token = str(metadata["run"])  # what distinguishes it from other runs by the same name
         self._layout = messages.upload_layout(plan, tree_index(state.shared, 0))
         self._lines, self._started = lines, time.perf_counter() - metadata["seconds"]
-        self._registry = ClientRegistry(self.token, metadata.get("nodes", {}))
+        self._registry = ClientRegistry(self.token, metadata.get("owners", {}))
         self._round_started, self._num_asked = 0.0, 0
         self._record: Record = {}
 
@@ -103,10 +143,9 @@ class MethodStrategy(Strategy):
 
     def connected(self, grid: Grid) -> list[int]:
         """Return the nodes that are connected; waits for as many as there must be, though not for ever."""
-        deadline = time.monotonic() + self.run.wait
-        while len(nodes := sorted(grid.get_node_ids())) < self.run.min_clients and time.monotonic() <= deadline:
+        deadline, least = time.monotonic() + self.run.wait, self.run.min_clients
+        while len(nodes := self._registry.meet(grid.get_nodes())) < least and time.monotonic() <= deadline:
             time.sleep(min(_POLL, self.run.wait))
-        self._registry.connected = frozenset(nodes)
         return nodes
 
     def requests(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
@@ -195,14 +234,13 @@ class MethodStrategy(Strategy):
         return MetricRecord(found) if found else None
 
     def save(self) -> None:
-        """Write a checkpoint: the server's tree and, of clients, at which nodes they are by hashes of their names."""
+        """Write a checkpoint: the server's tree and, of clients, whose names are whose by hashes."""
         metadata = self.plan.metadata(()) | {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
-        metadata["nodes"] = self._registry.nodes
+        metadata["owners"] = self._registry.owners
         self.folder.save({"last": self.state}, metadata)
 
     def hand_over(self, grid: Grid) -> None:
-        nodes = sorted(grid.get_node_ids())
-        self._registry.connected = frozenset(nodes)
+        nodes = self._registry.meet(grid.get_nodes())
         replies = self._accepted(self._ask(grid, messages.KEEP, nodes))
         keeping = counted(len(replies), "client keeps its model", "clients keep their models")
         log.info("%s; %s asked.", keeping, counted(len(nodes), "node was", "nodes were"))

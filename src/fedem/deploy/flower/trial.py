@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
+from subprocess import STDOUT, TimeoutExpired
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ import torch
 
 from fedem.core.errors import UserError, counted
 from fedem.data.synthetic import Synthetic
+from fedem.deploy.flower.database import companions, make_private
+from fedem.deploy.flower.guard import Guard
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan
 from fedem.runs.config import Config, Layer, RunSettings, Values, to_toml
@@ -36,6 +38,7 @@ SHORT: Layer = {
 DIMENSION = 20  # features of the clients that are drawn
 _APP_STARTING, _BETWEEN = 120.0, 30.0  # seconds that a run may take to start, and the server between two messages
 HOST = "127.0.0.1"
+SECRET = "superlink.secret"  # in the folder of certificates
 CONNECTION = "loopback"  # what ``flwr`` calls our SuperLink
 CONNECTED = "SuperNode ID:"  # what a SuperNode says when the SuperLink has let it in
 QUIET_FLOWER = {  # nothing is reported, looked up or installed over the network
@@ -101,7 +104,7 @@ def _longest_time(run: RunSettings, timeout: float) -> float:
 
 def start_nodes(network: Loopback, clients: Sequence[Client]) -> list[Program]:
     """Start a SuperNode for each client, with a key of its own; returns when the SuperLink has let all in."""
-    keys = [network.register(f"node-{number}") for number in range(len(clients))]
+    keys = [network.register(f"node-{number}", client.name) for number, client in enumerate(clients)]
     nodes = []
     for client, key in zip(clients, keys, strict=True):
         state = str(network.folder / "state" / key.name)
@@ -158,15 +161,13 @@ def _handled_by(handler: Callable[[int, Any], Any], *signals: signal.Signals) ->
 
 
 class Program:
-    """A process that was started here, in a group of its own, and its log."""
+    """A process that was started here, in a group of its own, which ends with this one at the latest; and its log."""
 
-    def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str]):
-        self.name, self.log = name, log
+    def __init__(self, name: str, command: list[str], log: Path, env: Mapping[str, str], guard: Guard):
+        self.name, self.log, self._guard = name, log, guard
         self._read_from = log.stat().st_size if log.exists() else 0
         with log.open("ab") as out:
-            self.process = Popen(
-                command, stdin=DEVNULL, stdout=out, stderr=STDOUT, env=env, cwd=log.parent, start_new_session=True
-            )
+            self.process = guard.start(command, stdout=out, stderr=STDOUT, env=env, cwd=log.parent)
 
     def output(self) -> str:
         """Return what it has written since it was started."""
@@ -199,6 +200,7 @@ class Program:
         """End it and what it started in its group at once, as a crash would."""
         self.send(signal.SIGKILL)
         self.process.wait()
+        self._guard.forget(self.process)
 
     def end(self) -> None:
         self.send(signal.SIGTERM)
@@ -215,7 +217,8 @@ class Program:
 class Loopback(AbstractContextManager["Loopback"]):
     """A SuperLink with a database, started at once, and SuperNodes that it knows by their keys.
 
-    Everything lies in one folder, and all on 127.0.0.1, with TLS and keys as between real machines.
+    Everything lies in one folder, and all on 127.0.0.1, with TLS, keys and a secret as between real machines. The
+    database goes in the end: it holds uploads and names, also those that Flower has deleted.
     """
 
     def __init__(self, folder: Path):
@@ -225,6 +228,7 @@ class Loopback(AbstractContextManager["Loopback"]):
             if shutil.which(name, path=self._path) is None:
                 raise UserError(f"The program {name} is not installed; Flower has it: pip install 'fedem[flower]'.")
         from fedem.deploy.flower.certificates import make_certificates
+        from fedem.deploy.flower.superlink import allow_commands, make_secret
 
         self.keys, self.logs, home = self.folder / "keys", self.folder / "logs", self.folder / "flwr"
         for path in (self.keys, self.logs, home):
@@ -237,7 +241,11 @@ class Loopback(AbstractContextManager["Loopback"]):
         known = {"address": f"{HOST}:{self.port}", "root-certificates": str(self.certificates.authority)}
         content = to_toml({"superlink": {"default": CONNECTION}, f"superlink.{CONNECTION}": known})
         (home / "config.toml").write_text(content, encoding="utf-8")
+        self.secret, self.database = make_secret(self.certificates.key.with_name(SECRET)), self.folder / "superlink.db"
+        allow_commands(home, f"{HOST}:{self.port}", self.secret)
+        make_private(self.database)
         self.programs: list[Program] = []
+        self.guard = Guard(*companions(self.database))
         self.start_superlink()
 
     def __exit__(self, *_: object) -> None:
@@ -247,19 +255,15 @@ class Loopback(AbstractContextManager["Loopback"]):
         for program in reversed(self.programs):
             program.end()
         self.programs.clear()
+        self.guard.__exit__()  # which removes the database
 
     def start_superlink(self) -> None:
         """Start the SuperLink, also after it was killed: its database is where it was."""
-        self.superlink = self._start(
-            "flower-superlink",
-            "--host", HOST, "--port", str(self.port),
-            "--ssl-ca-certfile", str(self.certificates.authority),
-            "--ssl-certfile", str(self.certificates.certificate),
-            "--ssl-keyfile", str(self.certificates.key),
-            "--enable-supernode-auth",
-            "--database", str(self.folder / "superlink.db"),
-            "--isolation", "process",
-        )  # fmt: skip
+        from fedem.deploy.flower.superlink import superlink_options
+
+        options = superlink_options(self.certificates, self.secret, HOST, self.port, self.database)
+        words = ("-m", "fedem.deploy.flower.superlink", str(self.secret), *options)
+        self.superlink = self._start(sys.executable, *words, log="flower-superlink")
         with ExitStack() as failing:
             failing.push(self)
             self.superlink.wait_for("Uvicorn running on")
@@ -269,15 +273,16 @@ class Loopback(AbstractContextManager["Loopback"]):
                 "flower-superexec",
                 "--root-certificates", str(self.certificates.authority),
                 "--runtime-api-address", f"{HOST}:{self.port}",
+                "--superexec-auth-secret-file", str(self.secret),
             )  # fmt: skip
             failing.pop_all()
 
-    def register(self, name: str) -> Path:
-        """Make a key for a node and register its public half with the SuperLink; returns the key."""
+    def register(self, name: str, client: str) -> Path:
+        """Make a key for a node and register its public half with the SuperLink, for a client; returns the key."""
         from fedem.deploy.flower.certificates import make_node_key
 
         key = self.keys / name
-        words = ("supernode", "register", str(make_node_key(key)), CONNECTION)
+        words = ("supernode", "register", str(make_node_key(key)), CONNECTION, "--name", client)
         command = self._start("flwr", *words, log="flwr-supernode-register")
         if command.finish(_COMMAND):
             raise command.failure("failed")
@@ -308,7 +313,7 @@ class Loopback(AbstractContextManager["Loopback"]):
         held: list[int] = []
         # Interrupted, it would leave behind a program that has just been started.
         with _handled_by(lambda which, _: held.append(which), signal.SIGINT, signal.SIGTERM):
-            program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment)
+            program = Program(name, [path, *arguments], self.logs / f"{name}.log", self.environment, self.guard)
             self.programs.append(program)
         if held:
             signal.raise_signal(held[0])
