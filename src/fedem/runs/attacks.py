@@ -146,7 +146,8 @@ class Huge(Attack):
         value: that number.
     """
 
-    value: float = 1e30
+    # What a float32 can hold; infinities and NaN are refused by any server that looks.
+    value: float = field(default=1e30, metadata={"min": -3e38, "max": 3e38})
 
     def falsified(self, changes: Tensor, keys: Tensor, honest: Tensor) -> Tensor:
         return torch.full_like(changes, self.value)
