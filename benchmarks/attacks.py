@@ -171,12 +171,13 @@ def draw(outcomes: Outcomes, path: Path) -> None:
     low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 100.0)
     with inked():
         figure, axes = panels(len(methods), height=max(2.4, 0.24 * len(rows) + 1.2))
-        for place, method, grid in zip(axes, methods, values, strict=True):
+        labels = [f"{attack}, {share:.0%}" for attack, share in rows]
+        for number, (place, method, grid) in enumerate(zip(axes, methods, values, strict=True)):
             image = place.imshow(grid, vmin=low, vmax=high, aspect="auto")
             place.grid(visible=False)
             place.set_title(title_of(method))
             place.set_xticks(range(len(against)), against, rotation=45, ha="right")
-            place.set_yticks(range(len(rows)), [f"{attack}, {share:.0%}" for attack, share in rows])
+            place.set_yticks(range(len(rows)), [""] * len(rows) if number % 2 else labels)  # two panels in a row
             for y, x in np.ndindex(grid.shape):
                 is_known = np.isfinite(grid[y, x])
                 dark = is_known and grid[y, x] < (low + high) / 2
