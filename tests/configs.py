@@ -16,6 +16,7 @@ from fedem.methods import METHODS
 from fedem.methods.wrappers.server_steps import SERVER_RULES
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
+from fedem.runs.attacks import ATTACKS
 from fedem.runs.config import Config
 from fedem.solvers import SOLVERS
 from fedem.solvers.schedules import SCHEDULES
@@ -25,6 +26,7 @@ ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "partition": PARTITIONS,
     "graph": GRAPHS,
     "server": SERVER_RULES,
+    "attack": ATTACKS,
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,

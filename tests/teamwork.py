@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fedem, its server stepping": DOUBLE | {"method": "fedem", "server": "adam", "clients_per_round": 5},
     "fedem, stepping and rounded both ways": DOUBLE
     | {"method": "fedem", "server": "yogi", "compression": {"updates": "int8", "downloads": "int8"}},
+    "fedem, some colluding": DOUBLE
+    | {"method": "fedem", "attack": {"name": "little", "share": 3}, "clients_per_round": 6},
+    "fedem, some lying, and rounded": DOUBLE
+    | {"method": "fedem", "attack": {"name": "lie_size", "share": 1}, "compression": {"updates": "int8"}},
+    "fedavg, some with a mark": DOUBLE | {"method": "fedavg", "attack": {"name": "backdoor", "share": 2}},
     "fedavg": DOUBLE | {"unseen": 0.375},
     "fedavg+": DOUBLE | {"method": "fedavg", "fine_tune_epochs": 1, "unseen": 0.375},
     "local": DOUBLE,

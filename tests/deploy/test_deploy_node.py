@@ -26,7 +26,7 @@ from fedem.data.federation import PARTS, Federation
 from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
-from fedem.runs.config import Config
+from fedem.runs.config import SECTIONS, Config
 
 METHODS = ("fedem", "fedavg", "scaffold", "ditto", "ifca", "qffl", "apfl")
 
@@ -145,6 +145,8 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     for key, value in (("unseen", 0.4), ("diagnose_every", 1), ("measure_alpha_every", 2)):
         with pytest.raises(UserError, match=f"run.{key} is {value}; allowed in a deployment"):
             deployments.make_plan(sample, run={key: value})
+    with pytest.raises(UserError, match=r"attack\.name is 'noise', .*; allowed in a deployment: none"):
+        deployments.make_plan(sample, attack={"name": "noise"})
     with pytest.raises(UserError, match=r"holds no plan.*`fedem deploy init` makes one.*`fedem peer plan`"):
         Plan.load(tmp_path)
     plan, _ = deployments.make_plan(sample)
@@ -172,7 +174,9 @@ def test_a_plan_comes_back_and_tells_others_from_itself(tmp_path: Path) -> None:
 def test_a_plan_from_before_a_section_came_is_read_and_keeps_its_hash(tmp_path: Path) -> None:
     plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
     old = plan.on_node("auto").to_json()
-    assert old["config"].pop("server") == {"name": "none"}
+    for name, section in SECTIONS.items():
+        if section.came_later:
+            assert old["config"].pop(name) == {"name": "none"}
     digest = hashlib.blake2b(json.dumps(old, sort_keys=True).encode(), digest_size=16)
     assert Plan.from_json(old).fingerprint == plan.fingerprint == digest.hexdigest()
 

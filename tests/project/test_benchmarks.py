@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import busy, components, images, many_clients, neighbours, plain_loop, tables
+from benchmarks import attacks, busy, components, images, many_clients, neighbours, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -195,6 +195,32 @@ def test_pseudo_samples_of_neighbours_are_compared(capsys: pytest.CaptureFixture
     data, method, *figures = (cell.strip() for cell in line.strip("|").split("|"))
     assert (data, method, len(figures)) == ("sensors", "fedavg", 1 + len(neighbours.STRENGTHS))
     assert all(0 < float(figure) < 1 for figure in figures)
+
+
+def test_attacks_are_measured_by_defence_and_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--clients", "6", "--rounds", "2", "--dimension", "4", "--samples", "60", "--tests", "20"]
+    out, picture = tmp_path / "attacks.json", tmp_path / "attacks.png"
+    asked = [
+        "--attacks",
+        "sign flip,backdoor",
+        "--shares",
+        "0,0.3",
+        "--seeds",
+        "2",
+        "--workers",
+        "1",
+        "--defences",
+        "none",
+    ]
+    attacks.main([*asked, *size, "--out", str(out), "--picture", str(picture)])
+    runs = json.loads(out.read_text())["runs"]
+    assert len(runs) == 2 * 2 * 3
+    assert all(0 <= run["accuracy"] <= 1 for run in runs)
+    assert [run["backdoor"] is not None for run in runs] == [run["attack"] == "backdoor" for run in runs]
+    printed = capsys.readouterr().out
+    mean = sum(100 * run["accuracy"] for run in runs if (run["method"], run["attack"]) == ("fedem", "sign flip")) / 2
+    assert f"| sign flip | 30% | {mean:.1f} ±" in printed.partition("FedEM:")[2]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_numbers_of_components_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

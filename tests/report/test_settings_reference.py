@@ -93,7 +93,7 @@ def test_a_name_is_told_alone(run, wide: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["shedule"], "Unknown section 'shedule'; allowed: batching, compression"),
+        (["shedule"], "Unknown section 'shedule'; allowed: attack, batching, compression"),
         (["shedule.step"], "Did you mean 'schedule'?"),
         (["schedule.stp"], "Unknown schedule 'stp'; allowed: constant, cosine, inverse_sqrt, step. Did you mean"),
         (["schedule."], "Unknown schedule ''"),

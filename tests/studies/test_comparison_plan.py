@@ -55,6 +55,7 @@ def test_methods_by_name() -> None:
         (["--set", "ditto:method.pull=1"], "allowed before the colon: local, fedavg, fedem"),
         (["--set", "ditta:method.pull=1"], "Unknown method 'ditta'"),
         (["--set", "fedem:data.num_clients=3"], "data.num_clients is the same for all methods"),
+        (["--set", "fedem:attack.name=noise"], "attack.name is the same for all methods"),
         (["--set", "fedem:run.unseen=0.5"], "run.unseen is the same for all methods"),
         (["--set", "fedem:method.pull=3"], "Unknown key in [method] 'pull'"),
         (["--set", "fedem:method.name=local"], "method.name is given by --methods"),

@@ -240,6 +240,7 @@ def test_what_cant_be_studied_is_refused(arguments: dict[str, object], message: 
         ("run.clients_per_round", 0.5, "1.0"),
         ("run.unseen", 0.25, "0.0"),
         ("run.local_layers", "batch_norm", "'none'"),
+        ("attack.name", "noise", "'none'"),
         ("run.fine_tune_epochs", 2, "0"),
     ],
 )

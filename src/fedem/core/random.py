@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 # Purposes, so that the streams of one seed never meet.
-COHORT, SHUFFLE, PERSONAL, COMPONENTS, HOLD_OUT, SPLIT, MIXER, FINE_TUNE, SOLVER, CURVATURE = range(1, 11)
+COHORT, SHUFFLE, PERSONAL, COMPONENTS, HOLD_OUT, SPLIT, MIXER, FINE_TUNE, SOLVER, CURVATURE, ATTACK = range(1, 12)
 STOCHASTIC_LAYERS = -1  # folded into a shuffling key beside epochs, which count from 0
 
 # The constants of splitmix64 (Steele, Lea, Flood 2014), as signed words.

@@ -40,6 +40,9 @@ class Plan(Recipe):
             if value := config.sections["run"][key]:
                 nothing = "false" if value is True else 0
                 raise UserError(f"run.{key} is {value}; allowed in a deployment, where no one has all data: {nothing}.")
+        if config.attack is not None:
+            problem = f"attack.name is {config.name('attack')!r}, which is for simulations"
+            raise UserError(f"{problem}; allowed in a deployment: none, as nobody plans for clients to do harm.")
         if config.method.values.get("num_components") == AUTO:
             problem = f"method.num_components is {AUTO!r}, which goes by the losses of all clients at once"
             raise UserError(f"{problem}; allowed in a deployment: a number, at least 1, such as a simulation found.")

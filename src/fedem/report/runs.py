@@ -117,6 +117,7 @@ def _read(folder: RunFolder, command: str | None) -> Run:
     weights = [column(name) for name in (rows[0] if rows else {}) if name.startswith("weight_")]
     stacked = np.array(weights, dtype=np.float64).reshape(len(weights), len(rows)).T
     names, scores = tuple(row["client"] for row in rows), column(f"test_{metrics_of(summary)[0].name}")
+    scores[[row.get("hostile") == "True" for row in rows]] = np.nan  # they are no part of any figure
     config, clients = folder.config(), Clients(names, column("train_samples"), scores, stacked)
     if command is None and GIVEN not in (config.name("data"), config.name("model")):
         command = shlex.join(["fedem", "train", str(folder.path / "config.toml")])

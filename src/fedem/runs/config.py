@@ -26,6 +26,7 @@ from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule
 from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
 from fedem.models.metrics import find_metric
+from fedem.runs.attacks import ATTACKS, Attack
 from fedem.solvers import SOLVERS, Solver
 from fedem.solvers.schedules import SCHEDULES, Schedule
 
@@ -187,6 +188,8 @@ _NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
 _STEPS = "How a server that averages steps from u, what it has, along d, the mean change that its clients made to u."
 _MEAN = {"none": "The server takes the mean of the clients' models as it is."}
+_HARM = "What some of the clients do to harm the others, in a simulation. Scores are of the honest ones alone."
+_HONEST = {"none": "All clients are honest."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
     Section("batching", "How a client walks through its samples in a round.", {"": Batching}),
@@ -196,6 +199,7 @@ _ALL = (
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
     Section("server", _STEPS, SERVER_RULES, "none", _MEAN, came_later=True),
+    Section("attack", _HARM, ATTACKS, "none", _HONEST, came_later=True),
     Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
@@ -228,7 +232,7 @@ class Config:
 
     Data, partition and model may have been passed from Python. A file can't hold them, and asking for them is an error.
     ``graph`` is None where clients don't average over one, ``server`` where the server takes the mean as it is,
-    ``loss`` where it is the one that fits the targets.
+    ``attack`` where all clients are honest, ``loss`` where it is the one that fits the targets.
     """
 
     run: RunSettings
@@ -239,6 +243,7 @@ class Config:
     method: MethodSettings
     graph: Topology | None
     server: ServerRule | None
+    attack: Attack | None
     _model: ModelSpec | None
     loss: Loss | None
     solver: Solver

@@ -48,6 +48,7 @@ class Scores:
     undefined: Tensor | None = None  # [T] bool: clients with samples without a metric, also left out; None for none
     pooled: float | None = None  # of all clients' samples together, for a metric that is not a mean over samples
     others: tuple[Scores, ...] = ()  # by further metrics
+    counted: Tensor | None = None  # [T] bool: clients that count in averages; None for all
 
     @property
     def by_metric(self) -> tuple[Scores, ...]:
@@ -55,8 +56,12 @@ class Scores:
         return (self, *self.others)
 
     @property
+    def _there(self) -> Tensor:
+        return self.counts > 0 if self.counted is None else (self.counts > 0) & self.counted
+
+    @property
     def _scored(self) -> Tensor:
-        return self.counts > 0 if self.undefined is None else (self.counts > 0) & ~self.undefined
+        return self._there if self.undefined is None else self._there & ~self.undefined
 
     def _weighted(self, per_client: Tensor, there: Tensor) -> float:
         return float((per_client[there] * self.weights[there]).sum() / self.weights[there].sum())
@@ -73,7 +78,7 @@ class Scores:
     @property
     def loss(self) -> float:
         """Negative log-likelihood a sample, weighted likewise; on the training part it is the paper's f(Theta, Pi)."""
-        return self._weighted(self.losses, self.counts > 0)
+        return self._weighted(self.losses, self._there)
 
     @property
     def bottom_decile(self) -> float:
@@ -85,7 +90,12 @@ class Scores:
     @property
     def num_left_out(self) -> int:
         """The number of clients that have samples, but too few for the bottom decile."""
-        return int(((self.counts > 0) & (self.counts < _LEAST)).sum())
+        return int((self._there & (self.counts < _LEAST)).sum())
+
+    @property
+    def num_undefined(self) -> int:
+        """The number of clients that have samples, but for which the metric is undefined."""
+        return 0 if self.undefined is None else int((self._there & self.undefined).sum())
 
     @property
     def larger_is_better(self) -> bool:
@@ -132,10 +142,12 @@ def evaluate_each(
     metrics: Sequence[Metric],
     weights: Tensor | None = None,
     remembered: bool = False,
+    counted: Tensor | None = None,
 ) -> Scores:
     """Score T predictors one by one, each on its own client's samples.
 
-    Clients count by ``weights`` ``[T]``, or else by these samples. They may be those that clients have ``remembered``.
+    Clients count by ``weights`` ``[T]``, or else by these samples, and in averages only those that are ``counted``
+    ``[T]``, all by default. Samples may be those that clients have ``remembered``.
     """
     pairs: list[_Pair] = []
     names = ["loss", *(each.name for each in metrics if each.per_sample)]
@@ -155,35 +167,57 @@ def evaluate_each(
                 sums[name][position] += float(values.sum(dtype=torch.float64))
         pairs.append((torch.cat(found).double().cpu(), targets.cpu()))
     means = {name: totals / samples.sizes for name, totals in sums.items()}
-    return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs)
+    return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs, counted)
 
 
 def evaluate(
-    algorithm: Algorithm, engine: Engine, found: Predictors, federation: Federation, metrics: Sequence[Metric] = ()
+    algorithm: Algorithm,
+    engine: Engine,
+    found: Predictors,
+    federation: Federation,
+    metrics: Sequence[Metric] = (),
+    counted: Tensor | None = None,
 ) -> dict[str, Scores]:
-    """Score every client's own predictor on each part of its data that there is; by default with the loss's metric."""
+    """Score every client's own predictor on each part of its data that there is; by default with the loss's metric.
+
+    In averages those count that are ``counted`` ``[T]``, all by default.
+    """
+    metrics = metrics or (METRICS[algorithm.model.loss.metric],)
+    parts = {part: samples for part in PARTS if len(samples := federation.part(part))}
+    how, weights = (algorithm, engine, found), federation.train.sizes
+    return {
+        part: evaluate_part(*how, samples, metrics, weights, part == "train", counted)
+        for part, samples in parts.items()
+    }
+
+
+def evaluate_part(
+    algorithm: Algorithm,
+    engine: Engine,
+    found: Predictors,
+    samples: Samples,
+    metrics: Sequence[Metric],
+    weights: Tensor,
+    remembered: bool = False,
+    counted: Tensor | None = None,
+) -> Scores:
+    """Score every client's own predictor on some of its samples; arguments as in :func:`evaluate_each`."""
     model = algorithm.model
-    metrics = metrics or (METRICS[model.loss.metric],)
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
         _, per_sample = _judge(model, algorithm.predictor(shared, personal), inputs, targets, metrics)
         return {name: (mask * values).sum(dtype=torch.float64) for name, values in per_sample.items()}
 
-    scores: dict[str, Scores] = {}
-    for part in PARTS:
-        samples, weights = federation.part(part), federation.train.sizes
-        if len(samples) and found.memory is not None:
-            everybody = ((found.of(algorithm, t), found.neighbours(t)) for t in range(samples.num_clients))
-            scores[part] = evaluate_each(model, everybody, samples, metrics, weights, remembered=part == "train")
-        elif len(samples):
-            with torch.no_grad():
-                sums = engine.tally(algorithm, assess, found.cohort(samples))
-                # Predictions are collected only for metrics that are not means over samples.
-                collected = any(each.over_client for each in metrics)
-                pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
-            means = {name: total / samples.sizes for name, total in sums.items()}
-            scores[part] = _by_metric(metrics, weights, samples.sizes, means, pairs)
-    return scores
+    if found.memory is not None:
+        everybody = ((found.of(algorithm, t), found.neighbours(t)) for t in range(samples.num_clients))
+        return evaluate_each(model, everybody, samples, metrics, weights, remembered, counted)
+    with torch.no_grad():
+        sums = engine.tally(algorithm, assess, found.cohort(samples))
+        # Predictions are collected only for metrics that are not means over samples.
+        collected = any(each.over_client for each in metrics)
+        pairs = [_predicted(algorithm, found, samples, t) for t in range(len(samples.sizes)) if collected]
+    means = {name: total / samples.sizes for name, total in sums.items()}
+    return _by_metric(metrics, weights, samples.sizes, means, pairs, counted)
 
 
 def _predicted(algorithm: Algorithm, found: Predictors, samples: Samples, position: int) -> _Pair:
@@ -201,20 +235,28 @@ def _judged(metric: Metric, predictions: Tensor, targets: Tensor) -> float | Non
     return metric.over_client(predictions, targets) if bool(predictions.isfinite().all()) else math.nan
 
 
-def _by_metric(metrics: Sequence[Metric], weights: Tensor, counts: Tensor, means: Tree, pairs: list[_Pair]) -> Scores:
+def _by_metric(
+    metrics: Sequence[Metric],
+    weights: Tensor,
+    counts: Tensor,
+    means: Tree,
+    pairs: list[_Pair],
+    counted: Tensor | None = None,
+) -> Scores:
     """Return the scores by the first metric, the others within; all but the T ``pairs`` are, or have, ``[T]`` each."""
     found: list[Scores] = []
     for metric in metrics:
         if metric.per_sample:
-            found.append(Scores(metric.name, weights, counts, means["loss"], means[metric.name]))
+            found.append(Scores(metric.name, weights, counts, means["loss"], means[metric.name], counted=counted))
             continue
         known = [_judged(metric, *pair) for pair in pairs]
-        columns = zip(*(pair for pair in pairs if len(pair[1])), strict=True)
-        known.append(_judged(metric, *map(torch.cat, columns)))
+        among = [pair for t, pair in enumerate(pairs) if len(pair[1]) and (counted is None or counted[t])]
+        columns = zip(*among, strict=True)
+        known.append(_judged(metric, *map(torch.cat, columns)) if among else None)
         *values, pooled = (math.nan if value is None else value for value in known)
         undefined = torch.tensor([value is None for value in known[:-1]]) & (counts > 0)
         own = torch.tensor(values, dtype=torch.float64)
-        found.append(Scores(metric.name, weights, counts, means["loss"], own, undefined, pooled))
+        found.append(Scores(metric.name, weights, counts, means["loss"], own, undefined, pooled, counted=counted))
     first, *others = found
     return replace(first, others=tuple(others))
 
@@ -272,7 +314,7 @@ def name_scores(scores: Mapping[str, Scores], deviation: float | None = None) ->
             record.setdefault(f"{part}_loss", entry.loss)
             if each.pooled is not None:
                 record[f"{name}_pooled"] = each.pooled
-            if each.undefined is not None and (count := int(each.undefined.sum())):
+            if count := each.num_undefined:
                 record[f"{name}_undefined"] = count
             if deviation is not None and find_metric(each.metric).has_units:
                 own = [key for key in (name, f"{name}_pooled") if key in record]
@@ -322,12 +364,15 @@ def client_rows(
     scores: Mapping[str, Scores],
     log_weights: Tensor,
     memory: Memory | None = None,
+    hostile: Tensor | None = None,
 ) -> list[Record]:
     """Return one record per client: its scores on every part and, where it has several models, its mixture weights.
 
-    Where it asks neighbours, also how much these count.
+    Where it asks neighbours, also how much these count; where some are ``hostile`` ``[T]``, whether it is.
     """
     columns: dict[str, list[Any]] = {"client": list(names), "role": [role] * len(names)}
+    if hostile is not None and bool(hostile.any()):
+        columns["hostile"] = hostile.tolist()
     for part, entry in scores.items():
         columns[f"{part}_samples"] = entry.counts.tolist()
         columns[f"{part}_{entry.metric}"] = entry.values.tolist()

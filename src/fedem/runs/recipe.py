@@ -33,6 +33,7 @@ from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import Model
 from fedem.models.losses import LOSSES, Classification, Loss, guess_loss
 from fedem.models.metrics import Metric, choose_metrics
+from fedem.runs.attacks import Attackers, check_attack
 from fedem.runs.config import Config
 from fedem.runs.defaults import curvature, settle_batches
 from fedem.runs.evaluate import Record
@@ -165,6 +166,11 @@ class Recipe:
     @property
     def codec(self) -> Codec | None:
         return self.method.codec
+
+    def attackers(self, keys: Tensor) -> Attackers | None:
+        """Say who means harm among the clients of the training, whose names have these keys ``[T]``; None if nobody."""
+        attack = self.config.attack
+        return None if attack is None or self.is_fitted else Attackers.among(keys, attack, self.config.run.seed)
 
     def fitted(self, **run: Any) -> Recipe:
         """Return the recipe of clients that were fitted after training; the model and the algorithm are the same.
@@ -300,6 +306,11 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     _ = recipe.metrics  # refused here if they do not fit
     recipe.check_samples(inputs, targets, federation)
     recipe.check_batches(federation)
+    if config.attack is not None:
+        check_attack(config.attack, config.name("attack"), config.method.name, loss, outputs, federation)
+        if measure := next((key for key in ("measure_alpha_every", "diagnose_every") if getattr(run, key)), ""):
+            problem = f"run.{measure} is {getattr(run, measure)}, but attack.name is {config.name('attack')!r}"
+            raise UserError(f"{problem}, and the theorems are of honest clients; allowed: one of them 0 or none.")
     if config.solver.differentiates_twice and not model.is_twice_differentiable:
         problem = "needs second derivatives, and this model normalises batches or is recurrent"
         allowed = "models without such layers, or another solver"

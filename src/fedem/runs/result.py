@@ -218,18 +218,22 @@ class Result:
     ) -> tuple[Record, list[Record]]:
         """Score samples whose inputs and targets are encoded already; returns figures over all, and by client.
 
-        Clients count by their samples in the averages, those of a name that ends in ``_unweighted`` alike.
+        Clients count by their samples in the averages, those of a name that ends in ``_unweighted`` alike. Hostile ones
+        of a run with an attack do not count.
         """
         recipe, part = self.recipe, "new"
         chosen = choose_metrics(metrics, recipe.loss, recipe.format.outputs) if metrics else recipe.metrics
         federation = Federation.from_arrays(inputs, targets, clients, validation=0, test=0)
         samples, known = federation.train, set(self.names)
         recipe.check_samples(samples.inputs, samples.targets)
+        attackers = recipe.attackers(client_keys(self.names))
+        bad = () if attackers is None else [self.names[t] for t in attackers.are.nonzero().flatten().tolist()]
+        counted = None if attackers is None else torch.tensor([name not in bad for name in federation.names])
         newcomer = None if known.issuperset(federation.names) else self.newcomer(which)
         models = [newcomer if newcomer and name not in known else self.client(name, which) for name in federation.names]
         with recipe.products():
             predictors = [(each.mixture, each.neighbours) for each in models]
-            scores = {part: evaluate_each(recipe.model, predictors, samples, chosen)}
+            scores = {part: evaluate_each(recipe.model, predictors, samples, chosen, counted=counted)}
         weights = torch.stack([each.mixture.log_weights for each in models])
         rows = client_rows("known", federation.names, scores, weights)
         figures = {"samples": len(samples), "clients": federation.num_clients, **name_scores(scores)}

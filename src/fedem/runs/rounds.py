@@ -29,6 +29,7 @@ from fedem.methods.assembly import Assembled
 from fedem.methods.base import Algorithm
 from fedem.methods.mixer import Mixed, Mixer, Round, RoundPlan, Start, Uploads
 from fedem.methods.wrappers.compression import Codec, join_residual, split_residual
+from fedem.runs.attacks import Attackers, Post
 from fedem.solvers.schedules import Schedule
 
 
@@ -54,6 +55,13 @@ class RoundCosts(NamedTuple):
     seconds: float
     bytes_up: int
     bytes_down: int
+
+
+# Why numbers may no longer be finite, and what to do about it.
+CAUSES = (
+    "either steps are too long, and a smaller schedule.learning_rate is needed, "
+    "or a client's data or upload have numbers that are too large, and that client is to be looked at"
+)
 
 
 class DivergedError(UserError):
@@ -131,12 +139,19 @@ class LocalTraining:
 
 
 def server_step(
-    method: Assembled, state: State, this: Round, uploads: Uploads, share: float, team: Team = ALONE
+    method: Assembled,
+    state: State,
+    this: Round,
+    uploads: Uploads,
+    share: float,
+    team: Team = ALONE,
+    causes: str = CAUSES,
 ) -> tuple[State, int]:
     """Mix the clients' messages as they come in, and step every group that is written; refuse what is not finite.
 
     A process of a ``team`` has the uploads of its share of the clients. ``share`` of all samples took part. Returns the
-    state after the round, personal trees as they were, and how many messages were sent.
+    state after the round, personal trees as they were, and how many messages were sent. ``causes`` are what a refusal
+    says that the reason may be.
     """
     algorithm, mixer, codec = method
     read = vmap(codec.decode if codec else algorithm.summand)
@@ -154,7 +169,7 @@ def server_step(
         update, said = codec.announce(mixed.means, state.memory)
         mixed, memory = mixed._replace(means=tree_map(torch.add, state.shared, update)), memory | said
     shared = step_groups(algorithm, state.shared, mixed, mixer.share(this, share))
-    _refuse_divergence(not_finite(shared) or not_finite(memory), state.round + 1, this.learning_rate)
+    _refuse_divergence(not_finite(shared) or not_finite(memory), state.round + 1, this.learning_rate, causes)
     return replace(state, round=state.round + 1, shared=shared, memory=memory), mixed.num_messages
 
 
@@ -175,10 +190,10 @@ def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite)
     return next((name for name, leaf in tree.items() if not bool(is_fine(leaf).all())), None)
 
 
-def _refuse_divergence(name: str | None, round_number: int, learning_rate: float) -> None:
+def _refuse_divergence(name: str | None, round_number: int, learning_rate: float, causes: str) -> None:
     if name is not None:
         where = f"in round {round_number}: {name!r} is no longer finite at learning rate {learning_rate:g}"
-        raise DivergedError(f"Training diverged {where}; a smaller schedule.learning_rate is needed.")
+        raise DivergedError(f"Training diverged {where}; {causes}.")
 
 
 def took_part(keys: Tensor, size: int, seed: int, rounds: int) -> Tensor:
@@ -216,6 +231,7 @@ class Training(LocalTraining):
     cohort_size: int
     device: torch.device
     team: Team = ALONE  # the processes that share each cohort; all hold the whole state
+    attackers: Attackers | None = field(default=None, kw_only=True)  # who means harm, where some do
 
     @cached_property
     def _method(self) -> Assembled:
@@ -228,11 +244,24 @@ class Training(LocalTraining):
         """Choose the clients of a round uniformly without replacement, ``[C]`` positions in ascending order."""
         return choose(self.federation.keys, self.cohort_size, COHORT, self.seed, round_index)
 
+    @cached_property
+    def _sizes(self) -> tuple[Tensor, int]:
+        """How many training samples clients say they have, ``[T]``, and all together."""
+        sizes = self.federation.train.sizes
+        if self.attackers is not None:
+            sizes = self.attackers.claimed(sizes)
+        return sizes, int(sizes.sum())
+
+    @property
+    def causes(self) -> str:
+        """What divergence may be due to."""
+        return CAUSES if self.attackers is None else f"{self.attackers}, and the server does not withstand that"
+
     def round(self, round_index: int, clients: Tensor, slowed: float = 1.0) -> Round:
-        train, count = self.federation.train, self.federation.num_clients
+        (sizes, total), count = self._sizes, self.federation.num_clients
         key, rate = mixer_seed(self.seed, round_index), slowed * self.schedule.rate(round_index, self.num_rounds)
         trained = self.algorithm.model.trainable
-        return Round(clients, train.sizes[clients], count, rate, key, len(train) / count, trained)
+        return Round(clients, sizes[clients], count, rate, key, total / count, trained)
 
     def step(self, state: State, slowed: float = 1.0) -> tuple[State, RoundCosts]:
         """Run one round: the cohort trains, the mixer mixes. Clients that are not sampled keep their personal tree.
@@ -244,7 +273,7 @@ class Training(LocalTraining):
         samples, this = self.federation.train.take(clients), self.round(state.round, clients, slowed)
         plan = self.mixer.plan(state.shared, state.memory, this)
         cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(self.device)), samples)
-        own, count = self.team.share(this.sizes), len(clients)
+        own, count = self.team.share(samples.sizes), len(clients)
         kept: list[tuple[Tensor, Tree]] = []
         sent = torch.zeros(1, dtype=torch.float64, device=self.device)
 
@@ -257,11 +286,17 @@ class Training(LocalTraining):
                 kept.append((own[chunk.positions], chunk.personal))
                 yield own[chunk.positions], message
 
-        share = int(samples.sizes.sum()) / len(self.federation.train)
-        after, num_messages = server_step(self._method, state, this, uploads(), share, self.team)
+        came: Uploads = uploads()
+        if self.attackers is not None:
+            leaves = self.algorithm.model.trainable - self.mixer.local_leaves
+            post = Post(state.round, clients, plan.downloads, leaves, self.codec, self.team)
+            came = self.attackers.falsify(came, post)
+        share = int(this.sizes.sum()) / self._sizes[1]
+        after, num_messages = server_step(self._method, state, this, came, share, self.team, self.causes)
         personal, total = self.team.total(placed(kept, count), {"bytes": sent})
         # Logarithms of mixture weights may be minus infinity.
-        _refuse_divergence(not_finite(personal, lambda leaf: ~leaf.isnan()), after.round, this.learning_rate)
+        lost = not_finite(personal, lambda leaf: ~leaf.isnan())
+        _refuse_divergence(lost, after.round, this.learning_rate, self.causes)
         written = tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -32,8 +32,9 @@ from fedem.engines.processes import ALONE, Shared, Team, joined
 from fedem.methods.base import AUTO, find_method
 from fedem.methods.wrappers.compression import split_residual
 from fedem.models import MODELS
-from fedem.models.metrics import Metric, further_metrics
+from fedem.models.metrics import METRICS, Metric, further_metrics
 from fedem.runs import measures
+from fedem.runs.attacks import Attackers
 from fedem.runs.components import COUNT, LOOK, Components, Search, looks
 from fedem.runs.config import GIVEN, Config, route
 from fedem.runs.evaluate import (
@@ -43,6 +44,7 @@ from fedem.runs.evaluate import (
     client_rows,
     evaluate,
     evaluate_oracle,
+    evaluate_part,
     name_memory,
     name_scores,
     name_weights,
@@ -381,8 +383,28 @@ class Trainer:
     def training(self) -> Training:
         recipe, config, run, federation = self.recipe, self.config, self.config.run, self.federation
         cohort = cohort_size(run.clients_per_round, federation.num_clients)
+        if self.attackers is not None:
+            poisoned = self.attackers.poisoned(federation.train, max(2, recipe.format.outputs))
+            federation = replace(federation, train=poisoned)
         how = (recipe.algorithm, recipe.engine(), config.batching, run.seed, recipe.mixer, config.schedule, federation)
-        return Training(*how, run.rounds, cohort, recipe.device, self.team, codec=recipe.codec)
+        where = (run.rounds, cohort, recipe.device, self.team)
+        return Training(*how, *where, codec=recipe.codec, attackers=self.attackers)
+
+    @cached_property
+    def attackers(self) -> Attackers | None:
+        """The hostile clients; None where no attack is declared."""
+        return self.recipe.attackers(self.federation.keys)
+
+    @cached_property
+    def honest(self) -> Federation:
+        """The clients that figures are of: all but the hostile ones."""
+        if self.attackers is None:
+            return self.federation
+        return self.federation.take(self.attackers.honest.nonzero().flatten())
+
+    def _of_honest(self, values: Tensor) -> Tensor:
+        """Return the rows of ``[T, ...]`` that are honest clients'."""
+        return values if self.attackers is None else values[self.attackers.honest.to(values.device)]
 
     @cached_property
     def personalizer(self) -> Personalizer:
@@ -435,7 +457,8 @@ class Trainer:
     def scores(self, found: Predictors, metrics: Sequence[Metric] = ()) -> dict[str, Scores]:
         """Score every client; by the run's metrics where no others are given."""
         metrics = metrics or self.recipe.metrics
-        return evaluate(self.recipe.algorithm, self.engine, found, self.federation, metrics)
+        counted = None if self.attackers is None else self.attackers.honest
+        return evaluate(self.recipe.algorithm, self.engine, found, self.federation, metrics, counted)
 
     @cached_property
     def patience(self) -> int:
@@ -479,7 +502,7 @@ class Trainer:
         if values.get(COUNT) != AUTO:
             return None
         search = Search(self.config.run.rounds, values["least_gain"])
-        return Components(recipe.algorithm, recipe.mixer, self.engine, self.federation, search)
+        return Components(recipe.algorithm, recipe.mixer, self.engine, self.training.federation, search)
 
     def _look(self, progress: Progress) -> Record:
         """Revise the components when that is due, and say how many there are."""
@@ -505,7 +528,8 @@ class Trainer:
                 first = first or (after, costs)
         if first is None:
             rate = slowed / 2**halvings * self.config.schedule.learning_rate
-            raise DivergedError(f"Training diverged in round {before.round + 1}, even with learning rate {rate:.2g}.")
+            problem = f"Training diverged in round {before.round + 1}, even with learning rate {rate:.2g}"
+            raise DivergedError(f"{problem}; {self.training.causes}.")
         return first  # a shorter step would not help: it is not the rate that is to blame
 
     @cached_property
@@ -518,6 +542,8 @@ class Trainer:
         """Some clients, and some of their training samples: enough to notice divergence after every round."""
         there = self.federation
         clients = choose(there.keys, _WATCHED, CURVATURE, self.config.run.seed)
+        if self.attackers is not None:
+            clients = clients[self.attackers.honest[clients]]
         samples = there.train.take(clients)
         share = _WATCHED_ROWS / max(1, len(samples))
         return clients, thinned(samples, there.keys[clients], share, self.config.run.seed) if share < 1 else samples
@@ -567,8 +593,10 @@ class Trainer:
         scores = {role: scored[state.round] for role, state in progress.states.items()}
         weights = found["last"].log_weights(algorithm)
         memory = found["last"].memory
-        summary = self._summary(progress, found["last"], scores) | name_weights(weights) | name_memory(memory)
-        clients = client_rows("train", federation.names, scores["last"], weights, memory)
+        summary = self._summary(progress, found["last"], scores) | name_weights(self._of_honest(weights))
+        summary |= name_memory(memory) | self._harm(found["last"])
+        hostile = None if self.attackers is None else self.attackers.are
+        clients = client_rows("train", federation.names, scores["last"], weights, memory, hostile)
         statistics = self.statistics(progress) if run.unlabelled else {}
         if statistics:
             summary["unlabelled"] = statistics["last"].record()
@@ -602,6 +630,17 @@ class Trainer:
         return Result(
             self.recipe, states, federation.names, summary, history, clients, origin, tuned, memories, statistics
         )
+
+    def _harm(self, found: Predictors) -> Record:
+        """Say how many clients are hostile and, where they want labels of their own given, how often they get them."""
+        if self.attackers is None:
+            return {}
+        known: Record = {"hostile_clients": self.attackers.number}
+        aimed = self.attackers.aimed(self.federation.test)
+        if aimed is not None and len(aimed):
+            how = (self.recipe.algorithm, self.engine, found, aimed, (METRICS["accuracy"],), aimed.sizes)
+            known["backdoor_success"] = evaluate_part(*how).average
+        return known
 
     def _without_labels(self, state: State, statistics: Statistics, unseen: Federation, samples: Samples) -> Record:
         """Score clients held out as if the ``samples`` that they are fitted on had no labels, and with mean weights."""
@@ -643,17 +682,17 @@ class Trainer:
         if any("dissimilarity" in line for line in history):
             summary |= measures.estimate_dissimilarity(history).record()
         if self.truth is not None:
-            if (oracle := evaluate_oracle(self.truth, self.federation, self.shown)) is not None:
+            if (oracle := evaluate_oracle(self.truth, self.honest, self.shown)) is not None:
                 summary |= {f"oracle_{each.metric}": each.average for each in oracle.by_metric}
                 summary |= {"oracle_bottom_decile": oracle.bottom_decile, "oracle_loss": oracle.loss}
             if (recovery := self._recovery(found)) is not None:
                 summary["recovery"] = {key: value for key, value in vars(recovery).items() if key != "matching"}
-                if (optimal := measures.optimal_distance(self.truth, self.federation)) is not None:
+                if (optimal := measures.optimal_distance(self.truth, self.honest)) is not None:
                     summary["recovery"]["optimal_weight_distance"] = optimal
         if deviation is not None:
             # Scores are of standardised targets: times this, a root mean squared error is in the targets' own units.
             summary["target_deviation"] = deviation
-        elif self.recipe.format.encoding is not None and (rate := base_rate(self.federation)) is not None:
+        elif self.recipe.format.encoding is not None and (rate := base_rate(self.honest)) is not None:
             summary["test_base_rate"] = rate
         if self.config.schedule.backtrack:
             summary["learning_rate"] = progress.slowed * self.config.schedule.learning_rate
@@ -669,8 +708,8 @@ class Trainer:
         truth, mixture = self.truth, found.of(self.recipe.algorithm, 0)
         if truth is None or len(mixture.log_weights) == 1 or bool((found.reads != found.reads[0]).any()):
             return None
-        weights = found.log_weights(self.recipe.algorithm).exp().cpu()
-        true_weights = truth.weights_of(self.federation.names)
+        weights = self._of_honest(found.log_weights(self.recipe.algorithm).exp().cpu())
+        true_weights = truth.weights_of(self.honest.names)
         slopes = next((leaf.flatten(1) for name, leaf in mixture.components.items() if name.endswith("weight")), None)
         if slopes is None or slopes.shape != (len(mixture.log_weights), truth.components.shape[1]):
             # A network's components are of another kind than the truth's, but clusters of clients can be compared.

@@ -22,7 +22,7 @@ from fedem.studies.sweep import Entry, Gap, Labels, Spread, failures, outcomes, 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
 _OWN = ("method", "graph", "server", "solver", "schedule")
 _OWN_OF_RUN = ("run.fine_tune_epochs", "run.fine_tune_rate")
-_SAME = ("data", "loss", "run.rounds", "run.unseen", "run.metrics")
+_SAME = ("data", "loss", "attack", "run.rounds", "run.unseen", "run.metrics")
 _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
 _TRAINING = ("batching", "server", "solver", "schedule")
 _POINTS = 20

@@ -216,7 +216,7 @@ def _check(config: Config, rounds: Sequence[int], a0: float, every: int, seeds: 
     for section, values in _REQUIRED.items():
         for key, allowed in values.items():  # the name first, as the section of another solver has other keys
             if (value := config.sections[section].get(key, allowed)) != allowed:
-                where = "in a study of the theorems, which speak of plain SGD with all clients in every round"
+                where = "in a study of the theorems, which speak of plain SGD with all clients, honest, in every round"
                 if section == "graph":
                     where = "in a study of the theorems, which speak of steps scaled by n_t / n from a common start"
                 raise UserError(f"{section}.{key} is {value!r}; allowed {where}: {allowed!r}.")

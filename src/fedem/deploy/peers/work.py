@@ -44,7 +44,7 @@ from fedem.models.images import INSTALLED
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
-from fedem.runs.rounds import RoundCosts, cohort_size, first_state, mixer_seed, not_finite, step_groups
+from fedem.runs.rounds import CAUSES, RoundCosts, cohort_size, first_state, mixer_seed, not_finite, step_groups
 
 _CPU, _HERE = torch.device("cpu"), torch.zeros(1, dtype=torch.int64)
 
@@ -321,6 +321,5 @@ class PeerClient:
         self.is_first = False
         if (name := not_finite(upload)) is not None:
             diverged = f"diverged in round {self.round + 1}: {name!r} is no longer finite at learning rate {rate:g}"
-            advice = "a plan with a smaller schedule.learning_rate is needed"
-            raise UserError(f"Training of client {self.node.name!r} {diverged}; {advice}.")
+            raise UserError(f"Training of client {self.node.name!r} {diverged}; {CAUSES}.")
         return upload

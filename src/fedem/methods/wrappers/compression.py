@@ -120,9 +120,18 @@ class Codec:
             sent = personal["log_weights"].exp() > self.compression.threshold
             held = self._by_component(rest)
             rest |= tree_map(lambda new, old: torch.where(row_of(sent, new), new, old), held, residual)
-            dropped = tree_map(lambda leaf: torch.where(row_of(sent, leaf), leaf, 0), self._by_component(message))
-            message = message | dropped | {_SENT: sent}
+            message = self._without_unsent(message, sent) | {_SENT: sent}
         return message, rest
+
+    def rewrite(self, message: Tree, update: Tree) -> Tree:
+        """Return the message that says another ``update`` of some leaves, of the same components and with no rest."""
+        written = write_update(update, tree_map(torch.zeros_like, update), self.compression.updates, self.leading)[0]
+        return message | (self._without_unsent(written, message[_SENT]) if _SENT in message else written)
+
+    def _without_unsent(self, message: Tree, sent: Tensor) -> Tree:
+        """Put zeros for the components that are not ``sent`` ``[M]``."""
+        rows = self._by_component(message)
+        return message | tree_map(lambda leaf: torch.where(row_of(sent, leaf), leaf, 0), rows)
 
     def _by_component(self, tree: Tree) -> Tree:
         """Return the leaves that each component has its own of."""
