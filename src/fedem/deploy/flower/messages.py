@@ -20,6 +20,7 @@ from fedem.models.losses import SquaredError
 TRAIN, EVALUATE, KEEP, COUNT = "train", "evaluate", "query.keep", "query.count"
 _MOST_SAMPLES = 10**12  # of a client: a mean must not be one client's because its number is absurd, nor overflow
 
+About = dict[str, str | int | float | list[int]]  # the fields of a request beside the tree
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and type of each leaf
 
 
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     experiment: str
     run: str  # which run of the experiment: there may have been others by the same name
     num_rounds: int  # of the run, which may have other rounds than its plan
+    rollbacks: tuple[int, ...] = ()  # the rounds that the run was rolled back to, in that order
 
 
 class Reply(NamedTuple):
@@ -106,7 +108,7 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
             raise UserError(f"leaf {name!r} is not finite.")
 
 
-def write_request(plan: Plan, arrays: ArrayRecord, about: dict[str, str | int | float]) -> RecordDict:
+def write_request(plan: Plan, arrays: ArrayRecord, about: About) -> RecordDict:
     """Write a message of the server: a :class:`Request` whose fields beside the tree are ``about`` the run."""
     config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, **about})
     return RecordDict({"arrays": arrays, "config": config})
@@ -119,7 +121,8 @@ def read_request(message: Message, plan: Plan) -> Request:
             config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
             experiment, run = str(config["experiment"]), str(config["run"])
             done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
-            num_rounds = int(str(config["num_rounds"]))
+            num_rounds, undone = int(str(config["num_rounds"])), config["rollbacks"]
+            rollbacks = tuple(map(int, undone if isinstance(undone, list) else [str(undone)]))
         except KeyError as error:
             raise UserError(f"it has no {error}.") from None
         _check_agreement(config, plan)
@@ -127,7 +130,7 @@ def read_request(message: Message, plan: Plan) -> Request:
         layout = layout_of(plan.algorithm.init_shared(0))
         shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
-    return Request(shared, done, rate, experiment, run, num_rounds)
+    return Request(shared, done, rate, experiment, run, num_rounds, rollbacks)
 
 
 def write_reply(node: Node, scores: Mapping[str, ScoreSums], upload: Tree | None = None) -> RecordDict:
@@ -176,6 +179,12 @@ def _read_sums(metrics: MetricRecord, part: str) -> ScoreSums:
     if len(sums) < 2:
         raise UserError(f"its sums of {part} are {loss!r} and {value!r}.")
     return ScoreSums(samples, *map(float, sums))
+
+
+def is_under(reply: Message, plan: Plan) -> bool:
+    """Whether an answer came, and says that it follows the plan with this version: its faults are not of an upgrade."""
+    config = None if reply.has_error() else reply.content.config_records.get("config")
+    return config is not None and (config.get("version"), config.get("plan")) == (VERSION, plan.fingerprint)
 
 
 def _check_agreement(config: ConfigRecord, plan: Plan) -> None:
