@@ -18,6 +18,8 @@ from flwr.app import Message
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
+from fedem.deploy.flower.messages import read_request, to_record, write_request
+from fedem.deploy.flower.server import first_server_state
 from fedem.deploy.history import History, rollback
 from fedem.deploy.kept import Earlier, Kept
 from fedem.runs.folder import RunFolder
@@ -228,3 +230,14 @@ def test_a_file_of_before_there_were_several_rounds_is_read(tmp_path: Path, hand
     kept = Kept.load(tmp_path / "old")
     assert (kept.round, kept.earlier[0].round) == (5, 5 if handed_over else 4)
     equal(kept.before or {}, {"w": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("said", ["none", 3, [-1], [1.5]])
+def test_a_client_refuses_rollbacks_that_no_server_says(tmp_path: Path, said: Any) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1})
+    content = write_request(there.plan, to_record({}), {"experiment": "trial", "run": "r", "num_rounds": 1})
+    content.config_records["config"].update({"round": 0, "learning_rate": 0.1, "rollbacks": said})
+    shared = tree_index(first_server_state(there.plan).shared, 0)
+    content["arrays"] = to_record(shared)
+    with pytest.raises(UserError, match=r"rollbacks is .*; allowed: a list of rounds"):
+        read_request(Message(content, 12, "train"), there.plan)

@@ -121,8 +121,7 @@ def read_request(message: Message, plan: Plan) -> Request:
             config, arrays = message.content.config_records["config"], message.content.array_records["arrays"]
             experiment, run = str(config["experiment"]), str(config["run"])
             done, rate = int(str(config["round"])), float(str(config["learning_rate"]))
-            num_rounds, undone = int(str(config["num_rounds"])), config["rollbacks"]
-            rollbacks = tuple(map(int, undone if isinstance(undone, list) else [str(undone)]))
+            num_rounds = int(str(config["num_rounds"]))
         except KeyError as error:
             raise UserError(f"it has no {error}.") from None
         _check_agreement(config, plan)
@@ -130,7 +129,16 @@ def read_request(message: Message, plan: Plan) -> Request:
         layout = layout_of(plan.algorithm.init_shared(0))
         shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
+        rollbacks = _read_rollbacks(config)
     return Request(shared, done, rate, experiment, run, num_rounds, rollbacks)
+
+
+def _read_rollbacks(config: ConfigRecord) -> tuple[int, ...]:
+    said = config.get("rollbacks")
+    rounds = [each for each in said if type(each) is int and each >= 0] if isinstance(said, list) else None
+    if rounds is None or rounds != said:
+        raise UserError(f"rollbacks is {said!r}; allowed: a list of rounds, whole numbers from 0.")
+    return tuple(rounds)
 
 
 def write_reply(node: Node, scores: Mapping[str, ScoreSums], upload: Tree | None = None) -> RecordDict:

@@ -55,6 +55,10 @@ class ClientRegistry:
         """Return what is kept of a client's name."""
         return blake2b(client.encode(errors="surrogatepass"), digest_size=16, key=self._token.encode()).hexdigest()
 
+    def name_at(self, node: int) -> str:
+        """Return the hash of the name of the client at a node; empty where none has answered."""
+        return self.nodes.get(node, "")
+
     def admits(self, client: str, node: int) -> bool:
         """Whether ``client`` may answer from ``node``, which has its name from then on; warns once if not."""
         name = self.hashed(client)
@@ -223,7 +227,7 @@ class MethodStrategy(Strategy):
             if len(entry.counts) >= least:
                 found |= {f"{part}_{metric}": entry.average, f"{part}_loss": entry.loss}
         self._record |= found
-        noticed = {"round": self.state.round} | self._watch.close_round(self._registry.nodes)
+        noticed = {"round": self.state.round} | self._watch.close_round(self._registry.name_at)
         self._files.uploads.write(self.folder.line(noticed))
         self._files.metrics.write(self.folder.line(self._record))
         self.save()
@@ -259,10 +263,10 @@ class MethodStrategy(Strategy):
                 else:
                     log.warning("%s", error)
                 continue
-            if known.admits(answer.client, node) and self._watch.takes(node, known.nodes[node]):
+            if known.admits(answer.client, node) and self._watch.takes(node, known.name_at(node)):
                 found[node] = answer
         # Who came later may have got the name of one that is not connected any more.
-        found = {node: answer for node, answer in found.items() if node in known.nodes}
+        found = {node: answer for node, answer in found.items() if known.name_at(node) == known.hashed(answer.client)}
         sizes = {
             node: size for node, size in known.sizes.items() if node in known.connected and self._watch.takes(node)
         }

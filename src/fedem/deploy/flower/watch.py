@@ -224,8 +224,8 @@ class Watch:
                     self._changes[node] = loss - self._losses[node]
                 self._losses[node] = loss
 
-    def close_round(self, names: Mapping[int, str]) -> Record:
-        """Count strikes and set repeat offenders aside; returns the round's record, by hashes of clients' ``names``."""
+    def close_round(self, name_at: Callable[[int], str]) -> Record:
+        """Count strikes and set repeat offenders aside; returns the round's record, by hashes of clients' names."""
         set_aside = []
         for node in sorted(self._answered | set(self._faults)):
             if node not in self._faults:
@@ -233,14 +233,14 @@ class Watch:
                 continue
             strikes = self._strikes[node] = self._strikes.get(node, 0) + 1
             if self._run.strikes and strikes >= self._run.strikes and node not in self.aside:
-                self.aside[node] = names.get(node, "")
+                self.aside[node] = name_at(node)
                 set_aside.append(node)
                 rounds = f"answers of {counted(strikes, 'round')} in a row were left out, the last since: "
                 mend = f"continue=true readmit='{node}' takes it back in."
                 log.warning("Node %d is set aside: %s%s %s", node, rounds, self._faults[node][1], mend)
         uploads = []
         for node in sorted({*self._compared, *self._faults, *self._changes}):
-            entry: Record = {"client": names.get(node) or f"node {node}"}
+            entry: Record = {"client": name_at(node) or f"node {node}"}
             if compared := self._compared.get(node):
                 entry |= compared._asdict()
             if node in self._changes:
