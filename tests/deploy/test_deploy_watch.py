@@ -340,3 +340,17 @@ def test_what_is_usual_goes_by_rounds_before_and_by_local_steps(
     }
     watch = Watch(RunConfig(), json.loads(json.dumps(Watch(RunConfig(), {"scale": scale}).to_json())))
     assert (13 in watch.alike(plan, shared, answers, torch.tensor([1, 1, steps]))) == good
+
+
+def test_a_hostile_cohort_does_not_change_for_good_what_is_usual(tmp_path: Path) -> None:
+    plan = Deployed(tmp_path, method={"name": "fedavg"}, run={"dtype": "float64"}).plan
+    shared = tree_index(first_server_state(plan).shared, 0)
+
+    def answers(*moves: float) -> dict[int, Reply]:
+        trees = [{name: leaf + move for name, leaf in shared.items()} for move in moves]
+        return {node: Reply(str(node), 9, {}, tree, 0) for node, tree in enumerate(trees, start=11)}
+
+    watch, steps = Watch(RunConfig(), {}), torch.ones(3)
+    assert len(watch.alike(plan, shared, answers(1.0, 1.0, 1.0), steps)) == 3
+    assert len(watch.alike(plan, shared, answers(1.0, 1e6, 1e6), steps)) == 3, "of which nobody is odd"
+    assert list(watch.alike(plan, shared, answers(1.0, 1.0, 1e3), steps)) == [11, 12]

@@ -25,6 +25,7 @@ log = logging.getLogger("flwr")  # whose lines are shown while a run is followed
 _ROUNDING = 1e-3  # of a mean: what numbers of few bits may be beyond a bound
 _FEWEST = 3  # answers of which one can be told to be unlike the others
 _FEW = 10  # samples: where clients have fewer, one with some thousands is nothing strange
+_GROWTH = 2.0  # times, by which what is usual may grow in a round
 _FAR = 1000.0  # times what the others' scores are, or times 1 where theirs are below
 
 
@@ -105,7 +106,7 @@ class Watch:
         self._run = run
         self.aside: dict[int, str] = {int(node): name for node, name in kept.get("aside", {}).items()}
         self._strikes: dict[int, int] = {int(node): count for node, count in kept.get("strikes", {}).items()}
-        self._scale = float(kept.get("scale", 0.0))  # the largest median norm of a round's uploads so far
+        self._scale = float(kept.get("scale", 0.0))  # about the largest median norm of a round's uploads so far
         self._counts: dict[int, dict[str, int]] = {}  # samples of each part, as each node said last
         self._losses: dict[int, float] = {}  # mean training losses when clients were scored last
         self._begin()
@@ -198,12 +199,14 @@ class Watch:
         self._compared = dict(zip(answers, found, strict=True))
         if len(answers) < _FEWEST:
             return dict(answers)
-        if math.isfinite(median := statistics.median(entry.norm for entry in found)):
-            self._scale = max(self._scale, median)
+        median = statistics.median(entry.norm for entry in found)
+        usual = max(self._scale, median) if math.isfinite(median) else self._scale
+        # A cohort whose majority is hostile, as some may be by chance, must not raise it for good.
+        self._scale = min(usual, _GROWTH * self._scale) if self._scale else usual
         further = (steps / steps.double().median()).clamp(min=1).tolist()
         good, least = {}, self._run.min_cosine
         for (node, answer), entry, more in zip(answers.items(), found, further, strict=True):
-            most = self._run.max_norm * self._scale * more or math.inf
+            most = self._run.max_norm * usual * more or math.inf
             if not entry.norm <= most:
                 said = f"its update has norm {entry.norm:.4g}; allowed: {most:.4g} (max-norm {self._run.max_norm:g})"
                 self.notice(node, "norm", f"Client {answer.client!r} is left out: {said}.")
