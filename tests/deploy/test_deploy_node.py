@@ -23,7 +23,7 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index, tree_repeat, tree_stack
 from fedem.data import Dataset
 from fedem.data.federation import PARTS, Federation
-from fedem.deploy.kept import Kept, kept_path
+from fedem.deploy.kept import Earlier, Kept, kept_path
 from fedem.deploy.node import Node
 from fedem.deploy.plan import Plan
 from fedem.runs.config import SECTIONS, Config
@@ -243,7 +243,8 @@ def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:
     shared = tree_index(trainer.training.init().shared, 0)
     weights = {"log_weights": torch.tensor([0.0, -torch.inf, -3.5])}
     path = kept_path(tmp_path, "trial", "shop A")
-    for entry in (Kept(plan, 2, weights), Kept(plan, 3, {}, shared, weights), Kept(plan, 3, weights, before=weights)):
+    past = [Earlier(2, weights), Earlier(0, weights)]
+    for entry in (Kept(plan, 2, weights), Kept(plan, 3, {}, shared, past[:1]), Kept(plan, 3, weights, earlier=past)):
         entry.save(path)
         back = Kept.load(path)
         assert (back.round, back.plan.fingerprint) == (entry.round, plan.fingerprint)
@@ -251,6 +252,7 @@ def test_a_kept_file_comes_back_whole(tmp_path: Path) -> None:
             mine, theirs = getattr(entry, name), getattr(back, name)
             assert (mine is None) == (theirs is None)
             _equal(mine or {}, theirs or {}, 0)
+        assert [each.round for each in back.earlier] == [each.round for each in entry.earlier]
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 

@@ -111,3 +111,14 @@ def test_targets_that_do_not_fit_are_refused(loss, outputs, targets, message) ->
 def test_a_variance_must_be_positive() -> None:
     with pytest.raises(UserError, match=r"SquaredError\.variance is 0; allowed: above 0"):
         SquaredError(0)
+
+
+@pytest.mark.parametrize("variance", [0.01, 1.0])
+def test_no_loss_is_below_the_lowest(variance: float) -> None:
+    outputs = torch.tensor([[-200.0, 200.0], [3.0, -1.0]], dtype=torch.float64)
+    squared = SquaredError(variance)
+    assert float(squared.negative_log_likelihood(outputs, outputs).min()) == pytest.approx(squared.lowest(2))
+    assert float(squared.negative_log_likelihood(outputs, outputs + 0.1).min()) > squared.lowest(2)
+    targets = torch.tensor([1, 0])
+    assert CrossEntropy().lowest(2) == Logistic().lowest(1) == 0
+    assert float(CrossEntropy().negative_log_likelihood(outputs, targets).min()) == pytest.approx(0, abs=1e-12)

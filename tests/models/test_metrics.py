@@ -13,7 +13,7 @@ from sklearn import metrics as sklearn
 from torch import Tensor
 
 from fedem.core.errors import UserError
-from fedem.models.losses import CrossEntropy, Logistic, SquaredError
+from fedem.models.losses import CLASSES, NUMBERS, CrossEntropy, Logistic, SquaredError
 from fedem.models.metrics import METRICS, Metric, choose_metrics, find_metric
 
 
@@ -155,3 +155,22 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
 def test_a_metric_has_one_function() -> None:
     with pytest.raises(UserError, match="one of per_sample and over_client"):
         Metric("mine", "classes")
+
+
+@pytest.mark.parametrize("quality", [-50.0, 0.0, 50.0])
+def test_values_lie_within_the_bounds_that_metrics_declare(quality: float) -> None:
+    """The worst, the useless and the perfect predictor; shares and errors come as near to a bound as they can."""
+    targets = torch.arange(40) % 6
+    chances = (quality * torch.eye(6, dtype=torch.float64)[targets]).softmax(-1)
+    numbers = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    found = {name: _value(name, chances, targets) for name, each in METRICS.items() if each.task == CLASSES}
+    found |= {
+        name: _value(name, numbers * quality / 50, numbers) for name, each in METRICS.items() if each.task == NUMBERS
+    }
+    for name, value in found.items():
+        least, most = METRICS[name].bounds
+        assert value is not None
+        assert least <= value <= most + 1e-12
+        assert least == 0 or name == "r2"
+        best = most if METRICS[name].larger_is_better else least
+        assert quality < 50 or value == pytest.approx(best, abs=1e-9)

@@ -13,6 +13,7 @@ from typer import Argument, Context, Option, Typer
 
 from fedem.cli.options import Assignments, Quiet, Rounds, asked, data_section, named_data, own_table, taking
 from fedem.core.errors import UserError, counted, needed
+from fedem.data.federation import PARTS
 from fedem.deploy.flower.project import check_empty, write_app
 from fedem.deploy.flower.trial import (
     FEWEST,
@@ -24,11 +25,14 @@ from fedem.deploy.flower.trial import (
     draw_clients,
     run_trial,
 )  # fmt: skip
+from fedem.deploy.history import History
+from fedem.deploy.history import rollback as roll_back
 from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.report.console import aside, progress, say, show_run, waiting, writing
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, unbound
+from fedem.runs.folder import RunFolder
 
 deploy_group = Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
 
@@ -230,6 +234,37 @@ def key(path: Annotated[Path, Argument(help="The key's file; its public half is 
     with writing(path):
         public = make_node_key(path)
     say(f"{path} (stays here), {public} (to be registered)")
+
+
+@deploy_group.command()
+def rollback(
+    run: Annotated[Path, Argument(help="The server's folder of the run, FOLDER/EXPERIMENT.")],
+    to: Annotated[int | None, Option(help="The round to go back to: what came after it is undone.")] = None,
+    show: Annotated[
+        bool, Option("--list", help="Show the rounds that can be gone back to, and change nothing.")
+    ] = False,
+) -> None:
+    """Return a run's server to one of the last rounds; `continue=true` goes on from there, and the clients follow.
+
+    The figures of the rounds that are undone are moved to metrics.undone.jsonl.
+
+    Examples:
+      fedem deploy rollback runs/hospitals --list
+
+      fedem deploy rollback runs/hospitals --to 12
+    """
+    folder = RunFolder(run).check()
+    if show == (to is not None):
+        raise UserError(f"rollback got {'both' if show else 'neither'} of --to and --list; allowed: one of them.")
+    if to is None:
+        shown = {line["round"]: line for line in folder.metrics()}
+        for number in History(folder).rounds():
+            scores = [f"{key} {value:.4g}" for key, value in shown.get(number, {}).items() if key.startswith(PARTS)]
+            say(", ".join([f"round {number}", *scores]))
+        return
+    with writing(run):
+        before = roll_back(folder, to)
+    say(f"{run} is at round {to} again, and was at round {before}; `continue=true` goes on from there.")
 
 
 peer_group = Typer(invoke_without_command=True)

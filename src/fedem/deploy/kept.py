@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,18 +17,32 @@ from fedem.core.schema import Flag, Listed, Table, Text, Whole, parse_json
 from fedem.core.tree import Tree, add_prefix, take_prefix
 from fedem.deploy.plan import SHAPES, Plan
 
-_TREES = ("personal", "before", "shared")
+_TREES = ("personal", "shared")
+_COUNTS = {"is_first": False, "joined": 0, "rollbacks": 0}  # what files of before these came say nothing of
 _CONTENT = Table(
     {
         "round": Whole(least=0),
-        "trees": Listed(Text(choices=_TREES)),
+        "trees": Listed(Text()),
         "run": Text(),
         "plan": Table({"config": Table(others=Table()), "shapes": SHAPES}),
     },
-    {"client": Text(), "is_first": Flag()},
+    {
+        "client": Text(),
+        "is_first": Flag(),
+        "joined": Whole(least=0),
+        "rollbacks": Whole(least=0),
+        "earlier": Listed(Whole(least=0)),
+    },
 )
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyz0123456789-_")
 _LONGEST = 120  # characters of a name that are written out: systems allow 255 bytes
+
+
+class Earlier(NamedTuple):
+    """A client's personal tree as it was."""
+
+    round: int  # rounds of the run done when it was; of the first one, when the client first took part
+    personal: Tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,26 +54,50 @@ class Kept:
         round: rounds of the run done when ``personal`` was.
         personal: v_t.
         shared: u as it was received last of all; None while the run goes on, since every message brings it.
-        before: v_t before the client's last round, so that a server that repeats it after a crash gets the same answer.
+        earlier: v_t before the client's last round and those before it, newest first. A server that repeats a round
+            after a crash gets the same answer, and one that is rolled back takes the client back with it.
         run: which run of the experiment it is of, as its server, or its peers, call it.
         client: its name; empty in files that do not say.
         is_first: whether ``personal`` is still as drawn at first, since the client has taken part in no round.
+        joined: rounds of the run done when the client first took part.
+        rollbacks: how many rollbacks of its server the client has followed.
     """
 
     plan: Plan
     round: int
     personal: Tree
     shared: Tree | None = None
-    before: Tree | None = None
+    earlier: Sequence[Earlier] = ()
     run: str = ""
     client: str = ""
     is_first: bool = False
+    joined: int = 0
+    rollbacks: int = 0
+
+    @property
+    def before(self) -> Tree | None:
+        """v_t before the client's last round, or before it was made into the predictor; None where nothing was."""
+        return self.earlier[0].personal if self.earlier else None
+
+    def at(self, round_index: int) -> Kept | None:
+        """Return what the client had kept when the run had that many rounds done; None where it had not taken part."""
+        if self.round <= round_index:
+            return self
+        for position, entry in enumerate(self.earlier):
+            if entry.round <= round_index:
+                rest = self.earlier[position + 1 :]
+                return replace(self, round=entry.round, personal=entry.personal, shared=None, earlier=rest)
+        if round_index < self.joined:
+            return None
+        kept = [self.round, *(entry.round for entry in self.earlier)]
+        raise UserError(f"What is kept is of rounds {', '.join(map(str, kept))}, and none of round {round_index}")
 
     def save(self, path: Path) -> None:
         """Replace the file, which nobody else on the machine may read."""
         from safetensors.torch import save
 
         there = {name: tree for name in _TREES if (tree := getattr(self, name)) is not None}
+        there |= {f"earlier-{number}": entry.personal for number, entry in enumerate(self.earlier)}
         tensors = {
             # Copies: trees may share leaves, which the format does not take.
             key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -65,7 +105,8 @@ class Kept:
             for key, leaf in add_prefix(name, tree).items()
         }
         content = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
-        content |= {"plan": self.plan.to_json(), "is_first": self.is_first}
+        content |= {"plan": self.plan.to_json(), "is_first": self.is_first, "joined": self.joined}
+        content |= {"earlier": [entry.round for entry in self.earlier], "rollbacks": self.rollbacks}
         for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, save(tensors, metadata={"kept": json.dumps(content)}), private=True)
@@ -82,8 +123,15 @@ class Kept:
             tensors = load_file(path)
             trees = {name: take_prefix(name, tensors) for name in content["trees"]}
             plan, client = Plan.from_json(content["plan"]), content.get("client", "")
-            first = content.get("is_first", False)
-            return cls(plan, content["round"], **trees, run=content["run"], client=client, is_first=first)
+            done, shared, rest = content["round"], trees.get("shared"), content.get("earlier", [])
+            for name in ("personal", *(f"earlier-{number}" for number in range(len(rest)))):
+                if name not in trees:
+                    raise UserError(f"there is no tree {name!r}")
+            earlier = [Earlier(round_index, trees[f"earlier-{number}"]) for number, round_index in enumerate(rest)]
+            if "before" in trees:  # files of before there were several
+                earlier.append(Earlier(done if shared else done - 1, trees["before"]))
+            counts = {key: content.get(key, default) for key, default in _COUNTS.items()}
+            return cls(plan, done, trees["personal"], shared, tuple(earlier), content["run"], client, **counts)
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, ValueError, SafetensorError) as error:  # a user's error is one of values, too

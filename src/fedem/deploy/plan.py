@@ -139,6 +139,20 @@ class RunConfig(_Flat):
     """seconds that clients have to answer"""
     continued: bool = False
     """"continue": go on after the last complete round"""
+    max_samples: int = field(default=0, metadata={"min": 0})
+    """of a client, to train on; an answer with more is refused. 0: not known"""
+    max_ratio: float = field(default=1000.0, metadata={"min": 0})
+    """... times the median of all clients' numbers of samples; 0: any"""
+    max_norm: float = field(default=10.0, metadata={"min": 0})
+    """of a client's update, times what is usual; one beyond is left out. 0: any"""
+    min_cosine: float = field(default=-1.0, metadata={"min": -1, "below": 1})
+    """between a client's update and the mean of the others; one below is left out. -1: any"""
+    strikes: int = field(default=3, metadata={"min": 0})
+    """rounds in a row with a refused or left out answer, after which a client is set aside; 0: never"""
+    readmit: str = ""
+    """clients' names or nodes' numbers, with commas between them: they were set aside, and take part again"""
+    keep: int = field(default=3, metadata={"min": 1})
+    """rounds whose checkpoints are kept, here and at the clients: the run can be rolled back to them"""
     data: str = ""
     """for Flower's simulation: a file of all clients"""
     state: str = ""

@@ -51,6 +51,10 @@ class Loss(Settings, ABC):
     def surprise(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return -log p(target | prediction) of each sample, ``[n]``, for what :meth:`probabilities` returns."""
 
+    def lowest(self, num_outputs: int) -> float:
+        """Return the bound that no sample's loss lies below: 0 where p is a probability, less where it is a density."""
+        return 0.0
+
     def far_off(self, targets: Tensor, num_outputs: int) -> float:
         """Return a mean loss that no sensible predictor of ``targets`` has: some times that of outputs of zero."""
         targets = targets.double() if targets.is_floating_point() else targets
@@ -167,9 +171,12 @@ class SquaredError(Loss):
             raise UserError(f"Targets have shape {list(targets.shape)}; {allowed}.")
 
     def negative_log_likelihood(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        constant = outputs.shape[-1] * math.log(2 * math.pi * self.variance) / 2
         squares = (outputs - targets.reshape(outputs.shape)).square()
-        return squares.sum(-1) / (2 * self.variance) + constant
+        return squares.sum(-1) / (2 * self.variance) + self.lowest(outputs.shape[-1])
+
+    def lowest(self, num_outputs: int) -> float:
+        """``D log(2 pi v) / 2``, of a prediction without error."""
+        return num_outputs * math.log(2 * math.pi * self.variance) / 2
 
     def probabilities(self, outputs: Tensor) -> Tensor:
         """The mean, ``[n, D]``."""

@@ -9,6 +9,7 @@ targets ``[n]`` or ``[n, D]``.
 """
 
 import importlib.util
+import math
 import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -27,6 +28,7 @@ _BINS = 15
 # What people also decide by. A class is rare below this share of what it would have if all were equally frequent.
 _FURTHER = {NUMBERS: ("r2", "rmse", "mae"), CLASSES: ("roc_auc", "average_precision", "recall", "f1")}
 _RARE = 0.2
+_SHARE, _ERROR = (0.0, 1.0), (0.0, math.inf)  # the values that shares and errors can have
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Metric:
         needs_sklearn: whether it is scikit-learn's, which the extra "metrics" brings.
         least_classes: the smallest number of classes for which it says anything.
         has_units: whether it is in the targets' units, in which targets that were standardised are not.
+        bounds: the least and the largest value that it can have; what lies outside was not measured.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Metric:
     needs_sklearn: bool = False
     least_classes: int = 2
     has_units: bool = False
+    bounds: tuple[float, float] = (-math.inf, math.inf)
 
     def __post_init__(self) -> None:
         if (self.per_sample is None) == (self.over_client is None):
@@ -163,30 +167,48 @@ def _is_among(k: int, predictions: Tensor, targets: Tensor) -> Tensor:
 
 def _top(k: int) -> Metric:
     name, title = f"top_{k}_accuracy", f"top-{k} accuracy"
-    return Metric(name, CLASSES, partial(_is_among, k), in_percent=True, title=title, least_classes=k + 1)
+    judge = partial(_is_among, k)
+    return Metric(name, CLASSES, judge, in_percent=True, title=title, least_classes=k + 1, bounds=_SHARE)
 
 
 def _of_sklearn(name: str, judge: Callable[..., float | None], score: str, **options: Any) -> Metric:
-    return Metric(name, CLASSES, None, partial(judge, score), needs_sklearn=True, **options)
+    return Metric(name, CLASSES, None, partial(judge, score), needs_sklearn=True, bounds=_SHARE, **options)
 
 
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
-        Metric("accuracy", CLASSES, _is_right, in_percent=True),
+        Metric("accuracy", CLASSES, _is_right, in_percent=True, bounds=_SHARE),
         _of_sklearn("balanced_accuracy", _by_guess, "recall_score", in_percent=True),
         _of_sklearn("roc_auc", _by_class, "roc_auc_score", title="ROC-AUC"),
         _of_sklearn("average_precision", _by_class, "average_precision_score"),
         _of_sklearn("macro_f1", _by_guess, "f1_score", title="macro F1", in_percent=True),
-        Metric("recall", CLASSES, None, _recall, in_percent=True),
-        Metric("f1", CLASSES, None, _f1, title="F1", in_percent=True),
+        Metric("recall", CLASSES, None, _recall, in_percent=True, bounds=_SHARE),
+        Metric("f1", CLASSES, None, _f1, title="F1", in_percent=True, bounds=_SHARE),
         _top(5),
-        Metric("log_loss", CLASSES, log_loss, larger_is_better=False),
-        Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False),
-        Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False),
-        Metric("rmse", NUMBERS, None, _rmse, title="root mean squared error", larger_is_better=False, has_units=True),
-        Metric("mae", NUMBERS, _absolute, title="mean absolute error", larger_is_better=False, has_units=True),
-        Metric("r2", NUMBERS, None, _r2, title="R2"),
+        Metric("log_loss", CLASSES, log_loss, larger_is_better=False, bounds=_ERROR),
+        Metric("calibration_error", CLASSES, None, _calibration_error, larger_is_better=False, bounds=_SHARE),
+        Metric("mean_squared_error", NUMBERS, _squared, larger_is_better=False, bounds=_ERROR),
+        Metric(
+            "rmse",
+            NUMBERS,
+            None,
+            _rmse,
+            title="root mean squared error",
+            larger_is_better=False,
+            has_units=True,
+            bounds=_ERROR,
+        ),
+        Metric(
+            "mae",
+            NUMBERS,
+            _absolute,
+            title="mean absolute error",
+            larger_is_better=False,
+            has_units=True,
+            bounds=_ERROR,
+        ),
+        Metric("r2", NUMBERS, None, _r2, title="R2", bounds=(-math.inf, 1.0)),
     )
 }
 """The metrics by name; a row may be added, and then be named like any other. ``top_K_accuracy`` has any K."""

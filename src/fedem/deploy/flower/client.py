@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
 from fedem.deploy.flower.messages import Request, read_request, write_reply
-from fedem.deploy.kept import Kept, kept_path
+from fedem.deploy.kept import Earlier, Kept, kept_path
 from fedem.deploy.node import Node, read_clients
 from fedem.deploy.plan import NodeConfig, Plan, RunConfig
 
@@ -26,28 +26,20 @@ class Client:
 
     node: Node
     path: Path  # of the file that it keeps
+    keep_rounds: int = RunConfig.keep  # of how many rounds it keeps v_t, as many as the server can be rolled back by
 
     def train(self, request: Request) -> RecordDict:
         """Run a round from what was kept, keep its result, then answer."""
-        start = self._start(self._kept(request), request)
+        kept = self._kept(request)
+        # The server may repeat a round: it never got the answer, or lost it.
+        start = self.node.first_personal(request.shared) if kept is None else kept.personal
         upload, personal = self.node.train(request.shared, start, request.round, request.learning_rate)
-        self._keep(request, request.round + 1, personal, before=start)
+        self._keep(kept, request, request.round + 1, personal, before=start)
         return write_reply(self.node, {}, upload)
 
     def count(self, request: Request) -> RecordDict:
         """Say how many samples there are to train on, and no more."""
         return write_reply(self.node, {})
-
-    def _start(self, kept: Kept | None, request: Request) -> Tree:
-        if kept is None:
-            return self.node.first_personal(request.shared)
-        if kept.round <= request.round:
-            return kept.personal
-        # The server repeats a round: it never got the answer, or lost it.
-        if kept.round == request.round + 1 and kept.before is not None:
-            return kept.before
-        rounds = f"of round {kept.round}, but the server begins round {request.round + 1}"
-        raise UserError(f"{self.path} is {rounds}; {_RENAME}, or to remove that file.")
 
     def evaluate(self, request: Request) -> RecordDict:
         """Score the predictor; weights that were never trained are fitted at once, and not kept."""
@@ -62,14 +54,28 @@ class Client:
         else:  # asked once more, it starts from what it had before it was asked
             personal = kept.personal if kept.shared is None or kept.before is None else kept.before
         shared, own = self.node.predictor(request.shared, personal)
-        self._keep(request, request.round, own, shared, before=personal)
+        self._keep(kept, request, request.round, own, shared, before=personal)
         return write_reply(self.node, {})
 
-    def _keep(self, request: Request, done: int, personal: Tree, shared: Tree | None = None, *, before: Tree) -> None:
-        Kept(self.node.plan, done, personal, shared, before, request.run, self.node.name).save(self.path)
+    def _keep(
+        self, kept: Kept | None, request: Request, done: int, own: Tree, shared: Tree | None = None, *, before: Tree
+    ) -> None:
+        """Replace the file; ``before`` is the personal tree that ``own`` was made from."""
+        if kept is None:
+            joined, earlier = request.round, [Earlier(request.round, before)]
+        else:  # asked for its predictor once more, it has had this one before
+            past = kept.earlier[1:] if kept.shared is not None and shared is not None else kept.earlier
+            joined, earlier = kept.joined, [Earlier(kept.round, before), *past][: self.keep_rounds]
+        plan, name, followed = self.node.plan, self.node.name, len(request.rollbacks)
+        new = Kept(plan, done, own, shared, earlier, request.run, name, joined=joined, rollbacks=followed)
+        new.save(self.path)
 
     def _kept(self, request: Request) -> Kept | None:
-        """Read what was kept, if there is something; refuse what belongs to another plan, or another run."""
+        """Read what was kept by the round that the server has reached; refuse what is of another plan or run.
+
+        A server that was rolled back says to which rounds. Whatever came after them is undone here, too, also where the
+        client was away until the server's rounds were beyond its own again.
+        """
         if not self.path.exists():
             return None
         kept = Kept.load(self.path)
@@ -79,7 +85,13 @@ class Client:
         if kept.run != request.run:
             other = f"another run of experiment {request.experiment!r}, and stays as it is"
             raise UserError(f"{self.path} was kept in {other}; {_RENAME}, or to move that file away.")
-        return kept
+        try:
+            then = kept.at(min([request.round, *request.rollbacks[kept.rollbacks :]]))
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}; {_RENAME}, or to remove that file.") from None
+        if then is not kept and request.rollbacks[kept.rollbacks :]:
+            log.warning("The server was rolled back; %s goes back to round %d.", self.path, then.round if then else 0)
+        return then
 
 
 def make_client_app(folder: Path) -> ClientApp:
@@ -105,7 +117,8 @@ def _answer(folder: Path, act: Callable[[Client, Request], RecordDict], message:
         return _failure(message, error)
     try:
         node = replace(_open(plan, data, own), num_rounds=request.num_rounds)
-        return Message(act(Client(node, kept_path(state, request.experiment, node.name)), request), reply_to=message)
+        client = Client(node, kept_path(state, request.experiment, node.name), run.keep)
+        return Message(act(client, request), reply_to=message)
     except Exception as error:
         return _failure(message, error)
 

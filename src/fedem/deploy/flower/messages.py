@@ -22,6 +22,7 @@ TRAIN, EVALUATE, KEEP, COUNT = "train", "evaluate", "query.keep", "query.count"
 _MOST_SAMPLES = 10**12  # of a client: a mean must not be one client's because its number is absurd, nor overflow
 _LONGEST_NAME = 200  # characters of a client's name
 
+About = dict[str, str | int | float | list[int]]  # the fields of a request beside the tree
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # the shape and type of each leaf
 
 
@@ -34,6 +35,7 @@ class Request(NamedTuple):
     experiment: str
     run: str  # which run of the experiment: there may have been others by the same name
     num_rounds: int  # of the run, which may have other rounds than its plan
+    rollbacks: tuple[int, ...] = ()  # the rounds that the run was rolled back to, in that order
 
 
 class Reply(NamedTuple):
@@ -108,7 +110,7 @@ def check_leaves(tree: Tree, layout: Layout) -> None:
             raise UserError(f"leaf {name!r} is not finite.")
 
 
-def write_request(plan: Plan, arrays: ArrayRecord, about: dict[str, str | int | float]) -> RecordDict:
+def write_request(plan: Plan, arrays: ArrayRecord, about: About) -> RecordDict:
     """Write a message of the server: a :class:`Request` whose fields beside the tree are ``about`` the run."""
     config = ConfigRecord({"version": VERSION, "plan": plan.fingerprint, **about})
     return RecordDict({"arrays": arrays, "config": config})
@@ -133,7 +135,16 @@ def read_request(message: Message, plan: Plan) -> Request:
         layout = layout_of(plan.algorithm.init_shared(0))
         shared = to_tree(arrays, layout)
         check_leaves(shared, layout)
-    return Request(shared, done, rate, experiment, run, num_rounds)
+        rollbacks = _read_rollbacks(config)
+    return Request(shared, done, rate, experiment, run, num_rounds, rollbacks)
+
+
+def _read_rollbacks(config: ConfigRecord) -> tuple[int, ...]:
+    said = config.get("rollbacks")
+    rounds = [each for each in said if type(each) is int and each >= 0] if isinstance(said, list) else None
+    if rounds is None or rounds != said:
+        raise UserError(f"rollbacks is {said!r}; allowed: a list of rounds, whole numbers from 0.")
+    return tuple(rounds)
 
 
 def _read_whole(config: ConfigRecord, key: str, least: int, most: int) -> int:
@@ -189,6 +200,12 @@ def _read_sums(metrics: MetricRecord, part: str) -> ScoreSums:
     if len(sums) < 2:
         raise UserError(f"its sums of {part} are {loss!r} and {value!r}.")
     return ScoreSums(samples, *map(float, sums))
+
+
+def is_under(reply: Message, plan: Plan) -> bool:
+    """Whether an answer came, and says that it follows the plan with this version: its faults are not of an upgrade."""
+    config = None if reply.has_error() else reply.content.config_records.get("config")
+    return config is not None and (config.get("version"), config.get("plan")) == (VERSION, plan.fingerprint)
 
 
 def _check_agreement(config: ConfigRecord, plan: Plan) -> None:

@@ -6,6 +6,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +25,8 @@ from fedem.core.tree import tree_bytes, tree_index, tree_repeat, tree_to
 from fedem.deploy.flower import messages
 from fedem.deploy.flower.messages import Layout, Reply
 from fedem.deploy.flower.project import check_server
+from fedem.deploy.flower.watch import Watch, check_scores
+from fedem.deploy.history import History, open_uploads
 from fedem.deploy.node import combine_scores
 from fedem.deploy.plan import Plan, RunConfig
 from fedem.methods.mixer import Round
@@ -59,6 +62,14 @@ class ClientRegistry:
         self._known: dict[int, Known] = {}
         self._warned: set[tuple[str, int]] = set()
 
+    def hashed(self, client: str) -> str:
+        """Return what is kept of a client's name."""
+        return self._hash(client.encode(errors="surrogatepass"))
+
+    def name_at(self, node: int) -> str:
+        """Return the hash of the name of the client at a node; empty where none has answered."""
+        return self.owners.get(self._known[node].owner, "") if node in self._known else ""
+
     def meet(self, nodes: Iterable[NodeInfo]) -> list[int]:
         """Note who is connected; returns the nodes' numbers, in order."""
         found = {node.node_id: node for node in nodes}
@@ -70,7 +81,7 @@ class ClientRegistry:
 
     def admits(self, client: str, node: int) -> bool:
         """Whether ``client`` may answer from ``node``, which has its name from then on; warns once if not."""
-        own, name = self._known[node], self._hash(client.encode(errors="surrogatepass"))
+        own, name = self._known[node], self.hashed(client)
         if own.name not in ("", client):
             why = f"Node {node} is registered as {own.name!r}; its answers as {client!r} are left out."
             return self._refuse(client, node, why)
@@ -110,15 +121,25 @@ class StoppedError(UserError, AppExitException):
     exit_code = 249  # none of Flower's own, which come with explanations that are wrong here
 
 
+class Lines(NamedTuple):
+    """Files of a run that get one line per round."""
+
+    metrics: IO[str]
+    uploads: IO[str]
+
+
 class MethodStrategy(Strategy):
     """Flower's loop over rounds, with the method and the mixer of a plan inside. Rounds that are done stay done."""
 
-    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, metadata: Record, lines: IO[str]):
+    def __init__(self, plan: Plan, run: RunConfig, folder: RunFolder, state: State, metadata: Record, files: Lines):
         self.plan, self.run, self.folder, self.state, self.config = plan, run, folder, state, folder.config()
         self.token = str(metadata["run"])  # what distinguishes it from other runs by the same name
         self._layout = messages.upload_layout(plan, tree_index(state.shared, 0))
-        self._lines, self._started = lines, time.perf_counter() - metadata["seconds"]
+        self._files, self._started = files, time.perf_counter() - metadata["seconds"]
         self._registry = ClientRegistry(self.token, metadata.get("owners", {}))
+        self._rollbacks: list[int] = metadata.get("rollbacks", [])
+        self._watch = Watch(run, metadata.get("watch", {}))
+        self._watch.readmit(run.readmit, self._registry.hashed)
         self._round_started, self._num_asked = 0.0, 0
         self._record: Record = {}
 
@@ -142,17 +163,24 @@ class MethodStrategy(Strategy):
         log.info("\t└── Folder: %s", self.folder.path.absolute())
 
     def connected(self, grid: Grid) -> list[int]:
-        """Return the nodes that are connected; waits for as many as there must be, though not for ever."""
-        deadline, least = time.monotonic() + self.run.wait, self.run.min_clients
-        while len(nodes := self._registry.meet(grid.get_nodes())) < least and time.monotonic() <= deadline:
+        """Return the nodes that are connected; waits for as many as there must be, though not for ever.
+
+        Those that are set aside count for nothing.
+        """
+        deadline = time.monotonic() + self.run.wait
+        while len(nodes := self._present(grid)) < self.run.min_clients and time.monotonic() <= deadline:
             time.sleep(min(_POLL, self.run.wait))
         return nodes
+
+    def _present(self, grid: Grid) -> list[int]:
+        return [node for node in self._registry.meet(grid.get_nodes()) if self._watch.takes(node)]
 
     def requests(self, kind: str, arrays: ArrayRecord, nodes: Iterable[int]) -> list[Message]:
         """Write the same message to some nodes; it is not delivered once nobody waits for the answer."""
         done, experiment, rounds = self.state.round, self.run.experiment, self.config.run.rounds
-        about = {"round": done, "num_rounds": rounds, "learning_rate": self.rate}
-        content = messages.write_request(self.plan, arrays, about | {"experiment": experiment, "run": self.token})
+        about: messages.About = {"round": done, "num_rounds": rounds, "learning_rate": self.rate}
+        about |= {"experiment": experiment, "run": self.token, "rollbacks": self._rollbacks}
+        content = messages.write_request(self.plan, arrays, about)
         return [Message(content, node, kind, ttl=self.run.timeout, group_id=str(done)) for node in nodes]
 
     def configure_train(
@@ -162,6 +190,7 @@ class MethodStrategy(Strategy):
         nodes, least = self.connected(grid), self.run.min_clients
         if len(nodes) < least:
             there = f"After {self.run.wait:g} seconds {counted(len(nodes), 'node is', 'nodes are')} connected"
+            there += f", without {counted(aside, 'node')} set aside" if (aside := len(self._watch.aside)) else ""
             mend = f"`continue = true` goes on after round {self.state.round}"
             raise UserError(f"{there}; needed: min-clients {least}. {mend}.")
         strangers = [node for node in nodes if node not in self._registry.sizes]
@@ -176,8 +205,12 @@ class MethodStrategy(Strategy):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord, None]:
         """Mix the good answers; with too few of them u stays as it is."""
-        answers = self._accepted(replies, self._layout)
+        found = self._accepted(replies, self._layout)
         before, rate, least = self.state, self.rate, self.run.min_clients
+        steps = self.config.batching.num_steps(torch.tensor([answer.num_samples for answer in found.values()]))
+        found = self._watch.alike(self.plan, tree_index(before.shared, 0), found, steps)
+        self._watch.heard(found)
+        answers = list(found.values())
         done, count, taken = before.round + 1, len(answers), 0
         self.state = replace(before, round=done)
         if count < least:
@@ -197,10 +230,11 @@ class MethodStrategy(Strategy):
         sizes, known = torch.tensor([answer.num_samples for answer in answers]), self._registry
         clients, key = torch.arange(len(answers)), mixer_seed(self.config.run.seed, state.round)
         average, trained = float(sizes.double().mean()), self.plan.model.trainable
-        this = Round(clients, sizes, len(known.connected), rate, key, average, trained)
+        there = [node for node in known.connected if self._watch.takes(node)]
+        this = Round(clients, sizes, len(there), rate, key, average, trained)
         trees = (tree_repeat(tree_to(answer.upload, self.plan.device), 1) for answer in answers)
         uploads = zip(clients[:, None], trees, strict=True)
-        everybody = sum(known.sizes.get(node, 0) for node in known.connected)
+        everybody = sum(known.sizes.get(node, 0) for node in there)
         return server_step(self.plan.method, state, this, uploads, int(sizes.sum()) / everybody)[0]
 
     def configure_evaluate(
@@ -218,8 +252,10 @@ class MethodStrategy(Strategy):
         return self.requests(messages.EVALUATE, arrays, nodes)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Average over clients; then the round is complete, and written down. No client's own figures are."""
-        scored, least = self._accepted(replies), self.run.min_clients
+        """Average over clients; then the round is complete, and written down, clients' own figures apart."""
+        answers = self._accepted(replies)
+        self._watch.heard(answers)
+        scored, least = list(answers.values()), self.run.min_clients
         if scored and len(scored) < least:
             log.warning("%s sent scores, needed %d; they are not averaged.", counted(len(scored), "client"), least)
         metric = self.plan.model.loss.metric
@@ -229,18 +265,21 @@ class MethodStrategy(Strategy):
             if len(entry.counts) >= least:
                 found |= {f"{part}_{metric}": entry.average, f"{part}_loss": entry.loss}
         self._record |= found
-        self._lines.write(self.folder.line(self._record))
+        noticed = {"round": self.state.round} | self._watch.close_round(self._registry.name_at)
+        self._files.uploads.write(self.folder.line(noticed))
+        self._files.metrics.write(self.folder.line(self._record))
         self.save()
         return MetricRecord(found) if found else None
 
     def save(self) -> None:
         """Write a checkpoint: the server's tree and, of clients, whose names are whose by hashes."""
         metadata = self.plan.metadata(()) | {"plan": self.plan.fingerprint, "run": self.token, "seconds": self.seconds}
-        metadata["owners"] = self._registry.owners
+        metadata |= {"owners": self._registry.owners, "watch": self._watch.to_json(), "rollbacks": self._rollbacks}
         self.folder.save({"last": self.state}, metadata)
+        History(self.folder).add(self.state.round, self.run.keep)
 
     def hand_over(self, grid: Grid) -> None:
-        nodes = self._registry.meet(grid.get_nodes())
+        nodes = self._present(grid)
         replies = self._accepted(self._ask(grid, messages.KEEP, nodes))
         keeping = counted(len(replies), "client keeps its model", "clients keep their models")
         log.info("%s; %s asked.", keeping, counted(len(nodes), "node was", "nodes were"))
@@ -248,19 +287,30 @@ class MethodStrategy(Strategy):
     def _ask(self, grid: Grid, kind: str, nodes: Iterable[int]) -> Iterable[Message]:
         return grid.send_and_receive(self.requests(kind, self.arrays, nodes), timeout=self.run.timeout)
 
-    def _accepted(self, replies: Iterable[Message], layout: Layout | None = None) -> list[Reply]:
-        """Return the good answers, one for each client, in the order of the clients' names."""
-        good: dict[str, Reply] = {}
+    def _accepted(self, replies: Iterable[Message], layout: Layout | None = None) -> dict[int, Reply]:
+        """Return the good answers by node, one for each client, in the order of the clients' names."""
+        known, found = self._registry, dict[int, Reply]()
         for reply in replies:
+            node = reply.metadata.src_node_id
             try:
                 answer = messages.read_reply(reply, self.plan, layout)
+                check_scores(self.plan, answer)
             except UserError as error:
-                log.warning("%s", error)
+                if messages.is_under(reply, self.plan):
+                    self._watch.notice(node, "refused", error)
+                else:
+                    log.warning("%s", error)
                 continue
-            if self._registry.admits(answer.client, reply.metadata.src_node_id):
-                good[answer.client] = answer
-                self._registry.sizes[reply.metadata.src_node_id] = answer.num_samples
-        return [good[name] for name in sorted(good)]
+            if known.admits(answer.client, node) and self._watch.takes(node, known.name_at(node)):
+                found[node] = answer
+        # Who came later may have got the name of one that is not connected any more.
+        found = {node: answer for node, answer in found.items() if known.name_at(node) == known.hashed(answer.client)}
+        sizes = {
+            node: size for node, size in known.sizes.items() if node in known.connected and self._watch.takes(node)
+        }
+        good = self._watch.plausible(found, sizes)
+        known.sizes |= {node: answer.num_samples for node, answer in good.items()}
+        return dict(sorted(good.items(), key=lambda entry: entry[1].client))
 
     def conclude(self) -> Record:
         history, ways = self.folder.metrics(), ("bytes_up", "bytes_down")
@@ -289,8 +339,12 @@ def serve(plan: Plan, run: RunConfig, grid: Grid) -> State:
             start = states["last"].to(plan.device)
         else:
             start, metadata = first_server_state(plan), {"run": secrets.token_hex(8), "seconds": 0.0}
-        with folder.open_metrics(start.round) as lines, torch.no_grad():
-            strategy = MethodStrategy(plan, run, folder, start, metadata, lines)
+        History(folder).drop_after(start.round)
+        with ExitStack() as stack, torch.no_grad():
+            files = Lines(
+                *map(stack.enter_context, (folder.open_metrics(start.round), open_uploads(folder, start.round)))
+            )
+            strategy = MethodStrategy(plan, run, folder, start, metadata, files)
             strategy.save()  # before anybody is asked: what clients keep goes by the run's token
             strategy.start(grid, strategy.arrays, config.run.rounds - start.round, run.timeout)
         strategy.hand_over(grid)

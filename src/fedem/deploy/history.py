@@ -1,0 +1,118 @@
+"""A deployed run's last checkpoints, and the way back to one of them.
+
+RUN/history/000012/checkpoints/     the checkpoint of round 12 as it was written
+RUN/metrics.undone.jsonl            lines of rounds that were rolled back, and which round that led to
+RUN/uploads.undone.jsonl            likewise
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from fedem.core.errors import UserError
+from fedem.core.files import write_atomically
+from fedem.runs.folder import RunFolder
+
+UPLOADS = "uploads.jsonl"  # one line per round: what the server noticed of each upload
+_LINES = ("metrics.jsonl", UPLOADS)
+
+
+class History:
+    """The last checkpoints of a run's folder."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.path = folder, folder.path / "history"
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that the run can be rolled back to, in ascending order."""
+        return sorted(int(path.name) for path in self.path.glob("*") if path.name.isdigit())
+
+    def add(self, round_number: int, keep: int) -> None:
+        """Keep the checkpoint that was saved last, which is of this round, and the ``keep - 1`` before it."""
+        place, unfinished = self._place(round_number), self.path / ".unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        # Files of a checkpoint are replaced, and never changed: a second name is as good as a copy.
+        shutil.copytree(self.folder.checkpoints, unfinished / "checkpoints", copy_function=_link)
+        shutil.rmtree(place, ignore_errors=True)
+        os.replace(unfinished, place)
+        for earlier in self.rounds()[:-keep]:
+            shutil.rmtree(self._place(earlier))
+
+    def drop_after(self, round_number: int) -> None:
+        """Remove what is of later rounds, which do not belong to the run any more."""
+        for later in [each for each in self.rounds() if each > round_number]:
+            shutil.rmtree(self._place(later))
+
+    def at(self, round_number: int) -> RunFolder:
+        """Return a folder with the checkpoint of that round."""
+        if round_number not in (rounds := self.rounds()):
+            kept = ", ".join(map(str, rounds)) or "none"
+            raise UserError(f"{self.folder.path} can't go back to round {round_number}; kept are rounds: {kept}.")
+        return RunFolder(self._place(round_number))
+
+    def _place(self, round_number: int) -> Path:
+        return self.path / f"{round_number:06d}"
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without second names
+        shutil.copy2(source, target)
+
+
+def open_uploads(folder: RunFolder, done: int) -> IO[str]:
+    """Open uploads.jsonl to append, with the lines of the first ``done`` rounds alone; it is its owner's alone."""
+    path = folder.path / UPLOADS
+    lines = [folder.line(line) for line in _read_lines(path) if line["round"] <= done]
+    write_atomically(path, "".join(lines).encode(), private=True)
+    return path.open("a", buffering=1, encoding="utf-8")
+
+
+def rollback(folder: RunFolder, round_number: int) -> int:
+    """Return a run to the checkpoint of an earlier round, from which it can be continued; returns the round it had.
+
+    What is known of clients, such as who is set aside, stays as it is now. Where it was killed, the same command
+    completes it.
+    """
+    folder.check()
+    with folder.locked():
+        history = History(folder)
+        states, _ = history.at(round_number).load()
+        present, facts = folder.load()
+        last = present["last"].round
+        if last == round_number:
+            return last
+        for name in _LINES:
+            _set_apart(folder.path / name, round_number)
+        # By this list clients know what of their own is undone, also those that come back much later.
+        folder.save(states, facts | {"rollbacks": [*facts.get("rollbacks", []), round_number]})
+        for name in ("summary.json", "clients.csv"):
+            (folder.path / name).unlink(missing_ok=True)
+        folder.open_metrics(round_number).close()
+        open_uploads(folder, round_number).close()
+        history.drop_after(round_number)
+    return last
+
+
+def _set_apart(path: Path, round_number: int) -> None:
+    """Add the lines of later rounds to the file of those undone, unless they are there since a killed rollback."""
+    target = path.with_name(f"{path.stem}.undone{path.suffix}")
+    before = _read_lines(target)
+    undone = [line | {"rolled_back_to": round_number} for line in _read_lines(path) if line["round"] > round_number]
+    lines = [*before, *(line for line in undone if line not in before)]
+    if lines != before:
+        write_atomically(target, "".join(map(RunFolder.line, lines)).encode(), private=True)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of lines; a last one cut short by a kill is left out."""
+    lines: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        lines.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return lines
