@@ -25,6 +25,7 @@ from fedem.deploy.plan import MOST_ROUNDS, Plan
 
 NODE, SECRET = 11, "nobody-may-read-this"
 ABOUT = {"round": 0, "num_rounds": 3, "learning_rate": 0.1, "experiment": "trial", "run": "0123456789abcdef"}
+ABOUT |= {"rollbacks": []}
 KINDS = (TRAIN, EVALUATE, KEEP, COUNT)
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
@@ -50,6 +51,7 @@ DAMAGES: dict[str, st.SearchStrategy[Any]] = {
     "learning_rate": not_number | st.sampled_from([math.nan, math.inf, -math.inf, -1e-300, -1]),
     "experiment": no_name,
     "run": no_name,
+    "rollbacks": values.filter(lambda value: value != []) | st.just([-1]),
     "version": values,
     "plan": values,
 }

@@ -86,12 +86,15 @@ def rollback(folder: RunFolder, round_number: int) -> int:
         states, _ = history.at(round_number).load()
         present, facts = folder.load()
         last = present["last"].round
-        if last == round_number:
+        rollbacks = facts.get("rollbacks", [])
+        if last != round_number:
+            for name in _LINES:
+                _set_apart(folder.path / name, round_number)
+            # By this list clients know what of their own is undone, also those that come back much later.
+            folder.save(states, facts | {"rollbacks": [*rollbacks, round_number]})
+        elif rollbacks[-1:] != [round_number]:
             return last
-        for name in _LINES:
-            _set_apart(folder.path / name, round_number)
-        # By this list clients know what of their own is undone, also those that come back much later.
-        folder.save(states, facts | {"rollbacks": [*facts.get("rollbacks", []), round_number]})
+        folder.saved.forget_previous()  # it is of a round that is undone
         for name in ("summary.json", "clients.csv"):
             (folder.path / name).unlink(missing_ok=True)
         folder.open_metrics(round_number).close()

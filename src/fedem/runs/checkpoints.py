@@ -129,6 +129,10 @@ class Checkpoints:
                 return []
         return [file for file in sorted(self.path.glob(TENSORS)) if file.name not in named]
 
+    def forget_previous(self) -> None:
+        """Have the newest checkpoint stand alone."""
+        (self.path / PREVIOUS).unlink(missing_ok=True)
+
     def load(self) -> Loaded:
         """Read the newest checkpoint or, where that is damaged, the one before, with a note; refuse where both are."""
         loaded, damage = self.find()
