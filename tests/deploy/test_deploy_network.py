@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -131,7 +132,8 @@ def test_nodes_compute_what_the_simulator_does_whoever_else_comes_and_though_the
         start_nodes(network, clients)
         key = network.register("mallory", "mallory")
         with monkeypatch.context() as patch:
-            patch.setitem(network.environment, "PYTHONPATH", str(tmp_path / "spoilt"))
+            others = filter(None, [network.environment.get("PYTHONPATH")])
+            patch.setitem(network.environment, "PYTHONPATH", os.pathsep.join([str(tmp_path / "spoilt"), *others]))
             own = {"data": str(spoilt.data), "client": "mallory", "state": str(tmp_path / "mallory")}
             network.start_node("mallory", own, key).wait_for(CONNECTED)
 
