@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,10 @@ from fedem.deploy.flower import trial
 from fedem.deploy.flower.trial import SHORT, choose_clients, draw_clients, run_trial
 from fedem.runs.config import Config, RunSettings
 from fedem.runs.folder import RunFolder
+from fedem.runs.rounds import RoundCosts
 
 pytest.importorskip("flwr")
+SUMMARY = {"method": "fedavg", "data": "file", "rounds": 1, "seed": 0, "num_clients": 2, "num_components": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -115,10 +118,10 @@ def follow(
 ) -> list[dict[str, Any]]:
     """Follow a run that is over, or hangs, whose rounds had so many clients; returns what the listener heard."""
     (folder / "metrics.jsonl").write_text(
-        "".join(RunFolder.line({"round": at + 1, "clients": count}) for at, count in enumerate(lines))
+        "".join(RunFolder.line(RoundCosts(at + 1, 0.1, count, 1.0, 0, 0)._asdict()) for at, count in enumerate(lines))
     )
     if complete:
-        (folder / "summary.json").write_text('{"rounds": 1}')
+        (folder / "summary.json").write_text(json.dumps(SUMMARY))
     network: Any = SimpleNamespace(superlink=FakeProgram(), executor=FakeProgram())
     heard: list[dict[str, Any]] = []
     # Programs that are not there, in the place of real ones.

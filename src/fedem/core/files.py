@@ -123,14 +123,23 @@ def locked(path: Path, *, wait: bool = False, refusal: str = "") -> Iterator[boo
 
 @contextmanager
 def holding(folder: Path, refusal: str) -> Iterator[None]:
-    """Hold a folder, which is made if it is not there, by a lock in it; raise the ``refusal`` where another does."""
+    """Hold a folder, which is made if it is not there, by a lock in it; raise the ``refusal`` where another does.
+
+    A folder in which nothing was written is removed.
+    """
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder / LOCK, refusal=refusal))
         except OSError as error:
             raise UserError(f"The folder {folder} can't be written: {error.strerror}.") from None
-        yield
+        try:
+            yield
+        finally:
+            if is_empty(folder):
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
+                    folder.rmdir()
 
 
 def is_empty(folder: Path) -> bool:

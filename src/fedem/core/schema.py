@@ -268,6 +268,8 @@ def parse_toml(content: bytes | str, where: object, what: str = "TOML") -> dict[
 def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
+    except NotADirectoryError as error:  # one of the folders above is a file
+        raise FileNotFoundError(*error.args) from None
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, check_known
 from fedem.core.schema import read_json_if_there
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.evaluate import Record, metrics_of
-from fedem.runs.folder import RunFolder
+from fedem.runs.folder import SUMMARY_FILE, RunFolder
 from fedem.studies.comparison import COMPARISON, Comparison, data_name, summarize
 from fedem.studies.sweep import Entry, failures, reason
 
@@ -102,6 +102,7 @@ def _read(folder: RunFolder, command: str | None) -> Run:
         config, nothing = folder.config(), np.zeros(0)
         nobody = Clients((), nothing, nothing, np.zeros((0, 0)))
         return Run(config.name("method"), config.run.seed, folder, config, {}, [], nobody, None, command)
+    check_known(f"method in {folder.path / SUMMARY_FILE}", [summary["method"]], METHODS)
     everybody = folder.clients()
     rows = [row for row in everybody if row["role"] == "train"]
     if everybody and not rows:

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 
 from fedem.core.errors import UserError, counted, naming, notify
 from fedem.core.files import holding, is_empty, plain, remove_leftovers, write_atomically, write_csv, write_json
-from fedem.core.schema import Listed, Maybe, Number, Table, Text, Whole, parse_json, read_json_if_there
+from fedem.core.schema import Flag, Listed, Maybe, Number, Table, Text, Whole, check, parse_json, read_json_if_there
 from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
 from fedem.models.metrics import METRICS
@@ -41,14 +41,41 @@ TRACES = (CONFIG, "checkpoints", METRICS_FILE, SUMMARY_FILE, FAILED_FILE)  # of 
 # What may differ when a run is resumed: none of it changes a result beyond rounding.
 _FREE = {"run.device", "run.engine", "run.chunk_size", "run.checkpoint_every", "run.checkpoint_seconds"}
 
-_FIGURE = Maybe(Number())
-_SCORES = {f"{who}{part}_{name}": _FIGURE for who in ("", "unseen_") for part in PARTS for name in ("loss", *METRICS)}
+_FIGURE, _COUNT = Maybe(Number()), Whole(least=0)
+_VARIANTS = ("", "_unweighted", "_pooled", "_undefined", "_in_units", "_pooled_in_units")
+_AVERAGES = tuple(f"{part}_{name}" for part in PARTS for name in ("loss", *METRICS))
+_SCORES = {f"{name}{variant}": _FIGURE for name in _AVERAGES for variant in _VARIANTS}
 _COSTS = {"seconds": Number(least=0), **{f"bytes_{way}": Maybe(Number(least=0)) for way in ("up", "down")}}
-_LINE = Table({"round": Whole(least=1), **_COSTS}, {"learning_rate": _FIGURE, "clients": Whole(least=0), **_SCORES})
-_FIGURES = {"bottom_decile": _FIGURE, "seconds_per_round": _FIGURE, "seconds_total": _FIGURE, **_SCORES}
+_LINE = Table({"round": Whole(least=1), **_COSTS}, {"learning_rate": _FIGURE, "clients": _COUNT, **_SCORES})
+_FIGURES = {
+    **_SCORES,
+    **{f"unseen_{name}": _FIGURE for name in _SCORES},
+    **{f"oracle_{name}": _FIGURE for name in ("loss", "bottom_decile", *METRICS)},
+    **dict.fromkeys(
+        ["bottom_decile", "test_base_rate", "target_deviation", "learning_rate", "weights_entropy"], _FIGURE
+    ),
+    **{f"{cost}_per_round": _FIGURE for cost in _COSTS},
+    "seconds_total": _FIGURE,
+}
+_BEST = Table({"round": _COUNT}, _FIGURES)
 SUMMARY = Table(
-    {"method": Text(), "data": Text(), "rounds": Whole(least=0), "seed": Whole(), "num_clients": Whole(least=0)},
-    {"num_components": Whole(least=1), "best": Maybe(Table(optional=_FIGURES)), "note": Text(), **_FIGURES},
+    {
+        "method": Text(),
+        "data": Text(),
+        "rounds": _COUNT,
+        "seed": Whole(),
+        "num_clients": _COUNT,
+        "num_components": Whole(least=1),
+    },
+    {
+        **_FIGURES,
+        **dict.fromkeys(["num_unseen_clients", "num_parameters", "stopped_after", "max_rounds", "halvings"], _COUNT),
+        "weights_mean": Listed(Number()),
+        "best": Maybe(_BEST),
+        "recovery": Table(),
+        "diverged": Flag(),
+        "note": Text(),
+    },
 )
 FAILURE = Table({"phrase": Text(), "message": Text()})
 REFERENCES = Listed(Table({"method": Text(), "title": Text()}, _FIGURES | {"clients": Listed(Table())}))
@@ -260,8 +287,14 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """Read summary.json; None when the run is not complete."""
-        found: dict[str, Any] | None = read_json_if_there(self.path / SUMMARY_FILE, SUMMARY)
-        return found
+        path = self.path / SUMMARY_FILE
+        summary: dict[str, Any] | None = read_json_if_there(path, SUMMARY)
+        if summary is not None:
+            # Each part that was scored has a loss, and the best state was scored as the last one was.
+            scores = dict.fromkeys([name for name in summary if name in _AVERAGES], _FIGURE)
+            losses = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
+            check(path, summary, Table(losses, {"best": Maybe(Table(scores))}))
+        return summary
 
     def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
         write_json(self.path / REFERENCES_FILE, records)

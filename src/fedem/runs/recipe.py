@@ -44,9 +44,9 @@ from fedem.runs.unlabelled import check_unlabelled
 
 # What a file says of the samples.
 FORMAT = {
-    "input_shape": Listed(Whole(least=0)),
+    "input_shape": Listed(Whole(least=0, most=2**40)),
     "input_dtype": Text(choices=("float32", "float64", "float16", "bfloat16", "int64", "uint8")),
-    "num_outputs": Whole(least=1),
+    "num_outputs": Whole(least=1, most=2**40),
     "feature_names": Maybe(Listed(Text())),
 }
 FURTHER = {

@@ -339,10 +339,7 @@ def tune(
     data, metric, prints = search.prepare()
     upwards = find_metric(metric).larger_is_better
     # One process at a time: a trial that is not over then was stopped, and is nobody else's.
-    with sweep.held("search", out, resume, base.exists):
-        if not resume:
-            with base.created(search.base):
-                pass
+    with sweep.held("search", out, resume, base.exists), base.reopened() if resume else base.created(search.base):
         base.reopen(search.base)
         _check_same(out, search.record() | {"data": prints})
         known = {trial.number: trial for trial in map(Trial.read, out.glob("trials/*/trial.json"))}
