@@ -29,7 +29,7 @@ from fedem.core.files import write_atomically, write_csv, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
 from fedem.data.files import FromFile
-from fedem.data.tables import Dialect, Table, read_table, stem_of
+from fedem.data.tables import Table, read_table, stem_of
 from fedem.deploy.kept import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
@@ -377,7 +377,7 @@ def _read(
     source = result.config.data
     usual = source if isinstance(source, FromFile) else FromFile()
     how = replace(usual, **written)
-    form = Dialect(how.separator, how.decimal, how.encoding)
+    form = how.dialect
     if (encoding := result.recipe.format.encoding) is None:
         table = read_table(path, target or "y", client or "client", dialect=form)
         return table, table.stacked()

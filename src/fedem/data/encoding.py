@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -33,6 +33,7 @@ DATE = "date"  # what a column of text may hold, too
 TASKS = ("auto", "classification", "regression")
 IMPUTE = ("refuse", "median", "mode", "indicator")  # what becomes of missing values
 _NAMED = 5  # names that a message lists
+_LISTED = 30  # columns that a message lists
 _FEW = 20  # distinct numbers that may well be classes
 _SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
 _EACH = 5  # rows that each of the numbers between must have to be a class
@@ -66,6 +67,7 @@ class Feature:
         impute: str = "refuse",
         recognize: bool = True,
     ) -> Feature:
+        table = table.alone(name)
         column = table.columns[name]
         forms = date_forms(column) if recognize and column.kind == TEXT else ()
         made = cls(name, DATE, form=forms[0]) if len(forms) == 1 else cls(name, _KINDS[column.kind])
@@ -124,6 +126,7 @@ class Feature:
 
     def encode(self, table: Table, out: NDArray[np.float32]) -> None:
         """Write the column to ``out`` ``[n, inputs]``, which holds zeros."""
+        table = table.alone(self.name)
         if self.fill is not None:
             if self.indicator:
                 out[:, -1] = table.columns[self.name].missing
@@ -200,9 +203,9 @@ def _too_many(table: Table, name: str, count: int, allowed: int, forms: Sequence
     return UserError(f"{said}; allowed: at most {allowed} (data.max_categories). {mend}.")
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], most: int = _NAMED) -> str:
     """Name the first few."""
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _unclear(values: NDArray[np.float64]) -> tuple[bool, str]:
@@ -365,9 +368,10 @@ class Encoding:
         names = tuple(feature.name for feature in self.features)
         if table.array is not None:
             raise UserError(f"The inputs are an array without names; allowed: the columns {some(names)}.")
-        if missing := [name for name in names if name not in own.features]:
-            found = ", ".join(name for name in table.features if name not in self.ignored)
-            wanted = f"{', '.join(names)}, as in training; missing: {', '.join(missing)}"
+        there = set(own.features)
+        if missing := [name for name in names if name not in there]:
+            found = some([name for name in table.features if name not in self.ignored], _LISTED)
+            wanted = f"{some(names, _LISTED)}, as in training; missing: {some(missing, _LISTED)}"
             raise UserError(f"The columns are {found}; allowed: {wanted}.")
         own.complete([feature.name for feature in self.features if feature.fill is None])
         widths = [len(feature.inputs) for feature in self.features]
@@ -437,7 +441,8 @@ def _frozen(value: Any) -> Any:
 def _needed(entry: Feature | Target | Encoding) -> dict[str, Any]:
     """Return what an encoding says: of the fields that older ones have not, those that are not as in these."""
     defaults = {each.name: each.default for each in fields(entry) if each.name in _LATER}
-    return {name: value for name, value in asdict(entry).items() if name not in defaults or value != defaults[name]}
+    values = {each.name: getattr(entry, each.name) for each in fields(entry)}
+    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
 def _notes(table: Table, features: Sequence[Feature], rows: Rows, recognize: bool) -> Iterator[str]:

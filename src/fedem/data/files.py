@@ -70,6 +70,8 @@ class FromFile(Pooled):
         separator: what stands between the fields of a CSV file; "auto": found out.
         decimal: the decimal sign of its numbers; likewise.
         encoding: of its text, such as utf-8, cp1252 or utf-16; likewise.
+        max_memory: GiB that a file may take once it is unpacked and read; 0: half of what is free, and at most 200
+            times the size of a packed file, from 256 MiB on.
         path: where the file or folder is; ``--data PATH`` sets it.
         table: what was read already, in place of a path.
     """
@@ -87,6 +89,7 @@ class FromFile(Pooled):
     separator: str = field(default=AUTO, metadata={"choices": (AUTO, *SEPARATORS), "before": ","})
     decimal: str = field(default=AUTO, metadata={"choices": (AUTO, *DECIMALS), "before": "."})
     encoding: str = field(default=AUTO, metadata={"before": "utf-8"})
+    max_memory: float = field(default=0.0, metadata={"min": 0, "came_later": True})
     path: str = ""
     table: Table | None = field(default=None, repr=False)
 
@@ -99,8 +102,11 @@ class FromFile(Pooled):
             return replace(self.table, order=self.split_by)
         if not self.path:
             raise UserError(f"data.path is empty; allowed: a file ending in {ENDINGS}, or a folder of such files.")
-        dialect = Dialect(self.separator, self.decimal, self.encoding)
-        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by, dialect)
+        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by, self.dialect)
+
+    @property
+    def dialect(self) -> Dialect:
+        return Dialect(self.separator, self.decimal, self.encoding, self.max_memory)
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -219,15 +225,17 @@ def _words(table: Table, name: str) -> NDArray[np.generic]:
     """Return a column as words of eight bytes: numbers, and text by its hash; one for all missing values. ``[n]``."""
     if (missing := (column := table.columns[name]).missing).any():
         neutral = "false" if column.kind == BOOLEAN else "" if column.kind == TEXT else 0.0
-        words = _words(table.filled({name: neutral}), name).view(np.int64).copy()
+        words = _words(table.alone(name).filled({name: neutral}), name).view(np.int64).copy()
         words[missing] = np.iinfo(np.int64).min
         return words
     if column.kind == BOOLEAN:
         return table.booleans(name)
     if column.kind != TEXT:
         return column.parsed
-    unique, codes = np.unique(np.array(column.texts(TEXT), dtype=str), return_inverse=True)
-    return client_keys(unique.tolist()).numpy()[codes]
+    texts = column.texts(TEXT)
+    different = list(set(texts))
+    words = dict(zip(different, client_keys(different).tolist(), strict=True))
+    return np.fromiter(map(words.__getitem__, texts), np.int64, len(texts))
 
 
 def _finite(table: Table, values: NDArray[np.generic]) -> Tensor:
