@@ -46,7 +46,7 @@ _POINT = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d*)?)(?:[e
 _COMMA = re.compile(r"[+-]?(?:\d+,?\d*|,\d+|\d{1,3}(?:[.' \u00a0\u202f]\d{3})+(?:,\d*)?)(?:[eE][+-]?\d+)?")
 _WITH_POINT = str.maketrans({",": "."} | dict.fromkeys(".' \u00a0\u202f", None))
 _BLOCK, _MOST = 4 << 20, 1 << 30  # bytes of CSV that are read together, and at most: a row lies in one block
-_TEXT_TIMES = 12  # bytes of memory that a byte of CSV takes until it is a federation, at most, by measurement
+_TEXT_TIMES = 16  # bytes of memory that a byte of CSV takes until it is a federation, at most, by measurement
 _PARQUET_TIMES = 4  # ... and a value of Parquet, which is in memory as arrow's, pandas' and ours
 _LONGEST = 1000  # characters of a client's name
 
@@ -441,7 +441,9 @@ def _fields(source: Source, separator: str) -> tuple[list[str], dict[str, Texts]
         raise UserError(f"{source.path} can't be read as CSV: the header has {len(header)} fields, its rows {width}.")
     columns = found.columns[::-1]
     del found  # what has been turned into texts is let go, column by column
-    return header, {name: Texts.of(columns.pop()) for name in header}
+    texts = {name: Texts.of(columns.pop()) for name in header}
+    pyarrow.default_memory_pool().release_unused()
+    return header, texts
 
 
 def _decimal_commas(texts: Mapping[str, Texts], decimal: str, separator: str) -> dict[str, Texts]:

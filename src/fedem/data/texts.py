@@ -42,7 +42,7 @@ class Texts:
     dtype: ClassVar[np.dtype[Any]] = np.dtype(object)  # what an array of them would have
     ndim: ClassVar[int] = 1
 
-    def __init__(self, letters: Any, codes: NDArray[np.int32]) -> None:
+    def __init__(self, letters: Any, codes: NDArray[np.integer]) -> None:
         """Take the different texts, an array of arrow's, and which of them each row has, ``[n]``."""
         self._letters, self._codes = letters, codes
 
@@ -52,16 +52,17 @@ class Texts:
         import pyarrow
 
         pieces = column.dictionary_encode().unify_dictionaries().chunks
-        codes = [piece.indices.to_numpy() for piece in pieces]
         letters = pieces[0].dictionary if pieces else pyarrow.array([], pyarrow.large_string())
-        return cls(letters, np.concatenate(codes) if codes else np.zeros(0, dtype=np.int32))
+        smallest = np.min_scalar_type(len(letters))
+        codes = [piece.indices.to_numpy().astype(smallest) for piece in pieces]
+        return cls(letters, np.concatenate([np.zeros(0, smallest), *codes]))
 
     @classmethod
     def joined(cls, columns: Sequence[Texts]) -> Texts:
         """Lay columns under each other."""
         import pyarrow
 
-        arrays = (pyarrow.DictionaryArray.from_arrays(own._codes, own._letters) for own in columns)
+        arrays = (pyarrow.DictionaryArray.from_arrays(own._codes.astype(np.int32), own._letters) for own in columns)
         return cls.of(pyarrow.chunked_array(list(arrays)))
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class Texts:
     def __iter__(self) -> Iterator[str]:
         return self._read(self._codes)
 
-    def _read(self, codes: NDArray[np.int32]) -> Iterator[str]:
+    def _read(self, codes: NDArray[np.integer]) -> Iterator[str]:
         for start in range(0, len(codes), _TEXTS):
             yield from self._letters.take(codes[start : start + _TEXTS]).to_pylist()
 
@@ -100,8 +101,8 @@ class Texts:
         import pyarrow
 
         used, places = np.unique(self._codes, return_inverse=True)
-        changed = pyarrow.chunked_array([pyarrow.array(list(map(function, self._read(used))), pyarrow.large_string())])
-        return Texts(changed.combine_chunks(), places.astype(np.int32))
+        letters = pyarrow.array(map(function, self._read(used)), pyarrow.large_string())
+        return Texts(letters, places.astype(self._codes.dtype))
 
 
 def different(values: Texts | NDArray[Any]) -> Iterable[Any]:
