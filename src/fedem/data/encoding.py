@@ -5,6 +5,7 @@
 - Dates are days since the first training row's, standardised, and their places in the year, the week and, where there
   are times, the day: sine and cosine of each.
 - true and false are 1 and 0.
+- Numbers and dates that lie absurdly far from all others are named, and cut off where that is asked for.
 - Missing values are refused, or filled by what the training rows have; an input of its own may say where.
 - Targets are classes (text, booleans, few different whole numbers) or numbers to regress on, standardised as well.
 
@@ -37,8 +38,20 @@ _LISTED = 30  # columns that a message lists
 _FEW = 20  # distinct numbers that may well be classes
 _SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
 _EACH = 5  # rows that each of the numbers between must have to be a class
-_LATER = ("form", "first", "cycles", "fill", "indicator", "guess", "notes")  # fields that older encodings have not
+_LATER = (
+    "form",
+    "first",
+    "cycles",
+    "fill",
+    "indicator",
+    "within",
+    "guess",
+    "notes",
+)  # fields that older encodings have not
 _DAY = np.timedelta64(1, "D")
+_FEWEST = 8  # numbers whose quartiles mean something
+_RARE = 0.05  # share of the values that may be mistakes
+_FAR = 1000.0  # quartile ranges from the median beyond which a value is taken for a mistake
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class Feature:
     cycles: tuple[str, ...] = ()  # of dates: year, week, day
     fill: float | str | None = None  # what stands for a missing value; None: they are refused
     indicator: bool = False  # whether an input says where values were missing
+    within: tuple[float, float] | None = None  # numbers, or days, are cut off to lie here; None: they are not
 
     @classmethod
     def fit(
@@ -66,6 +80,7 @@ class Feature:
         max_categories: int,
         impute: str = "refuse",
         recognize: bool = True,
+        clip_outliers: bool = False,
     ) -> Feature:
         table = table.alone(name)
         column = table.columns[name]
@@ -80,8 +95,8 @@ class Feature:
             dates = made._dates(table)[rows]
             has_times = bool((dates != dates.astype("datetime64[D]")).any())
             made = replace(made, first=str(dates.min()), cycles=("year", "week", *(["day"] if has_times else [])))
-            days = made._days(table)[rows]
-            return made._scaled(days) if standardize else made
+            made = made._clipped(table, rows) if clip_outliers else made
+            return made._scaled(made._measured(table)[rows]) if standardize else made
         if made.kind == TEXT:
             texts = table.columns[name].texts(TEXT)
             categories = tuple(sorted({texts[row] for row in rows.tolist()}))
@@ -90,13 +105,37 @@ class Feature:
             return replace(made, categories=categories)
         if made.kind == BOOLEAN:
             return made
-        numbers = table.numbers(name)[rows]
+        made = made._clipped(table, rows) if clip_outliers else made
+        numbers = made._measured(table)[rows]
         as_it_is = not standardize or (recognize and _is_binary(numbers[~column.missing[rows]]))
         return made if as_it_is else made._scaled(numbers)
 
     def _scaled(self, values: NDArray[np.float64]) -> Feature:
         mean, deviation = _scale_of(values)
         return replace(self, mean=mean, deviation=deviation)
+
+    def _clipped(self, table: Table, rows: Rows) -> Feature:
+        return replace(self, within=usual_range(self.raw(table)[rows]))
+
+    def raw(self, table: Table) -> NDArray[np.float64]:
+        """Return numbers as they are written, or days since the first date, ``[n]``; NaN where there are none."""
+        column = table.columns[self.name]
+        return np.where(column.missing, np.nan, self._days(table) if self.kind == DATE else column.parsed)
+
+    def _measured(self, table: Table) -> NDArray[np.float64]:
+        """Return numbers, or days since the first date, as they are taken: finite, and cut off if they are to be."""
+        if self.kind != DATE:
+            return table.numbers(self.name, self.within)
+        days = self._days(table)
+        return days if self.within is None else np.clip(days, *self.within)
+
+    def far_out(self, table: Table, rows: Rows) -> NDArray[np.int64]:
+        """Return the rows of a table whose values lie absurdly far from those of the training ``rows``."""
+        if self.kind not in (NUMBER, DATE):
+            return np.zeros(0, dtype=np.int64)
+        values = self.raw(table)
+        within = usual_range(values[rows])
+        return np.zeros(0, dtype=np.int64) if within is None else outside(values, within)
 
     def _typical(self, table: Table, rows: Rows, impute: str) -> float | str:
         """Return the median of ``rows``, none of which is missing, or what most of them have."""
@@ -140,8 +179,7 @@ class Feature:
             out[:, 0] = table.booleans(self.name)
         else:
             with np.errstate(over="ignore"):
-                numbers = self._days(table) if self.kind == DATE else table.numbers(self.name)
-                scaled = (numbers - self.mean) / self.deviation
+                scaled = (self._measured(table) - self.mean) / self.deviation
             if (large := np.abs(scaled) > LARGEST).any():
                 raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
             out[:, 0] = scaled
@@ -177,6 +215,35 @@ class Feature:
 
 
 _KINDS = {BOOLEAN: BOOLEAN, WHOLE: NUMBER, NUMBER: NUMBER, TEXT: TEXT}  # what features of a column's kind are
+
+
+def usual_range(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Return median -+ 1,000 (q3 - q1) of numbers, beyond which lie mistakes; None where quartiles say nothing.
+
+    Where most values are the same (counts that mostly are 0), the others say how far apart values are. What many have
+    is no mistake: None if more than 5% lie outside.
+    """
+    values = values[np.isfinite(values)]
+    if len(values) < _FEWEST:
+        return None
+    middle = float(np.median(values))
+    scale = _quartile_range(values)
+    others = values[values != middle]
+    if scale == 0 and len(others) >= _FEWEST:
+        scale = max(_quartile_range(others), abs(float(np.median(others)) - middle))
+    within = max(middle - _FAR * scale, -LARGEST), min(middle + _FAR * scale, LARGEST)
+    rare = len(outside(values, within)) <= max(1, _RARE * len(values))
+    return within if scale > 0 and rare else None
+
+
+def _quartile_range(values: NDArray[np.float64]) -> float:
+    low, high = np.quantile(values, (0.25, 0.75), method="nearest")  # no mean of two numbers, which may overflow
+    return float(high) - float(low)
+
+
+def outside(values: NDArray[np.float64], within: tuple[float, float]) -> NDArray[np.int64]:
+    """Return where values lie outside of a range; NaN does not."""
+    return ((values < within[0]) | (values > within[1])).nonzero()[0]
 
 
 def _is_binary(values: NDArray[np.float64]) -> bool:
@@ -322,6 +389,7 @@ class Encoding:
         max_categories: int = 100,
         impute: str = "refuse",
         recognize: bool = True,
+        clip_outliers: bool = False,
     ) -> Encoding:
         """Learn from the training rows; ``target`` is found out from the table when it is not given."""
         target = target or Target.fit(table, max_categories=max_categories, recognize=recognize)
@@ -329,9 +397,10 @@ class Encoding:
         if table.array is not None:
             return cls(None, target, table.client)
         names = table.features if impute != "refuse" else table.complete(table.features).features
-        how = (standardize, max_categories, impute, recognize)
+        how = (standardize, max_categories, impute, recognize, clip_outliers)
         features = tuple(Feature.fit(table, name, rows, *how) for name in names)
-        return cls(features, target, table.client, notes=tuple(_notes(table, features, rows, recognize)))
+        notes = [*_notes(table, features, rows, recognize), *_far_out(table, features, target, rows)]
+        return cls(features, target, table.client, notes=tuple(notes))
 
     @property
     def fingerprint(self) -> str:
@@ -408,6 +477,13 @@ class Encoding:
         }
         return {name: categories for name, categories in found.items() if categories}
 
+    def clipped(self, table: Table) -> dict[str, int]:
+        """Return, by column, how many values of a new table are cut off."""
+        own = self.taken(table)
+        bounded = ((feature, feature.within) for feature in self.features or () if feature.within is not None)
+        counts = {feature.name: len(outside(feature.raw(own), within)) for feature, within in bounded}
+        return {name: count for name, count in counts.items() if count}
+
     def describe(self) -> str:
         if self.features is None:
             return f"{self.target.describe()}; inputs as they are"
@@ -462,6 +538,30 @@ def _notes(table: Table, features: Sequence[Feature], rows: Rows, recognize: boo
     if filled:
         more = ", each with an input that says where" if any(each.indicator for each in features) else ""
         yield f"missing values, filled: {some(filled)}{more}"
+
+
+def _far_out(table: Table, features: Sequence[Feature], target: Target, rows: Rows) -> Iterator[str]:
+    """Name the values that lie absurdly far from all others: standardised, one of them makes the rest one number."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for feature in features:
+        if len(far := feature.far_out(table.alone(feature.name), rows)):
+            found[feature.name] = far
+    numeric = target.classes is None and table.columns[target.name].values.ndim == 1
+    if numeric and len(far := Feature(target.name, NUMBER).far_out(table, rows)):
+        found[target.name] = far
+    if not found:
+        return
+    named = []
+    for name, far in found.items():
+        row = int(far[0])
+        value = str(np.asarray(table.columns[name].values[row]).tolist())
+        more = f", and {len(far) - 1:,} more" if len(far) > 1 else ""
+        named.append(f"{name!r} ({value} in {table.place(row)}{more})")
+    clipped = any(feature.within is not None for feature in features)
+    mend = "cut off there" if clipped else "--clip-outliers (data.clip_outliers) cuts them off there"
+    if set(found) == {target.name}:
+        mend = "targets stay as they are"
+    yield f"far out, more than {_FAR:,.0f} quartile ranges from the median: {some(named)}; {mend}"
 
 
 def plain_targets(table: Table) -> NDArray[np.generic]:

@@ -64,6 +64,8 @@ class FromFile(Pooled):
         impute: what becomes of features' missing values. "median" fills in that of the training rows, and for text the
             most frequent value; "mode" always the latter; "indicator" is the first of these, and an input for each
             column that says where.
+        clip_outliers: whether numbers and dates that lie more than 1,000 quartile ranges from the median of the training
+            rows are cut off there, in later files as well. They are named in any case. Targets are never cut off.
         standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
             the targets of a regression as well.
         max_categories: different values that a column of text may have.
@@ -84,6 +86,7 @@ class FromFile(Pooled):
     recognize: bool = field(default=True, metadata={"before": False})
     task: str = field(default="auto", metadata={"choices": TASKS})
     impute: str = field(default="refuse", metadata={"choices": IMPUTE})
+    clip_outliers: bool = field(default=False, metadata={"came_later": True})
     standardize: bool = True
     max_categories: int = field(default=100, metadata={"min": 2})
     separator: str = field(default=AUTO, metadata={"choices": (AUTO, *SEPARATORS), "before": ","})
@@ -121,7 +124,7 @@ class FromFile(Pooled):
         federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
-        how = (self.standardize, self.max_categories, self.impute, self.recognize)
+        how = (self.standardize, self.max_categories, self.impute, self.recognize, self.clip_outliers)
         encoding = Encoding.fit(table, train_rows.numpy(), target, *how)
         ignored = (*_names(self.ignore, but=self.split_by), *dropped, *([self.split_by] if self.split_by else []))
         encoding = replace(encoding, ignored=ignored, notes=(*table.notes, *encoding.notes))

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError, counted, needed
 from fedem.core.files import locked, write_atomically, write_json
+from fedem.core.memory import free_host_bytes
 from fedem.core.random import client_keys
 from fedem.data.archives import DAMAGED, read_arrays
 from fedem.data.dataset import Dataset, Pooled
@@ -88,8 +89,11 @@ def opened(path: Path) -> Iterator[Files]:
 
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
+    allowed = free_host_bytes() // 2
     with files[name]() as file:
-        return file.read()
+        if len(content := file.read(allowed + 1)) > allowed:
+            raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
+        return content
 
 
 def pick(files: Files, name: str, source: Path) -> str:

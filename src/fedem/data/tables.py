@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property, partial
@@ -195,19 +195,25 @@ class Table:
             return None
         names = self.complete([self.client]).columns[self.client].texts(TEXT)
         if len(longest := max(names, key=len, default="")) > _LONGEST:
-            said = f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... is a client's name of"
+            said = (
+                f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... is a client's name of"
+            )
             raise UserError(f"{said} {len(longest):,} characters; allowed: at most {_LONGEST:,}.")
         return np.array(names, dtype=str)
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        """Return a column of numbers, ``[n]``; refuse text and what is not finite in single precision."""
+    def numbers(self, name: str, within: tuple[float, float] | None = None) -> NDArray[np.float64]:
+        """Return a column of numbers, ``[n]``, cut off to lie ``within`` a range if there is one.
+
+        Refuse text and what is not finite in single precision.
+        """
         column = self.complete([name]).columns[name]
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
             raise self.refusal(name, row, "is not a number")
-        if (large := ~(np.abs(column.parsed) <= LARGEST)).any():
+        numbers = column.parsed if within is None else np.clip(column.parsed, *within)
+        if (large := ~(np.abs(numbers) <= LARGEST)).any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
-        return column.parsed
+        return numbers
 
     def times(self) -> NDArray[np.int64] | NDArray[np.float64] | None:
         """Return what orders the rows in time, ``[n]``: numbers, or dates in microseconds; None if nothing does."""
@@ -461,9 +467,7 @@ def _decimal_commas(texts: Mapping[str, Texts], decimal: str, separator: str) ->
         needed = any(look.some and look.points for name, look in looks.items() if name not in found)
         if needed or not signed or (all(looks[name].points for name in signed) and separator == ","):
             return {}
-    return {
-        name: own.changed(_with_point) for name, own in texts.items() if name in found and not looks[name].whole
-    }
+    return {name: own.changed(_with_point) for name, own in texts.items() if name in found and not looks[name].whole}
 
 
 class _Look(NamedTuple):

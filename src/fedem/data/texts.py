@@ -213,9 +213,7 @@ def _scan(path: Path, encoding: str, max_memory: float, times: int) -> Source:
             lines += block[: getattr(error, "start", 0)].count(b"\n")
             if encoding == AUTO and likely == "utf-8":
                 return _scan(path, _other_encoding(path, lines + 1), max_memory, times)
-            raise UserError(
-                f"{path}, line {lines + 1}: the bytes are no text in {chosen} (data.encoding)."
-            ) from None
+            raise UserError(f"{path}, line {lines + 1}: the bytes are no text in {chosen} (data.encoding).") from None
         if "\0" in text:
             lines += text[: text.index("\0")].count("\n")
             said = f"{path} can't be read as CSV: line {lines + 1} has a byte of zeros, which no text has"

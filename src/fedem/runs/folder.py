@@ -16,7 +16,6 @@ the new one.
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -28,7 +27,7 @@ from typing import IO, Any, NamedTuple
 from torch import Tensor
 
 from fedem.core.errors import UserError, counted, naming
-from fedem.core.files import locked, plain, remove_leftovers, write_atomically, write_csv, write_json
+from fedem.core.files import locked, plain, read_csv, remove_leftovers, write_atomically, write_csv, write_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.methods.base import AUTO
 from fedem.runs.config import Config, read_toml
@@ -218,8 +217,7 @@ class RunFolder:
         path = self.path / "clients.csv"
         if not path.exists():
             raise UserError(f"{self.path} has no clients.csv: the run is not complete.")
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+        return read_csv(path)
 
     def load(self) -> tuple[dict[str, State], dict[str, Any]]:
         from safetensors import SafetensorError
