@@ -13,7 +13,8 @@ from typer import Argument, Option
 from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
 from fedem.data.encoding import IMPUTE
-from fedem.data.tables import DECIMALS, ENDINGS, READERS, SEPARATORS
+from fedem.data.tables import DECIMALS, ENDINGS, READERS
+from fedem.data.texts import SEPARATORS
 from fedem.models.losses import CLASSES, NUMBERS
 from fedem.models.metrics import METRICS
 from fedem.runs.config import Sections, Values

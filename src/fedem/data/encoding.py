@@ -28,6 +28,7 @@ from torch import Tensor
 from fedem.core.errors import UserError, counted
 from fedem.data.recognition import ISO, date_forms, read_dates, ungrouped
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
+from fedem.data.texts import Texts
 
 Rows = NDArray[np.int64]  # positions of rows of a table
 DATE = "date"  # what a column of text may hold, too
@@ -38,16 +39,8 @@ _LISTED = 30  # columns that a message lists
 _FEW = 20  # distinct numbers that may well be classes
 _SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
 _EACH = 5  # rows that each of the numbers between must have to be a class
-_LATER = (
-    "form",
-    "first",
-    "cycles",
-    "fill",
-    "indicator",
-    "within",
-    "guess",
-    "notes",
-)  # fields that older encodings have not
+# Fields that older encodings have not.
+_LATER = ("form", "first", "cycles", "fill", "indicator", "within", "guess", "notes")
 _DAY = np.timedelta64(1, "D")
 _FEWEST = 8  # numbers whose quartiles mean something
 _RARE = 0.05  # share of the values that may be mistakes
@@ -308,7 +301,7 @@ class Target:
         name = table.target
         column = table.complete([name]).columns[name]
         kind = column.kind
-        if column.values.ndim > 1:
+        if not isinstance(column.values, Texts) and column.values.ndim > 1:
             if task == "classification":
                 raise UserError(f"Targets {name!r} have shape {list(column.values.shape)}; allowed for classes: [n].")
             return cls(name, NUMBER, len(np.unique(column.values)), None)

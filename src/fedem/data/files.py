@@ -24,11 +24,9 @@ from fedem.data.partitions import Collection, Natural, Partition, fingerprint, f
 from fedem.data.recognition import ungrouped, unneeded
 from fedem.data.samples import Pool, check_finite, check_inputs
 from fedem.data.tables import (
-    AUTO,
     BOOLEAN,
     DECIMALS,
     ENDINGS,
-    SEPARATORS,
     TEXT,
     Column,
     Dialect,
@@ -40,6 +38,7 @@ from fedem.data.tables import (
     read_frame,
     read_table,
 )
+from fedem.data.texts import AUTO, SEPARATORS
 
 _NAMED = 30  # columns of a table that an error lists
 
@@ -64,8 +63,8 @@ class FromFile(Pooled):
         impute: what becomes of features' missing values. "median" fills in that of the training rows, and for text the
             most frequent value; "mode" always the latter; "indicator" is the first of these, and an input for each
             column that says where.
-        clip_outliers: whether numbers and dates that lie more than 1,000 quartile ranges from the median of the training
-            rows are cut off there, in later files as well. They are named in any case. Targets are never cut off.
+        clip_outliers: whether numbers and dates that lie more than 1,000 quartile ranges from the training rows'
+            median are cut off there, in later files as well. They are named in any case. Targets are never cut off.
         standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
             the targets of a regression as well.
         max_categories: different values that a column of text may have.
@@ -237,8 +236,8 @@ def _words(table: Table, name: str) -> NDArray[np.generic]:
         return column.parsed
     texts = column.texts(TEXT)
     different = list(set(texts))
-    words = dict(zip(different, client_keys(different).tolist(), strict=True))
-    return np.fromiter(map(words.__getitem__, texts), np.int64, len(texts))
+    hashes = dict(zip(different, client_keys(different).tolist(), strict=True))
+    return np.fromiter((hashes[text] for text in texts), np.int64, len(texts))
 
 
 def _finite(table: Table, values: NDArray[np.generic]) -> Tensor:

@@ -102,7 +102,10 @@ class Column:
 
 
 class Dialect(NamedTuple):
-    """How a file is to be read. How CSV is written ("auto": to be found out), and GiB that a file may take (0: auto)."""
+    """How a file is to be read: how CSV is written ("auto": to be found out), and the GiB that it may take.
+
+    0: half of what is free.
+    """
 
     separator: str = AUTO
     decimal: str = AUTO
@@ -526,7 +529,8 @@ def _read_parquet(path: Path, target: str, client: str, order: str, dialect: Dia
             needed = _PARQUET_TIMES * max(8 * about.num_rows * about.num_columns, *groups, sum(groups))
             check_memory(path, needed, dialect.max_memory)
             texts = [field.name for field in file.schema_arrow if types.is_string(field.type)]
-        # One file as it is: folders named like key=value do not become columns. A text that many rows have is held once.
+        # One file as it is: folders named like key=value do not become columns. Texts are held once, however often
+        # they stand there.
         with ParquetFile(path, read_dictionary=texts) as file:
             frame = file.read().to_pandas(split_blocks=True, self_destruct=True)
     except UserError:
