@@ -1,9 +1,11 @@
 """Arrays in npz archives: what a header says is checked against what is there before any memory is taken for it."""
 
+import struct
 import tokenize
 import warnings
 import zlib
 from collections.abc import Sequence
+from lzma import LZMAError
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -16,8 +18,8 @@ from fedem.core.errors import UserError
 from fedem.data.limits import check_memory
 
 # What numpy and zipfile raise for an archive that is damaged; RuntimeError for a password or an unknown compression.
-DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
-_DAMAGED_HEADER = (*DAMAGED, ArithmeticError, LookupError, MemoryError, SyntaxError, tokenize.TokenError)
+DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, LZMAError, RuntimeError)
+_DAMAGED_HEADER = (*DAMAGED, ArithmeticError, LookupError, MemoryError, SyntaxError, struct.error, tokenize.TokenError)
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 

@@ -18,6 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -30,6 +31,7 @@ from fedem.data.recognition import ISO, date_forms, read_dates, ungrouped
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
 from fedem.data.texts import Texts
 
+Usual = tuple[float, float, float, float]  # low and high ends of what is usual, the least and the largest between them
 Rows = NDArray[np.int64]  # positions of rows of a table
 DATE = "date"  # what a column of text may hold, too
 TASKS = ("auto", "classification", "regression")
@@ -40,7 +42,7 @@ _FEW = 20  # distinct numbers that may well be classes
 _SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
 _EACH = 5  # rows that each of the numbers between must have to be a class
 # Fields that older encodings have not.
-_LATER = ("form", "first", "cycles", "fill", "indicator", "within", "guess", "notes")
+_LATER = ("form", "first", "cycles", "fill", "indicator", "usual", "guess", "notes")
 _DAY = np.timedelta64(1, "D")
 _FEWEST = 8  # numbers whose quartiles mean something
 _RARE = 0.05  # share of the values that may be mistakes
@@ -61,7 +63,7 @@ class Feature:
     cycles: tuple[str, ...] = ()  # of dates: year, week, day
     fill: float | str | None = None  # what stands for a missing value; None: they are refused
     indicator: bool = False  # whether an input says where values were missing
-    within: tuple[float, float] | None = None  # numbers, or days, are cut off to lie here; None: they are not
+    usual: Usual | None = None  # numbers, or days, outside are cut off; None: none are
 
     @classmethod
     def fit(
@@ -108,7 +110,7 @@ class Feature:
         return replace(self, mean=mean, deviation=deviation)
 
     def _clipped(self, table: Table, rows: Rows) -> Feature:
-        return replace(self, within=usual_range(self.raw(table)[rows]))
+        return replace(self, usual=usual_range(self.raw(table)[rows]))
 
     def raw(self, table: Table) -> NDArray[np.float64]:
         """Return numbers as they are written, or days since the first date, ``[n]``; NaN where there are none."""
@@ -117,18 +119,19 @@ class Feature:
 
     def _measured(self, table: Table) -> NDArray[np.float64]:
         """Return numbers, or days since the first date, as they are taken: finite, and cut off if they are to be."""
+        cut = None if self.usual is None else partial(cut_off, usual=self.usual)
         if self.kind != DATE:
-            return table.numbers(self.name, self.within)
+            return table.numbers(self.name, cut)
         days = self._days(table)
-        return days if self.within is None else np.clip(days, *self.within)
+        return days if cut is None else cut(days)
 
     def far_out(self, table: Table, rows: Rows) -> NDArray[np.int64]:
         """Return the rows of a table whose values lie absurdly far from those of the training ``rows``."""
         if self.kind not in (NUMBER, DATE):
             return np.zeros(0, dtype=np.int64)
         values = self.raw(table)
-        within = usual_range(values[rows])
-        return np.zeros(0, dtype=np.int64) if within is None else outside(values, within)
+        usual = usual_range(values[rows])
+        return np.zeros(0, dtype=np.int64) if usual is None else outside(values, usual)
 
     def _typical(self, table: Table, rows: Rows, impute: str) -> float | str:
         """Return the median of ``rows``, none of which is missing, or what most of them have."""
@@ -210,23 +213,26 @@ class Feature:
 _KINDS = {BOOLEAN: BOOLEAN, WHOLE: NUMBER, NUMBER: NUMBER, TEXT: TEXT}  # what features of a column's kind are
 
 
-def usual_range(values: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return median -+ 1,000 (q3 - q1) of numbers, beyond which lie mistakes; None where quartiles say nothing.
+def usual_range(values: NDArray[np.float64]) -> Usual | None:
+    """Return median -+ 1,000 (q3 - q1) of numbers, beyond which lie mistakes, and the least and largest between.
 
-    Where most values are the same (counts that mostly are 0), the others say how far apart values are. What many have
-    is no mistake: None if more than 5% lie outside.
+    Where most values are the same (counts that mostly are 0), the others say how far apart values are. None where
+    quartiles say nothing, and if more than 5% lie outside: what many have is no mistake.
     """
-    values = values[np.isfinite(values)]
-    if len(values) < _FEWEST:
+    values = values[~np.isnan(values)]
+    finite = values[np.isfinite(values)]
+    if len(finite) < _FEWEST:
         return None
-    middle = float(np.median(values))
-    scale = _quartile_range(values)
-    others = values[values != middle]
+    middle = float(np.median(finite))
+    scale = _quartile_range(finite)
+    others = finite[finite != middle]
     if scale == 0 and len(others) >= _FEWEST:
         scale = max(_quartile_range(others), abs(float(np.median(others)) - middle))
-    within = max(middle - _FAR * scale, -LARGEST), min(middle + _FAR * scale, LARGEST)
-    rare = len(outside(values, within)) <= max(1, _RARE * len(values))
-    return within if scale > 0 and rare else None
+    low, high = max(middle - _FAR * scale, -LARGEST), min(middle + _FAR * scale, LARGEST)
+    between = finite[(finite >= low) & (finite <= high)]
+    if scale == 0 or len(values) - len(between) > max(1, _RARE * len(values)):
+        return None
+    return low, high, float(between.min()), float(between.max())
 
 
 def _quartile_range(values: NDArray[np.float64]) -> float:
@@ -234,9 +240,15 @@ def _quartile_range(values: NDArray[np.float64]) -> float:
     return float(high) - float(low)
 
 
-def outside(values: NDArray[np.float64], within: tuple[float, float]) -> NDArray[np.int64]:
-    """Return where values lie outside of a range; NaN does not."""
-    return ((values < within[0]) | (values > within[1])).nonzero()[0]
+def outside(values: NDArray[np.float64], usual: Usual) -> NDArray[np.int64]:
+    """Return where values lie outside of what is usual; NaN does not."""
+    return ((values < usual[0]) | (values > usual[1])).nonzero()[0]
+
+
+def cut_off(values: NDArray[np.float64], usual: Usual) -> NDArray[np.float64]:
+    """Put the least or largest usual value in place of those that lie outside; all others stay."""
+    low, high, least, largest = usual
+    return np.where(values < low, least, np.where(values > high, largest, values))
 
 
 def _is_binary(values: NDArray[np.float64]) -> bool:
@@ -473,8 +485,8 @@ class Encoding:
     def clipped(self, table: Table) -> dict[str, int]:
         """Return, by column, how many values of a new table are cut off."""
         own = self.taken(table)
-        bounded = ((feature, feature.within) for feature in self.features or () if feature.within is not None)
-        counts = {feature.name: len(outside(feature.raw(own), within)) for feature, within in bounded}
+        bounded = ((feature, feature.usual) for feature in self.features or () if feature.usual is not None)
+        counts = {feature.name: len(outside(feature.raw(own), usual)) for feature, usual in bounded}
         return {name: count for name, count in counts.items() if count}
 
     def describe(self) -> str:
@@ -550,8 +562,8 @@ def _far_out(table: Table, features: Sequence[Feature], target: Target, rows: Ro
         value = str(np.asarray(table.columns[name].values[row]).tolist())
         more = f", and {len(far) - 1:,} more" if len(far) > 1 else ""
         named.append(f"{name!r} ({value} in {table.place(row)}{more})")
-    clipped = any(feature.within is not None for feature in features)
-    mend = "cut off there" if clipped else "--clip-outliers (data.clip_outliers) cuts them off there"
+    clipped = any(feature.usual is not None for feature in features)
+    mend = "cut off at the others' least and largest" if clipped else "--clip-outliers (data.clip_outliers) cuts them off"
     if set(found) == {target.name}:
         mend = "targets stay as they are"
     yield f"far out, more than {_FAR:,.0f} quartile ranges from the median: {some(named)}; {mend}"

@@ -64,7 +64,8 @@ class FromFile(Pooled):
             most frequent value; "mode" always the latter; "indicator" is the first of these, and an input for each
             column that says where.
         clip_outliers: whether numbers and dates that lie more than 1,000 quartile ranges from the training rows'
-            median are cut off there, in later files as well. They are named in any case. Targets are never cut off.
+            median become the least or largest of the others, in later files as well. They are named in any case.
+            Targets are never cut off.
         standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
             the targets of a regression as well.
         max_categories: different values that a column of text may have.

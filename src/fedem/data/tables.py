@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fedem.core.errors import UserError
 from fedem.data.archives import read_arrays
 from fedem.data.limits import check_memory
-from fedem.data.texts import AUTO, PACKED, SEPARATORS, Source, Texts, different, of_each, scan
+from fedem.data.texts import AUTO, PACKED, SEPARATORS, Source, Texts, Unsplit, different, of_each, scan
 
 BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"  # What a column may hold
 LARGEST = float(np.finfo(np.float32).max)  # of single precision
@@ -49,6 +49,9 @@ _BLOCK, _MOST = 4 << 20, 1 << 30  # bytes of CSV that are read together, and at 
 _TEXT_TIMES = 16  # bytes of memory that a byte of CSV takes until it is a federation, at most, by measurement
 _PARQUET_TIMES = 4  # ... and a value of Parquet, which is in memory as arrow's, pandas' and ours
 _LONGEST = 1000  # characters of a client's name
+
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,14 +201,12 @@ class Table:
             return None
         names = self.complete([self.client]).columns[self.client].texts(TEXT)
         if len(longest := max(names, key=len, default="")) > _LONGEST:
-            said = (
-                f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... is a client's name of"
-            )
-            raise UserError(f"{said} {len(longest):,} characters; allowed: at most {_LONGEST:,}.")
+            said = f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... has"
+            raise UserError(f"{said} {len(longest):,} characters; allowed in a client's name: {_LONGEST:,}.")
         return np.array(names, dtype=str)
 
-    def numbers(self, name: str, within: tuple[float, float] | None = None) -> NDArray[np.float64]:
-        """Return a column of numbers, ``[n]``, cut off to lie ``within`` a range if there is one.
+    def numbers(self, name: str, cut: Callable[[Floats], Floats] | None = None) -> Floats:
+        """Return a column of numbers, ``[n]``, after ``cut`` has done with them what it does.
 
         Refuse text and what is not finite in single precision.
         """
@@ -213,7 +214,7 @@ class Table:
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
             raise self.refusal(name, row, "is not a number")
-        numbers = column.parsed if within is None else np.clip(column.parsed, *within)
+        numbers = column.parsed if cut is None else cut(column.parsed)
         if (large := ~(np.abs(numbers) <= LARGEST)).any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
         return numbers
@@ -384,6 +385,8 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
     if array.dtype.kind not in "biufUS":
         raise UserError(f"{path}: the array {name!r} is of type {array.dtype}; allowed: numbers, booleans or text.")
     if array.dtype.kind in "US":
+        if array.ndim > 1:
+            raise UserError(f"{path}: the array {name!r} is text of shape {list(array.shape)}; allowed: one per row.")
         texts = array.astype(str).astype(object)
         return Column(texts, texts == "")
     if array.dtype == np.uint64:
@@ -434,7 +437,7 @@ def _fields(source: Source, separator: str) -> tuple[list[str], dict[str, Texts]
                 try:
                     # One thread: those that read ahead would go on with a file that is closed.
                     how = ReadOptions(use_threads=False, block_size=min(max(source.size, 1), block))
-                    found = read_csv(file, how, form, kinds)
+                    found = read_csv(Unsplit(file, source.size), how, form, kinds)
                     break
                 except pyarrow.ArrowInvalid:
                     if block == _MOST or source.size <= block:
