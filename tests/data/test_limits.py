@@ -52,19 +52,21 @@ def refused(path: Path, message: str, dialect: Dialect | None = None) -> None:
 
 
 class TestArchives:
-    def test_a_small_file_that_unpacks_to_a_large_array(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_small_file_that_unpacks_to_a_large_array(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = bomb(tmp_path / "t.npz", (20 << 17,), 20 << 20)
         assert len(read_table(path)) == 20 << 17  # it is too little to ask
         monkeypatch.setattr(limits, "_HARMLESS", 1 << 20)
-        refused(path, r"t\.npz has .* asks for at least 20\.0 MiB once it is unpacked; allowed: 200 times .*--max-memory")
+        refused(
+            path, r"t\.npz has .* asks for at least 20\.0 MiB once it is unpacked; allowed: 200 times .*--max-memory"
+        )
 
     def test_it_is_read_once_the_user_says_how_much_it_may_take(self, tmp_path: Path) -> None:
         path = bomb(tmp_path / "t.npz", (4 << 17,), 4 << 20)
         assert len(read_table(path)) == 4 << 17  # of a few MiB nobody asks
         assert len(read_table(path, dialect=Dialect(max_memory=0.1))) == 4 << 17
-        refused(path, r"needs about 4\.0 MiB of memory; allowed: 2\.0 MiB, data\.max_memory", Dialect(max_memory=2 / 1024))
+        refused(
+            path, r"needs about 4\.0 MiB of memory; allowed: 2\.0 MiB, data\.max_memory", Dialect(max_memory=2 / 1024)
+        )
 
     def test_the_memory_that_is_free_counts(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = bomb(tmp_path / "t.npz", (4 << 17,), 4 << 20)
@@ -73,7 +75,9 @@ class TestArchives:
 
     @pytest.mark.parametrize("shape", [(10**12, 8), (10**30,), (-1, 4), (1 << 62, 4), (1 << 19, 2)])
     def test_headers_that_lie(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
-        refused(bomb(tmp_path / "t.npz", shape, 1 << 20), r"t\.npz is not an npz archive of plain arrays: 'x' says that")
+        refused(
+            bomb(tmp_path / "t.npz", shape, 1 << 20), r"t\.npz is not an npz archive of plain arrays: 'x' says that"
+        )
 
     def test_directories_that_lie(self, tmp_path: Path) -> None:
         np.savez_compressed(tmp_path / "t.npz", x=np.zeros((4, 2)))
@@ -107,7 +111,9 @@ class TestTexts:
 
     @pytest.mark.parametrize("write", [write_samples_csv, write_samples_npz, write_samples_parquet])
     def test_every_reader_asks(self, tmp_path: Path, write: Callable[[Path], Path]) -> None:
-        refused(write(tmp_path), r"samples\.\w+ needs about .*; allowed: 10 bytes, data", Dialect(max_memory=10 / (1 << 30)))
+        refused(
+            write(tmp_path), r"samples\.\w+ needs about .*; allowed: 10 bytes, data", Dialect(max_memory=10 / (1 << 30))
+        )
 
 
 def test_a_column_of_parquet_that_says_the_same_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,7 @@ def frame(**changes: object) -> pandas.DataFrame:
     size = draw.normal(50, 10, ROWS).round(3)
     days = pandas.date_range("2024-01-01", periods=ROWS).strftime("%Y-%m-%d")
     made = pandas.DataFrame({"size": size, "day": days, "colour": ["red", "blue"] * (ROWS // 2)})
-    made = made.assign(sold=(size > 50).astype(int), shop=[f"shop {row % 4}" for row in range(ROWS)], **changes)
-    return made
+    return made.assign(sold=(size > 50).astype(int), shop=[f"shop {row % 4}" for row in range(ROWS)], **changes)
 
 
 def with_cell(value: object, column: str = "size", row: int = 17) -> pandas.DataFrame:
@@ -85,7 +84,7 @@ def made_flat(row: int) -> bool:
 
 @pytest.mark.parametrize("value", [1e300, float("inf")])
 def test_what_single_precision_does_not_hold(value: float) -> None:
-    with pytest.raises(UserError, match="row 17, column 'size': .* is not finite in single precision"):
+    with pytest.raises(UserError, match=r"row 17, column 'size': .* is not finite in single precision"):
         made(with_cell(value))
     assert notes(made(with_cell(value), clip_outliers=True))
 

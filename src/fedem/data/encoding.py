@@ -563,7 +563,9 @@ def _far_out(table: Table, features: Sequence[Feature], target: Target, rows: Ro
         more = f", and {len(far) - 1:,} more" if len(far) > 1 else ""
         named.append(f"{name!r} ({value} in {table.place(row)}{more})")
     clipped = any(feature.usual is not None for feature in features)
-    mend = "cut off at the others' least and largest" if clipped else "--clip-outliers (data.clip_outliers) cuts them off"
+    mend = (
+        "cut off at the others' least and largest" if clipped else "--clip-outliers (data.clip_outliers) cuts them off"
+    )
     if set(found) == {target.name}:
         mend = "targets stay as they are"
     yield f"far out, more than {_FAR:,.0f} quartile ranges from the median: {some(named)}; {mend}"
