@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedem.core.errors import UserError, needed
-from fedem.core.files import locked, remove_leftovers, toml_literal, write_atomically, write_json
+from fedem.core.files import locked, read_csv, remove_leftovers, toml_literal, write_atomically, write_csv, write_json
 
 _HOLD = """
 import pathlib, sys
@@ -74,3 +76,25 @@ def test_what_is_not_installed_is_named() -> None:
         needed("It", "json", "no_such_thing", extra="huggingface")
     with pytest.raises(UserError, match=r"pip install 'no_such_thing'"):
         needed("It", "no_such_thing")
+
+
+TEXTS = st.text(max_size=6) | st.text("='+-@\t\r\n\"1.e, a", max_size=6)
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS), max_size=8), TEXTS.filter(lambda text: text not in ("b", "'b")))
+def test_texts_come_back_from_files_for_people(rows: list[tuple[str, str]], heading: str) -> None:
+    """Also what a spreadsheet would run, which no cell of the file begins with, unless it is a number."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t.csv"
+        write_csv(path, [heading, "b"], [{heading: one, "b": other} for one, other in rows])
+        assert read_csv(path) == [{heading: one, "b": other} for one, other in rows]
+        with path.open(newline="", encoding="utf-8") as file:
+            for cell in (cell for row in csv.reader(file) for cell in row):
+                if cell.startswith(("=", "+", "-", "@", "\t", "\r")):
+                    float(cell)
+
+
+@pytest.mark.parametrize("value", [-5, -5.5, float("-inf"), "-5", "+1e-3", "-.5", "shop", "", "'tis", None])
+def test_numbers_and_plain_texts_are_written_as_they_are(tmp_path: Path, value: object) -> None:
+    write_csv(tmp_path / "t.csv", ["a", "b"], [{"a": value, "b": 1}])
+    assert (tmp_path / "t.csv").read_text() == f"a,b\n{'' if value is None else value},1\n"

@@ -171,12 +171,14 @@ def test_a_plan_comes_back_and_tells_others_from_itself(tmp_path: Path) -> None:
     assert Plan(plan.config.replace("server", name="adam"), plan.format).fingerprint != plan.fingerprint
 
 
-def test_a_plan_from_before_a_section_came_is_read_and_keeps_its_hash(tmp_path: Path) -> None:
+def test_a_plan_from_before_a_section_or_a_setting_came_is_read_and_keeps_its_hash(tmp_path: Path) -> None:
     plan, _ = deployments.make_plan(deployments.write_sample(tmp_path))
     old = plan.on_node("auto").to_json()
     for name, section in SECTIONS.items():
         if section.came_later:
             assert old["config"].pop(name) == {"name": "none"}
+    assert (old["config"]["data"].pop("max_memory"), old["config"]["data"].pop("clip_outliers")) == (0.0, False)
+    assert Plan(plan.config.replace("data", clip_outliers=True), plan.format).fingerprint != plan.fingerprint
     digest = hashlib.blake2b(json.dumps(old, sort_keys=True).encode(), digest_size=16)
     assert Plan.from_json(old).fingerprint == plan.fingerprint == digest.hexdigest()
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from rich.console import Group
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID
 from rich.text import Text
 from typer import Argument, Option, Typer
 
@@ -18,7 +18,7 @@ from fedem.core.files import write_atomically
 from fedem.core.settings import complete
 from fedem.data import PUBLIC, store
 from fedem.report import described
-from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, writing
+from fedem.report.console import display, errors, labelled_table, say, simple_table, waiting, words, writing
 from fedem.runs.config import Config, Values, parse_assignment
 from fedem.runs.folder import RunFolder
 
@@ -60,7 +60,7 @@ def prepare_one(
     if name not in PUBLIC:
         raise unknown("data set", name, PUBLIC)
     data = PUBLIC[name](**complete("data", given(window=window), PUBLIC[name]))
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+    columns = (words("{task.description}"), BarColumn(), words("{task.fields[count]}"))
     tasks: dict[str, TaskID] = {}
     # A bar for each file that is downloaded, and how many samples are converted.
     with Progress(*columns, console=errors, disable=quiet) as bars:

@@ -13,7 +13,8 @@ from typer import Argument, Option
 from fedem.core.errors import UserError, unknown
 from fedem.data import DATA
 from fedem.data.encoding import IMPUTE
-from fedem.data.tables import DECIMALS, ENDINGS, READERS, SEPARATORS
+from fedem.data.tables import DECIMALS, ENDINGS, READERS
+from fedem.data.texts import SEPARATORS
 from fedem.models.losses import CLASSES, NUMBERS
 from fedem.models.metrics import METRICS
 from fedem.runs.config import Sections, Values
@@ -45,6 +46,14 @@ Separator = Annotated[
 ]
 Decimal = Annotated[str | None, Option(help=f"For CSV: the decimal sign, {' or '.join(DECIMALS)}; likewise.")]
 TextEncoding = Annotated[str | None, Option("--encoding", help="For CSV: utf-8, cp1252, utf-16, ...; likewise.")]
+MaxMemory = Annotated[
+    float | None,
+    Option(help="GiB that a file may take once it is read; half of what is free when not given.", min=0),
+]
+ClipOutliers = Annotated[
+    bool | None,
+    Option("--clip-outliers", help="For your own file: cut off numbers that are absurdly far from all others."),
+]
 Impute = Annotated[
     str | None,
     Option(help=f"For your own file: what becomes of missing values, {', '.join(IMPUTE)}. Refused when not given."),
@@ -88,9 +97,14 @@ def taking(reader: Callable[..., Any], command: Callable[..., Any]) -> Callable[
     return wrapped
 
 
-def dialect(separator: Separator = None, decimal: Decimal = None, encoding: TextEncoding = None) -> Values:
-    """Return what these options say of how a file is written."""
-    return given(separator=separator, decimal=decimal, encoding=encoding)
+def dialect(
+    separator: Separator = None,
+    decimal: Decimal = None,
+    encoding: TextEncoding = None,
+    max_memory: MaxMemory = None,
+) -> Values:
+    """Return what these options say of how a file is to be read."""
+    return given(separator=separator, decimal=decimal, encoding=encoding, max_memory=max_memory)
 
 
 @partial(taking, dialect)
@@ -100,12 +114,11 @@ def own_table(
     client_column: OwnClient = None,
     split_by: SplitBy = None,
     impute: Impute = None,
+    clip_outliers: ClipOutliers = None,
 ) -> Values:
     """Return what these options say of a table of the user's own."""
-    return {
-        **given(target_column=target_column, client_column=client_column, split_by=split_by, impute=impute),
-        **dialect,
-    }
+    columns = given(target_column=target_column, client_column=client_column, split_by=split_by)
+    return columns | given(impute=impute, clip_outliers=clip_outliers) | dialect
 
 
 @partial(taking, own_table)

@@ -25,11 +25,11 @@ from fedem.cli.options import (
     taking,
 )
 from fedem.core.errors import UserError, counted, unknown
-from fedem.core.files import write_atomically, write_csv, write_json
+from fedem.core.files import csv_bytes, write_atomically, write_csv, write_json
 from fedem.data.encoding import plain_targets, some
 from fedem.data.federation import Federation
 from fedem.data.files import FromFile
-from fedem.data.tables import Dialect, Table, read_table, stem_of
+from fedem.data.tables import Table, read_table, stem_of
 from fedem.deploy.kept import Kept
 from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
@@ -364,10 +364,7 @@ def _written(result: Result, predictions: Array, client: str, owners: NDArray[np
     if owners is not None:
         # All names of predictions start with other words than this one.
         columns = {"client" if client in columns else client: owners, **columns}
-    import pandas
-
-    frame = pandas.DataFrame({name: column.tolist() for name, column in columns.items()})
-    return frame.to_csv(index=False, na_rep="nan", lineterminator="\n").encode()
+    return csv_bytes(columns, zip(*(column.tolist() for column in columns.values()), strict=True))
 
 
 def _read(
@@ -377,7 +374,7 @@ def _read(
     source = result.config.data
     usual = source if isinstance(source, FromFile) else FromFile()
     how = replace(usual, **written)
-    form = Dialect(how.separator, how.decimal, how.encoding)
+    form = how.dialect
     if (encoding := result.recipe.format.encoding) is None:
         table = read_table(path, target or "y", client or "client", dialect=form)
         return table, table.stacked()
@@ -389,6 +386,8 @@ def _read(
         aside(f"note: {path}: {line}.")
     if surplus := encoding.surplus(table):
         aside(f"note: columns that training had not are left out: {', '.join(map(repr, surplus))}.")
+    for name, count in encoding.clipped(table).items():
+        aside(f"note: column {name!r} has {counted(count, 'value')} far out, cut off as in training.")
     for name, categories in encoding.unseen(table).items():
         new = f"{counted(len(categories), 'category', 'categories')} that training had not ({some(categories)})"
         aside(f"note: column {name!r} has {new}, taken for none of those known.")

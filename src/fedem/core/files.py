@@ -1,15 +1,16 @@
 """Files that are there whole or not at all, their hashes, locks between processes, and values written as TOML."""
 
 import csv
-import io
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +19,8 @@ from fedem.core.errors import UserError
 LOCK = ".lock"  # in a folder that one process at a time may write to
 _PIECE = 1 << 22  # bytes that one thread hashes at a time
 _THREADS = 8
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet runs; apostrophes may stand before
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
@@ -89,11 +92,53 @@ def to_json(content: Any) -> bytes:
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """Write CSV atomically; a row may lack some of the ``columns``."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue().encode())
+    names = list(columns)
+    write_atomically(path, csv_bytes(names, ([row.get(name, "") for name in names] for row in rows)))
+
+
+def csv_bytes(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> bytes:
+    """Return the content of a CSV file for people: text that a spreadsheet would run is marked (:func:`marked`)."""
+    lines = _Lines()
+    writer = csv.writer(lines, lineterminator=_Lines.end)
+    for row in chain([header], rows):
+        writer.writerow([marked(cell) for cell in row])
+    return "".join(lines).encode()
+
+
+class _Lines(list[str]):
+    """What a CSV writer writes to, a line at a time.
+
+    One that ends lines by both signs puts a text with either in quotation marks, as not every Python does otherwise.
+    """
+
+    end = "\r\n"
+
+    def write(self, line: str) -> None:
+        self.append(line.removesuffix(self.end) + "\n")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Read a file that :func:`write_csv` wrote, with each text as it was."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, strict=True)
+        reader.fieldnames = [*map(unmarked, reader.fieldnames or ())]
+        # What a damaged row lacks, or has besides, is no text.
+        return [{key: unmarked(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in reader]
+
+
+def marked(value: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would take for a formula; numbers stay.
+
+    >>> marked("=1+1"), marked("'=x"), marked("-5"), marked("shop A"), marked(-5.0)
+    ("'=1+1", "''=x", '-5', 'shop A', -5.0)
+    """
+    risky = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if risky else value
+
+
+def unmarked(text: str) -> str:
+    """Return a text as it was before it was :func:`marked`."""
+    return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def plain(content: Any) -> Any:

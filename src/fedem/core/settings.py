@@ -4,6 +4,7 @@ A field says what it allows in its metadata: ``min``, ``above``, ``below``, ``ma
 (of a field of type ``int | str``, both);
 ``each``, a function that refuses a word that is not allowed, for several words in a list or with commas between them.
 Where a default is not what held before the setting came, ``before`` is: runs that were written then go on as they were.
+One that says ``came_later`` has no part in the hash of a deployment's plan where it has its default.
 A field that training does not depend on says in ``acts`` where it does act: on clients "unseen" in training once it is
 over, or on everybody's predictor whenever there are "scores".
 """

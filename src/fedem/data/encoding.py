@@ -5,6 +5,7 @@
 - Dates are days since the first training row's, standardised, and their places in the year, the week and, where there
   are times, the day: sine and cosine of each.
 - true and false are 1 and 0.
+- Numbers and dates that lie absurdly far from all others are named, and cut off where that is asked for.
 - Missing values are refused, or filled by what the training rows have; an input of its own may say where.
 - Targets are classes (text, booleans, few different whole numbers) or numbers to regress on, standardised as well.
 
@@ -16,7 +17,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -29,17 +31,24 @@ from fedem.core.errors import UserError, counted
 from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Text, Whole
 from fedem.data.recognition import ISO, date_forms, read_dates, ungrouped
 from fedem.data.tables import BOOLEAN, LARGEST, NUMBER, TEXT, WHOLE, Column, Piece, Table, is_frame, read_frame
+from fedem.data.texts import Texts
 
+Usual = tuple[float, float, float, float]  # low and high ends of what is usual, the least and the largest between them
 Rows = NDArray[np.int64]  # positions of rows of a table
 DATE = "date"  # what a column of text may hold, too
 TASKS = ("auto", "classification", "regression")
 IMPUTE = ("refuse", "median", "mode", "indicator")  # what becomes of missing values
 _NAMED = 5  # names that a message lists
+_LISTED = 30  # columns that a message lists
 _FEW = 20  # distinct numbers that may well be classes
 _SURELY, _HARDLY = 10, 30  # different whole numbers that are classes up to here, and numbers beyond there
 _EACH = 5  # rows that each of the numbers between must have to be a class
-_LATER = ("form", "first", "cycles", "fill", "indicator", "guess", "notes")  # fields that older encodings have not
+# Fields that older encodings have not.
+_LATER = ("form", "first", "cycles", "fill", "indicator", "usual", "guess", "notes")
 _DAY = np.timedelta64(1, "D")
+_FEWEST = 8  # numbers whose quartiles mean something
+_RARE = 0.05  # share of the values that may be mistakes
+_FAR = 1000.0  # quartile ranges from the median beyond which a value is taken for a mistake
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class Feature:
     cycles: tuple[str, ...] = ()  # of dates: year, week, day
     fill: float | str | None = None  # what stands for a missing value; None: they are refused
     indicator: bool = False  # whether an input says where values were missing
+    usual: Usual | None = None  # numbers, or days, outside are cut off; None: none are
 
     @classmethod
     def fit(
@@ -67,7 +77,9 @@ class Feature:
         max_categories: int,
         impute: str = "refuse",
         recognize: bool = True,
+        clip_outliers: bool = False,
     ) -> Feature:
+        table = table.alone(name)
         column = table.columns[name]
         forms = date_forms(column) if recognize and column.kind == TEXT else ()
         made = cls(name, DATE, form=forms[0]) if len(forms) == 1 else cls(name, _KINDS[column.kind])
@@ -80,8 +92,8 @@ class Feature:
             dates = made._dates(table)[rows]
             has_times = bool((dates != dates.astype("datetime64[D]")).any())
             made = replace(made, first=str(dates.min()), cycles=("year", "week", *(["day"] if has_times else [])))
-            days = made._days(table)[rows]
-            return made._scaled(days) if standardize else made
+            made = made._clipped(table, rows) if clip_outliers else made
+            return made._scaled(made._measured(table)[rows]) if standardize else made
         if made.kind == TEXT:
             texts = table.columns[name].texts(TEXT)
             categories = tuple(sorted({texts[row] for row in rows.tolist()}))
@@ -90,13 +102,38 @@ class Feature:
             return replace(made, categories=categories)
         if made.kind == BOOLEAN:
             return made
-        numbers = table.numbers(name)[rows]
+        made = made._clipped(table, rows) if clip_outliers else made
+        numbers = made._measured(table)[rows]
         as_it_is = not standardize or (recognize and _is_binary(numbers[~column.missing[rows]]))
         return made if as_it_is else made._scaled(numbers)
 
     def _scaled(self, values: NDArray[np.float64]) -> Feature:
         mean, deviation = _scale_of(values)
         return replace(self, mean=mean, deviation=deviation)
+
+    def _clipped(self, table: Table, rows: Rows) -> Feature:
+        return replace(self, usual=usual_range(self.raw(table)[rows]))
+
+    def raw(self, table: Table) -> NDArray[np.float64]:
+        """Return numbers as they are written, or days since the first date, ``[n]``; NaN where there are none."""
+        column = table.columns[self.name]
+        return np.where(column.missing, np.nan, self._days(table) if self.kind == DATE else column.parsed)
+
+    def _measured(self, table: Table) -> NDArray[np.float64]:
+        """Return numbers, or days since the first date, as they are taken: finite, and cut off if they are to be."""
+        cut = None if self.usual is None else partial(cut_off, usual=self.usual)
+        if self.kind != DATE:
+            return table.numbers(self.name, cut)
+        days = self._days(table)
+        return days if cut is None else cut(days)
+
+    def far_out(self, table: Table, rows: Rows) -> NDArray[np.int64]:
+        """Return the rows of a table whose values lie absurdly far from those of the training ``rows``."""
+        if self.kind not in (NUMBER, DATE):
+            return np.zeros(0, dtype=np.int64)
+        values = self.raw(table)
+        usual = usual_range(values[rows])
+        return np.zeros(0, dtype=np.int64) if usual is None else outside(values, usual)
 
     def _typical(self, table: Table, rows: Rows, impute: str) -> float | str:
         """Return the median of ``rows``, none of which is missing, or what most of them have."""
@@ -126,6 +163,7 @@ class Feature:
 
     def encode(self, table: Table, out: NDArray[np.float32]) -> None:
         """Write the column to ``out`` ``[n, inputs]``, which holds zeros."""
+        table = table.alone(self.name)
         if self.fill is not None:
             if self.indicator:
                 out[:, -1] = table.columns[self.name].missing
@@ -139,8 +177,7 @@ class Feature:
             out[:, 0] = table.booleans(self.name)
         else:
             with np.errstate(over="ignore"):
-                numbers = self._days(table) if self.kind == DATE else table.numbers(self.name)
-                scaled = (numbers - self.mean) / self.deviation
+                scaled = (self._measured(table) - self.mean) / self.deviation
             if (large := np.abs(scaled) > LARGEST).any():
                 raise table.refusal(self.name, int(large.argmax()), "is too large beside the training rows' deviation")
             out[:, 0] = scaled
@@ -178,6 +215,44 @@ class Feature:
 _KINDS = {BOOLEAN: BOOLEAN, WHOLE: NUMBER, NUMBER: NUMBER, TEXT: TEXT}  # what features of a column's kind are
 
 
+def usual_range(values: NDArray[np.float64]) -> Usual | None:
+    """Return median -+ 1,000 (q3 - q1) of numbers, beyond which lie mistakes, and the least and largest between.
+
+    Where most values are the same (counts that mostly are 0), the others say how far apart values are. None where
+    quartiles say nothing, and if more than 5% lie outside: what many have is no mistake.
+    """
+    values = values[~np.isnan(values)]
+    finite = values[np.isfinite(values)]
+    if len(finite) < _FEWEST:
+        return None
+    middle = float(np.median(finite))
+    scale = _quartile_range(finite)
+    others = finite[finite != middle]
+    if scale == 0 and len(others) >= _FEWEST:
+        scale = max(_quartile_range(others), abs(float(np.median(others)) - middle))
+    low, high = max(middle - _FAR * scale, -LARGEST), min(middle + _FAR * scale, LARGEST)
+    between = finite[(finite >= low) & (finite <= high)]
+    if scale == 0 or len(values) - len(between) > max(1, _RARE * len(values)):
+        return None
+    return low, high, float(between.min()), float(between.max())
+
+
+def _quartile_range(values: NDArray[np.float64]) -> float:
+    low, high = np.quantile(values, (0.25, 0.75), method="nearest")  # no mean of two numbers, which may overflow
+    return float(high) - float(low)
+
+
+def outside(values: NDArray[np.float64], usual: Usual) -> NDArray[np.int64]:
+    """Return where values lie outside of what is usual; NaN does not."""
+    return ((values < usual[0]) | (values > usual[1])).nonzero()[0]
+
+
+def cut_off(values: NDArray[np.float64], usual: Usual) -> NDArray[np.float64]:
+    """Put the least or largest usual value in place of those that lie outside; all others stay."""
+    low, high, least, largest = usual
+    return np.where(values < low, least, np.where(values > high, largest, values))
+
+
 def _is_binary(values: NDArray[np.float64]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all())
 
@@ -202,9 +277,9 @@ def _too_many(table: Table, name: str, count: int, allowed: int, forms: Sequence
     return UserError(f"{said}; allowed: at most {allowed} (data.max_categories). {mend}.")
 
 
-def some(names: Sequence[str]) -> str:
+def some(names: Sequence[str], most: int = _NAMED) -> str:
     """Name the first few."""
-    return ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def _unclear(values: NDArray[np.float64]) -> tuple[bool, str]:
@@ -240,7 +315,7 @@ class Target:
         name = table.target
         column = table.complete([name]).columns[name]
         kind = column.kind
-        if column.values.ndim > 1:
+        if not isinstance(column.values, Texts) and column.values.ndim > 1:
             if task == "classification":
                 raise UserError(f"Targets {name!r} have shape {list(column.values.shape)}; allowed for classes: [n].")
             return cls(name, NUMBER, len(np.unique(column.values)), None)
@@ -321,6 +396,7 @@ class Encoding:
         max_categories: int = 100,
         impute: str = "refuse",
         recognize: bool = True,
+        clip_outliers: bool = False,
     ) -> Encoding:
         """Learn from the training rows; ``target`` is found out from the table when it is not given."""
         target = target or Target.fit(table, max_categories=max_categories, recognize=recognize)
@@ -328,9 +404,10 @@ class Encoding:
         if table.array is not None:
             return cls(None, target, table.client)
         names = table.features if impute != "refuse" else table.complete(table.features).features
-        how = (standardize, max_categories, impute, recognize)
+        how = (standardize, max_categories, impute, recognize, clip_outliers)
         features = tuple(Feature.fit(table, name, rows, *how) for name in names)
-        return cls(features, target, table.client, notes=tuple(_notes(table, features, rows, recognize)))
+        notes = [*_notes(table, features, rows, recognize), *_far_out(table, features, target, rows)]
+        return cls(features, target, table.client, notes=tuple(notes))
 
     @property
     def fingerprint(self) -> str:
@@ -367,9 +444,10 @@ class Encoding:
         names = tuple(feature.name for feature in self.features)
         if table.array is not None:
             raise UserError(f"The inputs are an array without names; allowed: the columns {some(names)}.")
-        if missing := [name for name in names if name not in own.features]:
-            found = ", ".join(name for name in table.features if name not in self.ignored)
-            wanted = f"{', '.join(names)}, as in training; missing: {', '.join(missing)}"
+        there = set(own.features)
+        if missing := [name for name in names if name not in there]:
+            found = some([name for name in table.features if name not in self.ignored], _LISTED)
+            wanted = f"{some(names, _LISTED)}, as in training; missing: {some(missing, _LISTED)}"
             raise UserError(f"The columns are {found}; allowed: {wanted}.")
         own.complete([feature.name for feature in self.features if feature.fill is None])
         widths = [len(feature.inputs) for feature in self.features]
@@ -405,6 +483,13 @@ class Encoding:
             if feature.kind == TEXT
         }
         return {name: categories for name, categories in found.items() if categories}
+
+    def clipped(self, table: Table) -> dict[str, int]:
+        """Return, by column, how many values of a new table are cut off."""
+        own = self.taken(table)
+        bounded = ((feature, feature.usual) for feature in self.features or () if feature.usual is not None)
+        counts = {feature.name: len(outside(feature.raw(own), usual)) for feature, usual in bounded}
+        return {name: count for name, count in counts.items() if count}
 
     def describe(self) -> str:
         if self.features is None:
@@ -470,7 +555,8 @@ def _frozen(value: Any) -> Any:
 def _needed(entry: Feature | Target | Encoding) -> dict[str, Any]:
     """Return what an encoding says: of the fields that older ones have not, those that are not as in these."""
     defaults = {each.name: each.default for each in fields(entry) if each.name in _LATER}
-    return {name: value for name, value in asdict(entry).items() if name not in defaults or value != defaults[name]}
+    values = {each.name: getattr(entry, each.name) for each in fields(entry)}
+    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
 def _notes(table: Table, features: Sequence[Feature], rows: Rows, recognize: bool) -> Iterator[str]:
@@ -490,6 +576,32 @@ def _notes(table: Table, features: Sequence[Feature], rows: Rows, recognize: boo
     if filled:
         more = ", each with an input that says where" if any(each.indicator for each in features) else ""
         yield f"missing values, filled: {some(filled)}{more}"
+
+
+def _far_out(table: Table, features: Sequence[Feature], target: Target, rows: Rows) -> Iterator[str]:
+    """Name the values that lie absurdly far from all others: standardised, one of them makes the rest one number."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for feature in features:
+        if len(far := feature.far_out(table.alone(feature.name), rows)):
+            found[feature.name] = far
+    numeric = target.classes is None and table.columns[target.name].values.ndim == 1
+    if numeric and len(far := Feature(target.name, NUMBER).far_out(table, rows)):
+        found[target.name] = far
+    if not found:
+        return
+    named = []
+    for name, far in found.items():
+        row = int(far[0])
+        value = str(np.asarray(table.columns[name].values[row]).tolist())
+        more = f", and {len(far) - 1:,} more" if len(far) > 1 else ""
+        named.append(f"{name!r} ({value} in {table.place(row)}{more})")
+    clipped = any(feature.usual is not None for feature in features)
+    mend = (
+        "cut off at the others' least and largest" if clipped else "--clip-outliers (data.clip_outliers) cuts them off"
+    )
+    if set(found) == {target.name}:
+        mend = "targets stay as they are"
+    yield f"far out, more than {_FAR:,.0f} quartile ranges from the median: {some(named)}; {mend}"
 
 
 def plain_targets(table: Table) -> NDArray[np.generic]:

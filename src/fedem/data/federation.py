@@ -5,6 +5,7 @@ Shapes: T clients, N samples of all clients together, n of one client.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -274,6 +275,6 @@ def check_names(names: Names, count: int, what: str = "clients") -> tuple[str, .
     if len(labels) != count:
         raise UserError(f"Got {len(labels)} names for {count} {what}; allowed: one name each.")
     if len(set(labels)) != count:
-        twice = next(name for name in labels if labels.count(name) > 1)
+        twice = next(name for name, times in Counter(labels).items() if times > 1)
         raise UserError(f"The client name {twice!r} stands more than once; names must differ.")
     return labels

@@ -24,11 +24,9 @@ from fedem.data.partitions import Collection, Natural, Partition, fingerprint, f
 from fedem.data.recognition import ungrouped, unneeded
 from fedem.data.samples import Pool, check_finite, check_inputs
 from fedem.data.tables import (
-    AUTO,
     BOOLEAN,
     DECIMALS,
     ENDINGS,
-    SEPARATORS,
     TEXT,
     Column,
     Dialect,
@@ -40,6 +38,7 @@ from fedem.data.tables import (
     read_frame,
     read_table,
 )
+from fedem.data.texts import AUTO, SEPARATORS
 
 _NAMED = 30  # columns of a table that an error lists
 
@@ -64,12 +63,17 @@ class FromFile(Pooled):
         impute: what becomes of features' missing values. "median" fills in that of the training rows, and for text the
             most frequent value; "mode" always the latter; "indicator" is the first of these, and an input for each
             column that says where.
+        clip_outliers: whether numbers and dates that lie more than 1,000 quartile ranges from the training rows'
+            median become the least or largest of the others, in later files as well. They are named in any case.
+            Targets are never cut off.
         standardize: whether numbers are brought to mean 0 and deviation 1 by the training rows of all clients together,
             the targets of a regression as well.
         max_categories: different values that a column of text may have.
         separator: what stands between the fields of a CSV file; "auto": found out.
         decimal: the decimal sign of its numbers; likewise.
         encoding: of its text, such as utf-8, cp1252 or utf-16; likewise.
+        max_memory: GiB that a file may take once it is unpacked and read; 0: half of what is free, and at most 200
+            times the size of a packed file, from 256 MiB on.
         path: where the file or folder is; ``--data PATH`` sets it.
         table: what was read already, in place of a path.
     """
@@ -82,11 +86,13 @@ class FromFile(Pooled):
     recognize: bool = field(default=True, metadata={"before": False})
     task: str = field(default="auto", metadata={"choices": TASKS})
     impute: str = field(default="refuse", metadata={"choices": IMPUTE})
+    clip_outliers: bool = field(default=False, metadata={"came_later": True})
     standardize: bool = True
     max_categories: int = field(default=100, metadata={"min": 2})
     separator: str = field(default=AUTO, metadata={"choices": (AUTO, *SEPARATORS), "before": ","})
     decimal: str = field(default=AUTO, metadata={"choices": (AUTO, *DECIMALS), "before": "."})
     encoding: str = field(default=AUTO, metadata={"before": "utf-8"})
+    max_memory: float = field(default=0.0, metadata={"min": 0, "came_later": True})
     path: str = ""
     table: Table | None = field(default=None, repr=False)
 
@@ -99,8 +105,11 @@ class FromFile(Pooled):
             return replace(self.table, order=self.split_by)
         if not self.path:
             raise UserError(f"data.path is empty; allowed: a file ending in {ENDINGS}, or a folder of such files.")
-        dialect = Dialect(self.separator, self.decimal, self.encoding)
-        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by, dialect)
+        return read_table(Path(self.path), self.target_column, self.client_column, self.split_by, self.dialect)
+
+    @property
+    def dialect(self) -> Dialect:
+        return Dialect(self.separator, self.decimal, self.encoding, self.max_memory)
 
     @property
     def cut(self) -> dict[str, Any]:
@@ -115,7 +124,7 @@ class FromFile(Pooled):
         federation = self._split(collection, assignment, seed)
         train_rows = federation.hold_out(unseen, seed).train.rows
         assert train_rows is not None, "a federation made of a pool has rows"
-        how = (self.standardize, self.max_categories, self.impute, self.recognize)
+        how = (self.standardize, self.max_categories, self.impute, self.recognize, self.clip_outliers)
         encoding = Encoding.fit(table, train_rows.numpy(), target, *how)
         ignored = (*_names(self.ignore, but=self.split_by), *dropped, *([self.split_by] if self.split_by else []))
         encoding = replace(encoding, ignored=ignored, notes=(*table.notes, *encoding.notes))
@@ -219,15 +228,17 @@ def _words(table: Table, name: str) -> NDArray[np.generic]:
     """Return a column as words of eight bytes: numbers, and text by its hash; one for all missing values. ``[n]``."""
     if (missing := (column := table.columns[name]).missing).any():
         neutral = "false" if column.kind == BOOLEAN else "" if column.kind == TEXT else 0.0
-        words = _words(table.filled({name: neutral}), name).view(np.int64).copy()
+        words = _words(table.alone(name).filled({name: neutral}), name).view(np.int64).copy()
         words[missing] = np.iinfo(np.int64).min
         return words
     if column.kind == BOOLEAN:
         return table.booleans(name)
     if column.kind != TEXT:
         return column.parsed
-    unique, codes = np.unique(np.array(column.texts(TEXT), dtype=str), return_inverse=True)
-    return client_keys(unique.tolist()).numpy()[codes]
+    texts = column.texts(TEXT)
+    different = list(set(texts))
+    hashes = dict(zip(different, client_keys(different).tolist(), strict=True))
+    return np.fromiter((hashes[text] for text in texts), np.int64, len(texts))
 
 
 def _finite(table: Table, values: NDArray[np.generic]) -> Tensor:

@@ -50,6 +50,7 @@ from fedem.data.store import ROWS, Block, Files, Public, opened, pick, read_byte
 SHAPE, COLOUR = (1, 28, 28), (3, 32, 32)  # of characters, and of CIFAR
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase  # what each of the 62 labels stands for
 _TURNS = 104  # the purpose of random numbers, beside those of fedem.core.random and fedem.data.partitions
+_LARGEST = 1 << 20  # bytes of an entry of an idx file, pixels of an image: NIST's have 16,384
 _BYTES = 8  # idx's code for entries of one byte
 _NIST = ("by_class", "by_write")
 _LEAF = (("all_data",), ("",), ("train", "test"))  # folders of json files, the first that are there count
@@ -65,6 +66,8 @@ def idx_blocks(file: IO[bytes] | gzip.GzipFile, rows: int = ROWS) -> Iterator[ND
     if zeros or kind != _BYTES or not axes:
         raise ValueError("it is not an idx file of bytes")
     count, *shape = struct.unpack(f">{axes}I", _exactly(file, 4 * axes))
+    if math.prod(shape) > _LARGEST:
+        raise ValueError(f"it says that its entries have shape {shape}; allowed: up to {_LARGEST:,} bytes each")
     for start in range(0, count, rows):
         size = min(rows, count - start)
         yield np.frombuffer(_exactly(file, size * math.prod(shape)), np.uint8).reshape(size, *shape)
@@ -154,6 +157,8 @@ def _image(content: bytes) -> NDArray[np.uint8]:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as image:
+        if (pixels := image.width * image.height) > _LARGEST:  # which the header says, before they are unpacked
+            raise ValueError(f"an image has {pixels:,} pixels; allowed: up to {_LARGEST:,}")
         grey = image.convert("L")
     if grey.size != SHAPE[1:]:
         grey = grey.resize(SHAPE[1:], Image.Resampling.LANCZOS)

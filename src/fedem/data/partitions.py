@@ -31,6 +31,7 @@ NOBODY = -1
 CONCENTRATION = {"min": 1e-300}
 _ATTEMPTS = 100  # draws of a Dirichlet partition, until no client is too small
 _ROWS = 1 << 16  # samples that are hashed at once
+_BLOCK = 4 << 20  # ... and their bytes
 _SEED = 20211206  # of the words that hash a sample's content
 
 
@@ -64,12 +65,13 @@ def content_ids(*columns: NDArray[np.generic]) -> Integers:
         width = int(np.prod(column.shape[1:])) * column.dtype.itemsize
         draws = rng.integers(0, 1 << 63, size=-(-width // 8), dtype=np.uint64)
         factors = torch.from_numpy(draws.view(np.int64)) * 2 + 1  # products of words wrap around
-        for start in range(0, len(column), _ROWS):
-            block = np.ascontiguousarray(column[start : start + _ROWS]).reshape(-1)
+        rows = max(1, min(_ROWS, _BLOCK // max(width, 1)))
+        for start in range(0, len(column), rows):
+            block = np.ascontiguousarray(column[start : start + rows]).reshape(-1)
             content = np.zeros((len(block) * column.dtype.itemsize // max(width, 1), 8 * len(factors)), np.uint8)
             content[:, :width] = block.view(np.uint8).reshape(-1, width)
             words = scramble(torch.from_numpy(content.view(np.int64)))
-            ids[start : start + _ROWS] += (words * factors).sum(1)
+            ids[start : start + rows] += (words * factors).sum(1)
         ids = scramble(ids)
     return ids.numpy()
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedem.data.tables import NUMBER, TEXT, WHOLE, Column, Table, is_nothing
+from fedem.data.texts import different, of_each
 
 ENOUGH = 20  # rows from which on columns of one value, or of nothing but different ones, mean something
 _GROUPED = re.compile(r"[+-]?\d{1,3}([,'\u2019 \u00a0\u202f])\d{3}(?:\1\d{3})*(?:\.\d*)?")
@@ -40,13 +41,17 @@ def ungrouped(table: Table, names: Sequence[str]) -> tuple[Table, tuple[str, ...
 def _ungrouped(column: Column) -> Column | None:
     if column.kind != TEXT:
         return None
-    gone = column.blank | np.array([is_nothing(text) for text in column.values], dtype=bool)
-    texts = [text.strip() for text in column.values[~gone]]
-    signs = {match[1] for text in texts if (match := _GROUPED.fullmatch(text))}
-    if len(signs) != 1 or not all(_GROUPED.fullmatch(text) or _PLAIN.fullmatch(text) for text in texts):
+    gone = column.blank | of_each(column.values, is_nothing, bool)
+    signs: set[str] = set()
+    for text in map(str.strip, different(column.values[~gone])):
+        if match := _GROUPED.fullmatch(text):
+            signs.add(match[1])
+        elif not _PLAIN.fullmatch(text):
+            return None
+    if len(signs) != 1:
         return None
-    values = column.values.copy()
-    values[~gone] = [text.replace(*signs, "") for text in texts]
+    values = np.array(column.values.tolist(), dtype=object)
+    values[~gone] = [text.strip().replace(*signs, "") for text in values[~gone]]
     return replace(column, values=values, written=True)
 
 
@@ -55,9 +60,9 @@ def date_forms(column: Column) -> tuple[str, ...]:
     if column.kind != TEXT or column.missing.all():
         return ()
     texts = column.values[~column.missing]
-    if not all(map(_DATE.fullmatch, texts)):
+    if not all(map(_DATE.fullmatch, different(texts))):
         return ()
-    texts = np.unique(texts.astype(str))
+    texts = np.unique(np.array(list(different(texts)), dtype=str))
     found: dict[bytes, str] = {}
     for form in _FORMS:
         dates = read_dates(texts, form)

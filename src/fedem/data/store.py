@@ -36,12 +36,13 @@ from numpy.typing import NDArray
 
 from fedem.core.errors import UserError, counted, needed
 from fedem.core.files import locked, write_atomically, write_json
+from fedem.core.memory import free_host_bytes
 from fedem.core.random import client_keys
 from fedem.core.schema import read_json
+from fedem.data.archives import DAMAGED, read_arrays
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import PARTITIONS, Collection, Partition, content_ids, fingerprint, fingerprint_of, numbered
 from fedem.data.samples import Pool
-from fedem.data.tables import DAMAGED
 
 FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
@@ -88,8 +89,11 @@ def opened(path: Path) -> Iterator[Files]:
 
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
+    allowed = free_host_bytes() // 2
     with files[name]() as file:
-        return file.read()
+        if len(content := file.read(allowed + 1)) > allowed:
+            raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
+        return content
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -102,12 +106,10 @@ def pick(files: Files, name: str, source: Path) -> str:
 
 def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse: bool = False) -> Iterator[Block]:
     """Read an npz of x (images of ``shape`` C, H, W), y, and client and coarse where asked for or there."""
-    with np.load(path, allow_pickle=False) as archive:
-        found = {name: np.asarray(archive[name]) for name in ("x", "y", "client", "coarse") if name in archive}
-        present = ", ".join(archive.files)
+    found, names = read_arrays(path, ("x", "y", "client", "coarse"), max_memory=0)
     for name, wanted in (("x", True), ("y", True), ("client", owned), ("coarse", coarse)):
         if wanted and name not in found:
-            raise UserError(f"{path} has no array {name!r} (it has: {present}); this data set needs it.")
+            raise UserError(f"{path} has no array {name!r} (it has: {', '.join(names)}); this data set needs it.")
     inputs = _channels_first(path, found["x"], shape)
     for name, column in found.items():
         if len(column) != len(inputs):
@@ -115,9 +117,9 @@ def plain_images(path: Path, shape: tuple[int, int, int], *, owned: bool, coarse
         if name in ("y", "coarse") and (column.ndim != 1 or column.dtype.kind not in "iu"):
             raise UserError(f"{path}: {name} is {column.dtype} of shape {column.shape}; allowed: integers, one each.")
     if "client" in found:
-        names, codes = np.unique(found["client"].astype(str), return_inverse=True)
+        owners, codes = np.unique(found["client"].astype(str), return_inverse=True)
         owned_rows = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
-        spans = list(zip(names.tolist(), owned_rows, strict=True))
+        spans = list(zip(owners.tolist(), owned_rows, strict=True))
     else:
         spans = [(None, np.arange(start, min(start + ROWS, len(inputs)))) for start in range(0, len(inputs), ROWS)]
     for owner, rows in spans:

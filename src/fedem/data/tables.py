@@ -16,26 +16,24 @@ Shapes: n rows, d features, D target dimensions.
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
-import io
-import lzma
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedem.core.errors import UserError
+from fedem.data.archives import read_arrays
+from fedem.data.limits import check_memory
+from fedem.data.texts import AUTO, PACKED, SEPARATORS, Source, Texts, Unsplit, different, of_each, scan
 
 BOOLEAN, WHOLE, NUMBER, TEXT = "boolean", "whole", "number", "text"  # What a column may hold
 LARGEST = float(np.finfo(np.float32).max)  # of single precision
@@ -43,23 +41,24 @@ _WHOLE = re.compile(r"\s*[+-]?\d{1,18}\s*")
 _BOOLEANS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 _NOTHING = frozenset(("na", "n/a", "nan", "none", "null", "?", "-"))
 _NAMED = 5  # columns with missing values that an error lists
-AUTO = "auto"
-SEPARATORS = {",": ",", ";": ";", "tab": "\t", "|": "|"}  # between the fields of a CSV file, by their names
 DECIMALS = (".", ",")
-_LOOKED_AT = 20  # lines that say which separator a file has
-_PACKED = {".gz": gzip.decompress, ".bz2": bz2.decompress, ".xz": lzma.decompress}
 _POINT = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+|\d{1,3}(?:,\d{3})+(?:\.\d*)?)(?:[eE][+-]?\d+)?")
 _COMMA = re.compile(r"[+-]?(?:\d+,?\d*|,\d+|\d{1,3}(?:[.' \u00a0\u202f]\d{3})+(?:,\d*)?)(?:[eE][+-]?\d+)?")
 _WITH_POINT = str.maketrans({",": "."} | dict.fromkeys(".' \u00a0\u202f", None))
-# What numpy and zipfile raise for an archive that is damaged; the last for a password or an unknown compression.
-DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, RuntimeError)
+_BLOCK, _MOST = 4 << 20, 1 << 30  # bytes of CSV that are read together, and at most: a row lies in one block
+_TEXT_TIMES = 16  # bytes of memory that a byte of CSV takes until it is a federation, at most, by measurement
+_PARQUET_TIMES = 4  # ... and a value of Parquet, which is in memory as arrow's, pandas' and ours
+_LONGEST = 1000  # characters of a client's name
+
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Column:
     """One column, as it was read."""
 
-    values: NDArray[Any]  # [n] booleans, integers, floats or texts (objects); a target may be floats [n, D]
+    values: NDArray[Any] | Texts  # [n] booleans, integers, floats or texts (objects); a target may be floats [n, D]
     blank: NDArray[np.bool_]  # [n], where nothing stands
     written: bool = False  # whether these are the texts of a file without types, so that the content says what they are
 
@@ -72,7 +71,7 @@ class Column:
         """``[n]``, where no value stands, or a word for that (NA, None, ?, ...) among numbers, or true and false."""
         if not self.written:
             return self.blank
-        missing = self.blank | np.array([is_nothing(text) for text in self.values], dtype=bool)
+        missing = self.blank | of_each(self.values, is_nothing, bool)
         return missing if missing.all() or self._kind_of(~missing) != TEXT else self.blank
 
     @cached_property
@@ -84,37 +83,37 @@ class Column:
     def _kind_of(self, rows: NDArray[np.bool_]) -> str:
         """Return what the texts of ``rows`` are: one that is not a number makes them text."""
         texts = self.values[rows]
-        if all(text.strip().lower() in ("true", "false") for text in texts):
+        if all(text.strip().lower() in ("true", "false") for text in different(texts)):
             return BOOLEAN
         if np.isnan(self.parsed[rows]).any():
             return TEXT
-        return WHOLE if all(map(_WHOLE.fullmatch, texts)) else NUMBER
+        return WHOLE if all(map(_WHOLE.fullmatch, different(texts))) else NUMBER
 
     @cached_property
     def parsed(self) -> NDArray[np.float64]:
         """``[n]``, NaN for what is not a number."""
-        if self.values.dtype != object:
-            return self.values.astype(np.float64)
-        return np.array([_parse(text) for text in self.values], dtype=np.float64)
+        if isinstance(self.values, Texts) or self.values.dtype == object:
+            return of_each(self.values, _parse, np.float64)
+        return self.values.astype(np.float64)
 
     def texts(self, kind: str) -> list[str]:
         """Return the values as text, one text per value however it was written: 1.0 and "+1" are the number 1."""
         if kind == TEXT or self.values.dtype != object:
             return [_written(value) for value in self.values.tolist()]
-        if kind == BOOLEAN:
-            return [text.strip().lower() for text in self.values]
-        return [
-            str(int(text)) if _WHOLE.fullmatch(text) else _written(number)
-            for text, number in zip(self.values, self.parsed.tolist(), strict=True)
-        ]
+        way = {BOOLEAN: _as_boolean}.get(kind, _as_number)
+        return of_each(self.values, way, object).tolist()
 
 
 class Dialect(NamedTuple):
-    """How a CSV file is written; "auto": to be found out."""
+    """How a file is to be read: how CSV is written ("auto": to be found out), and the GiB that it may take.
+
+    0: half of what is free.
+    """
 
     separator: str = AUTO
     decimal: str = AUTO
     encoding: str = AUTO
+    max_memory: float = 0.0
 
 
 _FOUND_OUT = Dialect()
@@ -148,7 +147,12 @@ class Table:
         return tuple(name for name in self.columns if name not in (self.target, self.client, self.order))
 
     def without(self, names: Sequence[str]) -> Table:
-        return replace(self, columns={name: column for name, column in self.columns.items() if name not in names})
+        gone = set(names)
+        return replace(self, columns={name: column for name, column in self.columns.items() if name not in gone})
+
+    def alone(self, name: str) -> Table:
+        """Return one column: whatever is done for each of many columns must not copy the list of all."""
+        return replace(self, columns={name: self.columns[name]})
 
     def as_text(self, names: Sequence[str]) -> Table:
         texts = {name: replace(self.columns[name], written=False) for name in names if name in self.columns}
@@ -195,17 +199,25 @@ class Table:
         """Return the client of each row, ``[n]``; None without such a column."""
         if self.client not in self.columns:
             return None
-        return np.array(self.complete([self.client]).columns[self.client].texts(TEXT), dtype=str)
+        names = self.complete([self.client]).columns[self.client].texts(TEXT)
+        if len(longest := max(names, key=len, default="")) > _LONGEST:
+            said = f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... has"
+            raise UserError(f"{said} {len(longest):,} characters; allowed in a client's name: {_LONGEST:,}.")
+        return np.array(names, dtype=str)
 
-    def numbers(self, name: str) -> NDArray[np.float64]:
-        """Return a column of numbers, ``[n]``; refuse text and what is not finite in single precision."""
+    def numbers(self, name: str, cut: Callable[[Floats], Floats] | None = None) -> Floats:
+        """Return a column of numbers, ``[n]``, after ``cut`` has done with them what it does.
+
+        Refuse text and what is not finite in single precision.
+        """
         column = self.complete([name]).columns[name]
         if column.kind == TEXT or (column.kind == BOOLEAN and column.written):
             row = int(np.isnan(column.parsed).argmax()) if column.written else 0
             raise self.refusal(name, row, "is not a number")
-        if (large := ~(np.abs(column.parsed) <= LARGEST)).any():
+        numbers = column.parsed if cut is None else cut(column.parsed)
+        if (large := ~(np.abs(numbers) <= LARGEST)).any():
             raise self.refusal(name, int(np.argwhere(large)[0, 0]), "is not finite in single precision")
-        return column.parsed
+        return numbers
 
     def times(self) -> NDArray[np.int64] | NDArray[np.float64] | None:
         """Return what orders the rows in time, ``[n]``: numbers, or dates in microseconds; None if nothing does."""
@@ -253,11 +265,8 @@ def joined(tables: Sequence[Table]) -> Table:
     columns = {}
     for name in first.columns:
         pieces = [table.columns[name] for table in tables]
-        values = [column.values for column in pieces]
-        if len({array.dtype == object for array in values}) > 1:  # where some are text, all are
-            values = [np.array(column.texts(TEXT), dtype=object) for column in pieces]
         blank = np.concatenate([column.blank for column in pieces])
-        columns[name] = Column(np.concatenate(values), blank, all(column.written for column in pieces))
+        columns[name] = Column(_laid([*pieces]), blank, all(column.written for column in pieces))
     arrays = [table.array for table in tables if table.array is not None]
     kinds = {(array.shape[1:], array.dtype) for array in arrays}
     if len(kinds) > 1:
@@ -266,6 +275,16 @@ def joined(tables: Sequence[Table]) -> Table:
     notes = tuple(dict.fromkeys(note for table in tables for note in table.notes))
     stacked = np.concatenate(arrays) if arrays else None
     return replace(first, columns=columns, pieces=places, array=stacked, notes=notes)
+
+
+def _laid(columns: Sequence[Column]) -> NDArray[Any] | Texts:
+    """Lay the values of columns under each other; where some are text, all are."""
+    texts = [column.values for column in columns if isinstance(column.values, Texts)]
+    if len(texts) == len(columns):
+        return Texts.joined(texts)
+    if texts or len({column.values.dtype == object for column in columns}) > 1:
+        return np.concatenate([np.array(column.texts(TEXT), dtype=object) for column in columns])
+    return np.concatenate([column.values for column in columns])
 
 
 def _parse(text: str) -> float:
@@ -286,6 +305,14 @@ def _written(value: Any) -> str:
         return str(value).lower()
     is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return str(int(value) if is_whole else value)
+
+
+def _as_boolean(text: str) -> str:
+    return text.strip().lower()
+
+
+def _as_number(text: str) -> str:
+    return str(int(text)) if _WHOLE.fullmatch(text) else _written(_parse(text))
 
 
 def read_table(
@@ -322,7 +349,7 @@ def check_encoding(name: str) -> None:
 def ending_of(path: Path) -> str:
     """Return a file's ending in small letters, with that of its content before that of a compression: .csv.gz."""
     last = path.suffix.lower()
-    return Path(path.stem).suffix.lower() + last if last in _PACKED else last
+    return Path(path.stem).suffix.lower() + last if last in PACKED else last
 
 
 def stem_of(path: Path) -> str:
@@ -331,22 +358,21 @@ def stem_of(path: Path) -> str:
 
 
 def _read_npz(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {name: np.asarray(archive[name]) for name in ("x", target, client, order) if name in archive}
-            present = ", ".join(archive.files)
-    except DAMAGED as error:
-        why = type(error).__name__
-        raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged ({why}).") from None
+    found, names = read_arrays(path, ("x", target, client, *([order] if order else [])), dialect.max_memory)
     if "x" not in found:
-        raise UserError(f"{path} has no array 'x' (it has: {present}); allowed: x, {target} and {client}.")
+        raise UserError(f"{path} has no array 'x' (it has: {', '.join(names)}); allowed: x, {target} and {client}.")
     inputs = found["x"]
     for name, array in found.items():
+        if array.ndim and not array.size:
+            problem = f"the array {name!r} has shape {list(array.shape)}, which holds nothing"
+            raise UserError(f"{path}: {problem}; allowed: at least one row and one feature.")
         if array.ndim == 0:
             raise UserError(f"{path}: the array {name!r} is a single value; allowed: one entry per sample.")
         if len(array) != len(inputs):
             what = {client: "clients", target: "targets"}.get(name, f"of {name!r}")
             raise UserError(f"{path} has {len(inputs)} inputs but {len(array)} {what}; allowed: as many of each.")
+    if inputs.dtype.kind not in "biuf":
+        raise UserError(f"{path}: the array 'x' is of type {inputs.dtype}; allowed: numbers.")
     del found["x"]
     for name, what in ((client, "client name"), (order, f"{order!r}")):
         if name in found and found[name].ndim > 1:
@@ -359,6 +385,8 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
     if array.dtype.kind not in "biufUS":
         raise UserError(f"{path}: the array {name!r} is of type {array.dtype}; allowed: numbers, booleans or text.")
     if array.dtype.kind in "US":
+        if array.ndim > 1:
+            raise UserError(f"{path}: the array {name!r} is text of shape {list(array.shape)}; allowed: one per row.")
         texts = array.astype(str).astype(object)
         return Column(texts, texts == "")
     if array.dtype == np.uint64:
@@ -370,148 +398,149 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
 
 
 def _read_csv(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
-    import pyarrow
-    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
-
-    content, encoding = _read_text(path, dialect.encoding)
-    try:
-        separator = SEPARATORS.get(dialect.separator) or _separator_of(content)
-        header = next((fields for _, fields in _lines(content, separator)), [])
-        table = read_csv(
-            pyarrow.BufferReader(content),
-            ReadOptions(block_size=min(max(len(content), 1), 1 << 30)),  # a row must lie in one block
-            ParseOptions(delimiter=separator, newlines_in_values=True),
-            ConvertOptions(column_types=dict.fromkeys(header, pyarrow.string()), strings_can_be_null=False),
-        )
-        if content.count(b'"') % 2:  # a quotation mark without its end, or one inside a word
-            _check_lines(path, content, separator)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    except pyarrow.ArrowException as error:
-        _check_lines(path, content, separator)
-        raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    if not len(table):
+    source = scan(path, dialect.encoding, dialect.max_memory, _TEXT_TIMES)
+    separator = SEPARATORS.get(dialect.separator) or source.separator()
+    header, texts = _fields(source, separator)
+    rows = len(next(iter(texts.values()), ()))
+    if not rows:
         raise UserError(f"{path} has {len(header[:1])} lines; allowed: a header and at least one row.")
-    texts = {name: values.to_numpy() for name, values in zip(header, table.columns, strict=True)}
     commas = _decimal_commas({name: own for name, own in texts.items() if name != client}, dialect.decimal, separator)
     columns = {}
     for name, own in (texts | commas).items():
         # A client may well be called Null, or a blank.
-        empty = [(text if name == client else text.strip()) == "" for text in own]
-        columns[name] = Column(own, np.array(empty, dtype=bool), written=name != client)
-    line = partial(_line_of, path, encoding, separator)
-    made = _checked(Piece(str(path), len(table), line), header, columns, target, client, order)
+        empty = own.of_each(partial(_is_empty, named=name == client), bool)
+        columns[name] = Column(own, empty, written=name != client)
+    line = partial(_line_of, source, separator)
+    made = _checked(Piece(str(path), rows, line), header, columns, target, client, order)
     named = next(name for name, sign in SEPARATORS.items() if sign == separator)
     notes = [f"fields are separated by {named}"] if separator != "," else []
-    notes += [f"the text is in {encoding}"] if encoding != "utf-8" else []
+    notes += [f"the text is in {source.encoding}"] if source.encoding != "utf-8" else []
     notes += [f"numbers have decimal commas: {', '.join(map(repr, islice(commas, _NAMED)))}"] if commas else []
     return replace(made, notes=tuple(notes))
 
 
-def _read_text(path: Path, encoding: str) -> tuple[bytes, str]:
-    """Return a file's text in UTF-8, unpacked, and the encoding that it was in."""
-    unpack = _PACKED.get(path.suffix.lower(), bytes)
+def _is_empty(text: str, *, named: bool) -> bool:
+    return (text if named else text.strip()) == ""
+
+
+def _fields(source: Source, separator: str) -> tuple[list[str], dict[str, Texts]]:
+    """Return the header of a CSV file, and its columns."""
+    import pyarrow
+    from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
+
     try:
-        content = unpack(path.read_bytes())
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    if encoding == AUTO:
-        # Two bytes before the text say that it is UTF-16, which spreadsheets call Unicode.
-        encoding = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
-        if encoding == "utf-8" and not _is_utf8(path, content):
-            encoding = "cp1252" if not set(content) & {0x81, 0x8D, 0x8F, 0x90, 0x9D} else "latin-1"
-    try:
-        return content if encoding == "utf-8" else content.decode(encoding).encode(), encoding
-    except UnicodeError as error:
-        line = 1 + content[: getattr(error, "start", 0)].count(b"\n")
-        raise UserError(f"{path}, line {line}: the bytes are no text in {encoding} (data.encoding).") from None
+        header = next((fields for _, fields in source.lines(separator)), [])
+        form = ParseOptions(delimiter=separator, newlines_in_values=True)
+        kinds = ConvertOptions(column_types=dict.fromkeys(header, pyarrow.large_string()), strings_can_be_null=False)
+        for block in (_BLOCK, _MOST):  # a row must lie in one block
+            with source.open() as file:
+                try:
+                    # One thread: those that read ahead would go on with a file that is closed.
+                    how = ReadOptions(use_threads=False, block_size=min(max(source.size, 1), block))
+                    found = read_csv(Unsplit(file, source.size), how, form, kinds)
+                    break
+                except pyarrow.ArrowInvalid:
+                    if block == _MOST or source.size <= block:
+                        raise
+        if source.odd_quotes:  # a quotation mark without its end, or one inside a word
+            _check_lines(source, separator)
+    except csv.Error as error:
+        raise UserError(f"{source.path} can't be read as CSV: {error}.") from None
+    except pyarrow.ArrowException as error:
+        _check_lines(source, separator)
+        raise UserError(f"{source.path} can't be read as CSV: {error}.") from None
+    if (width := found.num_columns) != len(header):
+        raise UserError(f"{source.path} can't be read as CSV: the header has {len(header)} fields, its rows {width}.")
+    columns = found.columns[::-1]
+    del found  # what has been turned into texts is let go, column by column
+    texts = {name: Texts.of(columns.pop()) for name in header}
+    pyarrow.default_memory_pool().release_unused()
+    return header, texts
 
 
-def _is_utf8(path: Path, content: bytes) -> bool:
-    """Whether these bytes are UTF-8; bytes that are damaged, or no text, are refused."""
-    try:
-        content.decode()
-        return True
-    except UnicodeDecodeError as error:
-        line = 1 + content[: error.start].count(b"\n")
-    text = content.decode(errors="replace")
-    wrong = text.count("\ufffd")
-    if b"\0" in content or sum(not sign.isascii() for sign in text) > 2 * wrong:
-        why = "no text" if b"\0" in content else "not in UTF-8, as the rest of the file is"
-        raise UserError(f"{path} can't be read as CSV: line {line} has bytes that are {why} (see --encoding).")
-    return False
-
-
-def _separator_of(content: bytes) -> str:
-    """Find out what separates the fields: a comma where it can, else what gives all of the first lines most fields."""
-    counts = {}
-    for separator in SEPARATORS.values():
-        counts[separator] = [len(fields) for _, fields in islice(_lines(content, separator), _LOOKED_AT)] or [0]
-    even = {separator: own[0] for separator, own in counts.items() if own[0] > 1 and len(set(own)) == 1}
-    if "," in even:
-        return ","
-    return max(even, key=even.__getitem__) if even else max(counts, key=lambda separator: counts[separator][0])
-
-
-def _decimal_commas(texts: Mapping[str, NDArray[Any]], decimal: str, separator: str) -> dict[str, NDArray[Any]]:
+def _decimal_commas(texts: Mapping[str, Texts], decimal: str, separator: str) -> dict[str, Texts]:
     """Return the columns that hold numbers with decimal commas, with points instead.
 
     Where it is to be found out, they do if one of them is no number otherwise and no column needs a decimal point. If
     all could as well have thousands separators, they do where something else than commas separates the fields.
     """
-    if decimal == "." or not any("," in text for own in texts.values() for text in own):
+    if decimal == "." or not any("," in text for own in texts.values() for text in own.different()):
         return {}
-    values = {
-        name: [text for each in own if (text := each.strip()) and not is_nothing(text)] for name, own in texts.items()
-    }
-    found = {name for name, own in values.items() if own and all(map(_COMMA.fullmatch, own))}
-    signed = {name for name in found if any("," in text for text in values[name])}
+    looks = {name: _Look.at(own) for name, own in texts.items()}
+    found = {name for name, look in looks.items() if look.some and look.commas}
+    signed = {name for name in found if looks[name].signed}
     if decimal == AUTO:
-        points = [all(map(_POINT.fullmatch, values[name])) for name in signed]
-        needed = any(values[name] and all(map(_POINT.fullmatch, values[name])) for name in set(values) - found)
-        if needed or not signed or (all(points) and separator == ","):
+        needed = any(look.some and look.points for name, look in looks.items() if name not in found)
+        if needed or not signed or (all(looks[name].points for name in signed) and separator == ","):
             return {}
-    return {
-        name: np.array(
-            [text.translate(_WITH_POINT) if _COMMA.fullmatch(text.strip()) else text for text in own], dtype=object
-        )
-        for name, own in texts.items()
-        if name in found and not all(map(_WHOLE.fullmatch, values[name]))
-    }
+    return {name: own.changed(_with_point) for name, own in texts.items() if name in found and not looks[name].whole}
 
 
-def _lines(content: bytes, separator: str, *, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """Go through the rows of a CSV file, the header among them: the line where each ends, and its fields."""
-    # utf-8-sig: spreadsheets put a mark before the first column's name.
-    text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
-    reader = csv.reader(text, strict=strict, delimiter=separator)
-    return ((reader.line_num, fields) for fields in reader if fields)
+class _Look(NamedTuple):
+    """What the values of a column look like."""
+
+    some: bool = False  # whether there are any
+    commas: bool = True  # all of them numbers with decimal commas
+    points: bool = True  # ... with decimal points
+    whole: bool = True  # ... without either
+    signed: bool = False  # whether there is a comma
+
+    @classmethod
+    def at(cls, texts: Texts) -> _Look:
+        look = cls()
+        for text in filter(None, map(str.strip, texts.different())):
+            if not is_nothing(text):
+                look = cls(
+                    True,
+                    look.commas and bool(_COMMA.fullmatch(text)),
+                    look.points and bool(_POINT.fullmatch(text)),
+                    look.whole and bool(_WHOLE.fullmatch(text)),
+                    look.signed or "," in text,
+                )
+        return look
 
 
-def _line_of(path: Path, encoding: str, separator: str, row: int) -> int:
-    return next(line for line, _ in islice(_lines(_read_text(path, encoding)[0], separator), row + 1, None))
+def _with_point(text: str) -> str:
+    return text.translate(_WITH_POINT) if _COMMA.fullmatch(text.strip()) else text
 
 
-def _check_lines(path: Path, content: bytes, separator: str) -> None:
+def _line_of(source: Source, separator: str, row: int) -> int:
+    return next(line for line, _ in islice(source.lines(separator), row + 1, None))
+
+
+def _check_lines(source: Source, separator: str) -> None:
     """Refuse the first line of a CSV file that is not like the others."""
+    width = 0
     try:
-        rows = list(_lines(content, separator, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} can't be read as CSV: {error}.") from None
-    for line, fields in rows:
-        if len(fields) != len(rows[0][1]):
-            raise UserError(f"{path}, line {line}: {len(fields)} fields; allowed: {len(rows[0][1])}, as in the header.")
+        for line, fields in source.lines(separator, strict=True):
+            width = width or len(fields)
+            if len(fields) != width:
+                said = f"{source.path}, line {line}: {len(fields)} fields; allowed: {width}, as in the header"
+                raise UserError(f"{said}.")
+    except csv.Error as error:
+        raise UserError(f"{source.path} can't be read as CSV: {error}.") from None
 
 
 def _read_parquet(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException, types
     from pyarrow.parquet import ParquetFile
 
     try:
-        # One file as it is: folders named like key=value do not become columns.
-        frame = ParquetFile(path).read().to_pandas()
-    except (OSError, ArrowException) as error:
-        raise UserError(f"{path} can't be read as Parquet: {error}.") from None
+        with ParquetFile(path) as file:
+            about = file.metadata
+            groups = [about.row_group(place).total_byte_size for place in range(about.num_row_groups)]
+            needed = _PARQUET_TIMES * max(8 * about.num_rows * about.num_columns, *groups, sum(groups))
+            check_memory(path, needed, dialect.max_memory)
+            texts = [field.name for field in file.schema_arrow if types.is_string(field.type)]
+        # One file as it is: folders named like key=value do not become columns. Texts are held once, however often
+        # they stand there.
+        with ParquetFile(path, read_dictionary=texts) as file:
+            frame = file.read().to_pandas(split_blocks=True, self_destruct=True)
+    except UserError:
+        raise
+    except (OSError, ArrowException, ValueError, TypeError, LookupError, AttributeError, MemoryError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path} can't be read as Parquet: {why}.") from None
     return read_frame(frame, target, client, str(path), order)
 
 
@@ -523,13 +552,13 @@ def read_frame(
         frame = frame.to_pandas()
     if not is_frame(frame):
         raise UserError(f"The data are a {type(frame).__name__}; allowed: a pandas data frame.")
+    if len(frame) == 0:
+        raise UserError(f"{source} has no rows; allowed: at least one.")
     names = [str(name) for name in frame.columns]
     columns = {
         name: frame_column(source, name, frame.iloc[:, position], text=name == client)
         for position, name in enumerate(names)
     }
-    if len(frame) == 0:
-        raise UserError(f"{source} has no rows; allowed: at least one.")
     return _checked(Piece(source, len(frame)), names, columns, target, client, order)
 
 
@@ -583,7 +612,7 @@ def _whole(source: str, name: str, values: list[int]) -> NDArray[np.int64]:
 
 
 def _checked(piece: Piece, header: list[str], columns: dict[str, Column], *named: str) -> Table:
-    if twice := next((name for name in header if header.count(name) > 1), None):
+    if (twice := next((name for name, count in Counter(header).items() if count > 1), None)) is not None:
         raise UserError(f"{piece.source} has the column {twice!r} more than once; names must differ.")
     target, client, order = named
     if not (table := Table(columns, target, client, (piece,), order=order)).features:
@@ -596,6 +625,6 @@ READERS = {
     **dict.fromkeys(_TEXTS, _read_csv),
     ".parquet": _read_parquet,
     ".npz": _read_npz,
-    **dict.fromkeys([text + packed for text in _TEXTS for packed in _PACKED], _read_csv),
+    **dict.fromkeys([text + packed for text in _TEXTS for packed in PACKED], _read_csv),
 }
-ENDINGS = f"{', '.join(_TEXTS)} (packed: {', '.join(_PACKED)}), .parquet, .npz"  # in words
+ENDINGS = f"{', '.join(_TEXTS)} (packed: {', '.join(PACKED)}), .parquet, .npz"  # in words

@@ -15,7 +15,7 @@ from typing import Any, Self
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically, write_json
 from fedem.core.schema import Table, read_json
-from fedem.core.settings import Settings, complete
+from fedem.core.settings import Settings, complete, entries_of
 from fedem.data.dataset import Dataset
 from fedem.methods.base import AUTO
 from fedem.runs.config import DEFAULTS, SECTIONS, Config, read_toml
@@ -88,13 +88,20 @@ class Plan(Recipe):
         # Plans that were made before a section came go on, unless it says something new.
         unsaid = {name for name, section in SECTIONS.items() if section.came_later}
         unsaid = {name for name in unsaid if agreed["config"][name] == DEFAULTS[name]}
-        agreed["config"] = {name: values for name, values in agreed["config"].items() if name not in unsaid}
+        agreed["config"] = {name: _said(name, own) for name, own in agreed["config"].items() if name not in unsaid}
         content = json.dumps(agreed, sort_keys=True)
         return blake2b(content.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def rate(self, round_index: int) -> float:
         """Return the learning rate of a round, counted from 0."""
         return self.config.schedule.rate(round_index, self.config.run.rounds)
+
+
+def _said(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section without settings that plans were made before, where they have their defaults."""
+    entries = entries_of(*SECTIONS[section].kinds(values)) if values else {}
+    later = {key: entry.default for key, entry in entries.items() if entry.metadata.get("came_later")}
+    return {key: value for key, value in values.items() if key not in later or value != later[key]}
 
 
 _KEYWORDS = {"continue": "continued"}  # keys that Python has no names for

@@ -1,13 +1,13 @@
 """What a device has to offer: how much memory, what running out of it looks like, how exactly a GPU multiplies."""
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import torch
+
+from fedem.core.memory import free_host_bytes
 
 PRECISIONS = ("tf32", "float32", "bfloat16")
 _MOST_ON_CPU = 2 << 30  # more clients at once gain nothing there: what they work on leaves the caches
@@ -19,11 +19,7 @@ def free_bytes(device: torch.device) -> int:
         # What torch holds but does not use counts as free.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # no Linux: what was never touched is a lower bound
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return free_host_bytes()
 
 
 def peak_bytes(device: torch.device) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import TextType
+from rich.text import Text, TextType
 
 from fedem.core.errors import UserError, counted
 from fedem.core.files import plain
@@ -25,24 +26,26 @@ Rows = Iterable[Iterable[str]]  # cells of a table
 _SHOWN = 30  # clients that a table lists one by one
 _IDLE = 0.01  # a mean mixture weight below which a component is hardly used
 
-console = Console()
-errors = Console(stderr=True)
+# No markup, no emoji: names of columns, clients and files may have brackets and colons.
+console = Console(markup=False, emoji=False)
+errors = Console(stderr=True, markup=False, emoji=False)
+words = partial(TextColumn, markup=False)  # of a bar
 
 
 def say(text: str) -> None:
     """Print a line as it is, however long: what was asked for, such as a path."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def aside(text: str) -> None:
     """Print a line beside what was asked for, as it is, however long."""
-    errors.print(text, highlight=False, markup=False, soft_wrap=True)
+    errors.print(text, highlight=False, soft_wrap=True)
 
 
 def display(*pages: RenderableType) -> None:
     """Print tables and paragraphs, as wide as the terminal."""
     for page in pages:
-        console.print(page, highlight=False, markup=False)
+        console.print(page, highlight=False)
 
 
 def figures_table(title: TextType, *headings: str) -> Table:
@@ -93,8 +96,8 @@ def show_run(folder: RunFolder) -> None:
 @contextmanager
 def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Show a bar that follows the rounds, unless ``quiet``; yields the function that takes each round's record."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[score]}"), console=errors, disable=quiet) as bar:
+    columns = (words("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, words("{task.fields[score]}"), console=errors, disable=quiet) as bar:
         task = bar.add_task(f"{title:8s}", total=rounds, score="")
 
         def listen(record: dict[str, Any]) -> None:
@@ -109,7 +112,7 @@ def progress(title: str, rounds: int, quiet: bool) -> Iterator[Callable[[dict[st
 
 def waiting(what: str, quiet: bool) -> AbstractContextManager[object]:
     """Show that something is going on."""
-    return nullcontext() if quiet else errors.status(f"{what} ...")
+    return nullcontext() if quiet else errors.status(Text(f"{what} ..."))
 
 
 @contextmanager

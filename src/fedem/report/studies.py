@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
-from fedem.report.console import Rows, errors, rendered, score_text, simple_table
+from fedem.report.console import Rows, errors, rendered, score_text, simple_table, words
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config
@@ -102,7 +102,7 @@ def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
 def runs_progress(pending: Sequence[Entry], quiet: bool, titles: Mapping[str, str]) -> Iterator[_Watch]:
     """Show one bar over all rounds, and a line for each run that is done; yields a context of each run's listener."""
     done: list[int] = []  # rounds of each run that is over
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeRemainingColumn())
+    columns = (words("{task.description}"), BarColumn(), words("{task.fields[count]}"), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=quiet) as bar:
         task = bar.add_task("", total=sum(entry.config.run.rounds for entry in pending), count="")
 

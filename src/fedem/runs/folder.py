@@ -14,7 +14,6 @@ tensorboard/              the metrics as TensorBoard events
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -24,7 +23,16 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from fedem.core.errors import UserError, counted, naming, notify
-from fedem.core.files import holding, is_empty, plain, remove_leftovers, write_atomically, write_csv, write_json
+from fedem.core.files import (
+    holding,
+    is_empty,
+    plain,
+    read_csv,
+    remove_leftovers,
+    write_atomically,
+    write_csv,
+    write_json,
+)
 from fedem.core.schema import Flag, Listed, Maybe, Number, Table, Text, Whole, check, parse_json, read_json_if_there
 from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
@@ -307,19 +315,18 @@ class RunFolder:
         """Read clients.csv, one row per client."""
         path = self.path / CLIENTS_FILE
         try:
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file, strict=True)
-                rows = list(reader)
+            rows = read_csv(path)
         except FileNotFoundError:
             raise UserError(f"{self.path} has no {CLIENTS_FILE}: the run is not complete.") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{path} can't be read: {error}.") from None
-        for name in ("client", "role"):
-            if name not in (reader.fieldnames or ()):
-                raise UserError(f"{path} can't be read: it has no column {name!r}.")
         for number, row in enumerate(rows, start=2):
-            if None in row or None in row.values():
-                allowed = counted(len(reader.fieldnames or ()), "cell")
+            columns = [name for name in row if isinstance(name, str)]
+            for name in ("client", "role"):
+                if name not in columns:
+                    raise UserError(f"{path} can't be read: it has no column {name!r}.")
+            if len(columns) < len(row) or None in row.values():
+                allowed = counted(len(columns), "cell")
                 raise UserError(f"{path} can't be read: line {number} has more or fewer cells; allowed: {allowed}.")
             for name, value in row.items():
                 if name.startswith(_NUMERIC) and not _is_number(value):
