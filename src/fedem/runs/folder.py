@@ -14,6 +14,7 @@ tensorboard/              the metrics as TensorBoard events
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
