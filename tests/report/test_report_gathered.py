@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import make_federation
 from report_runs import METHODS, SEEDS, compared, gathered, regressed, trained
 
 import fedem
 from fedem.core.errors import UserError
 from fedem.report.pictures.curves import recorded
-from fedem.report.runs import Gathered, gather
+from fedem.report.runs import Gathered, gather, read_runs
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,17 @@ def test_every_run_is_there_and_says_what_its_files_say(data: Gathered, folder: 
 def test_mixture_weights_sum_to_one(data: Gathered) -> None:
     for run in data.runs["fedem"]:
         assert run.clients.weights.sum(1) == pytest.approx(1)
+
+
+def test_hostile_clients_have_no_scores(tmp_path: Path) -> None:
+    for name, attack in (("honest", "none"), ("harmed", {"name": "label_flip", "share": 2})):
+        fedem.train(make_federation(), "fedavg", rounds=2, attack=attack, out=tmp_path / name)
+    harmed, honest = sorted(read_runs([tmp_path]), key=lambda run: run.folder.path)
+    assert harmed.clients.names == honest.clients.names, "so that one report can have both"
+    known = np.isfinite(harmed.clients.scores)
+    assert [known.sum(), np.isfinite(honest.clients.scores).sum()] == [3, 5]
+    weighted = np.average(harmed.clients.scores[known], weights=harmed.clients.sizes[known])
+    assert weighted == pytest.approx(harmed.summary["test_accuracy"])
 
 
 def test_methods_are_sorted_by_their_mean_over_seeds(data: Gathered) -> None:
