@@ -21,6 +21,7 @@ from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
+from fedem.methods.wrappers.defences import DEFENCES, Defence
 from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule
 from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
@@ -183,6 +184,8 @@ _NETWORKS = {**MODELS, "auto": Auto}
 _SERVED = {"none": "Clients talk to a server, or to nobody."}
 _STEPS = "How a server that averages steps from u, what it has, along d, the mean change that its clients made to u."
 _MEAN = {"none": "The server takes the mean of the clients' models as it is."}
+_GUARDS = "How uploads are kept from spoiling what is averaged: hostile ones, or broken ones."
+_TRUST = {"none": "All uploads are taken as they are."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
     Section("batching", "How a client walks through its samples in a round.", {"": Batching}),
@@ -192,6 +195,7 @@ _ALL = (
     Section("method", "What is trained, and how clients' work is put together.", METHODS, "fedem"),
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
     Section("server", _STEPS, SERVER_RULES, "none", _MEAN, came_later=True),
+    Section("defence", _GUARDS, DEFENCES, "none", _TRUST, came_later=True),
     Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
@@ -224,7 +228,7 @@ class Config:
 
     Data, partition and model may have been passed from Python. A file can't hold them, and asking for them is an error.
     ``graph`` is None where clients don't average over one, ``server`` where the server takes the mean as it is,
-    ``loss`` where it is the one that fits the targets.
+    ``defence`` where it takes all uploads as they are, ``loss`` where it is the one that fits the targets.
     """
 
     run: RunSettings
@@ -235,6 +239,7 @@ class Config:
     method: MethodSettings
     graph: Topology | None
     server: ServerRule | None
+    defence: Defence | None
     _model: ModelSpec | None
     loss: Loss | None
     solver: Solver

@@ -135,7 +135,8 @@ class Recipe:
     @cached_property
     def method(self) -> Assembled:
         config, run = self.config, self.config.run
-        around = Around(config.graph, run.label_shares, run.local_layers, config.compression, config.server)
+        layers = (run.label_shares, run.local_layers)
+        around = Around(config.graph, *layers, config.compression, config.server, config.defence)
         return assemble(config.method.name, self.model, config.solver, config.method.values, around)
 
     @property

@@ -27,6 +27,7 @@ class Wrapped(Algorithm):
         super().__post_init__()
         # A survey reads all samples, so it is only asked for where the method within has one.
         object.__setattr__(self, "has_survey", self.base.has_survey)
+        object.__setattr__(self, "has_several_models", self.base.has_several_models)
 
     @cached_property
     def common(self) -> frozenset[str]:
