@@ -40,7 +40,8 @@ from fedem.methods.mixer import (
 )
 
 _EXACT = 1e-9  # weights that are as close as this to a half, or to each other, are so but for rounding
-_STEEPNESS = 4  # how fast the limit of norms widens with their spread
+_STEEPNESS = 4  # how fast the limit of lengths widens with their spread
+_FEWEST = 12  # clients that show how much they differ
 Pieces = Sequence[tuple[Tensor, Tree]]  # uploads that are all there, as they came in
 
 
@@ -163,13 +164,14 @@ class Clip(Defence):
     With several models a client's length is that of its longest change, and all models have one limit, since a client
     hardly moves models that do not suit it. Let q be the length that all but a ``share`` of the cohort keep to, and m
     the median length. The limit is ``q min(loosest, max(tightest, (q / m)^4))``: the more clients differ anyway, the
-    more is let through. A longer change is scaled down to it. Over a graph lengths are distances between a client's
-    model and its neighbours', and each client has a limit of its own.
+    more is let through. Fewer than 12 show little of that, and the limit is ``q loosest``. A longer change is scaled
+    down to it. Over a graph lengths are distances between a client's model and its neighbours', and each client has a
+    limit of its own.
 
     Attributes:
         share: of the clients may be hostile: so many are not asked how long a change may be.
         tightest: how many times q a change may be long where clients are alike.
-        loosest: ... and where they differ, whatever their spread.
+        loosest: ... and where they differ, whatever their spread, or are few.
     """
 
     over_graph: ClassVar[bool] = True
@@ -182,13 +184,14 @@ class Clip(Defence):
     def limit(self, lengths: Tensor) -> Tensor:
         """Return how long a change may be, where clients have these lengths ``[C]``; infinite if most are not finite.
 
-        >>> Clip().limit(torch.tensor([1.0, 1.5, 1.25, 1.5, 90.0])).item()
-        4.5
+        >>> Clip().limit(torch.tensor([1.0] * 11 + [90.0])).item()
+        3.0
         """
         ordered, count = lengths.sort().values, len(lengths)
         upper, median = ordered[max(1, count - ceil(self.share * count)) - 1], ordered[(count - 1) // 2]
         spread = torch.where(upper > 0, upper / median, 1) ** _STEEPNESS
-        limit = upper * spread.clamp(self.tightest, max(self.tightest, self.loosest))
+        loosest = max(self.tightest, self.loosest)
+        limit = upper * (spread.clamp(self.tightest, loosest) if count >= _FEWEST else loosest)
         return torch.where(limit.isfinite(), limit, torch.inf)
 
     def factors(self, squares: Tensor) -> Tensor:
