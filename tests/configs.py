@@ -13,6 +13,7 @@ from fedem.data import DATA
 from fedem.data.partitions import PARTITIONS
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
+from fedem.methods.wrappers.defences import DEFENCES
 from fedem.methods.wrappers.server_steps import SERVER_RULES
 from fedem.models import MODELS
 from fedem.models.losses import LOSSES
@@ -27,6 +28,7 @@ ONE_KIND: dict[str, Mapping[str, type[Settings]]] = {
     "graph": GRAPHS,
     "server": SERVER_RULES,
     "attack": ATTACKS,
+    "defence": DEFENCES,
     "model": MODELS,
     "loss": LOSSES,
     "solver": SOLVERS,

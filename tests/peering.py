@@ -46,7 +46,14 @@ def write_clients(path: Path) -> None:
 class Deployment:
     """A folder with the data, the plan and everybody's state."""
 
-    def __init__(self, folder: Path, rounds: int = 4, method: str = "dfedem", graph: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        rounds: int = 4,
+        method: str = "dfedem",
+        graph: dict[str, Any] | None = None,
+        defence: dict[str, Any] | None = None,
+    ):
         self.data, self.plan, self.state = folder / "clients.csv", folder / "plan", folder / "state"
         write_clients(self.data)
         hyper = {"num_components": 2} if method == "dfedem" else {}
@@ -55,6 +62,7 @@ class Deployment:
                 "data": {"name": "file", "path": str(self.data)},
                 "method": {"name": method, **hyper},
                 "graph": graph or {"name": "ring"},
+                "defence": defence or {"name": "none"},
                 "run": {"rounds": rounds, "evaluate_every": 2},
             }
         )

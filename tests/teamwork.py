@@ -37,6 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fedem, some lying, and rounded": DOUBLE
     | {"method": "fedem", "attack": {"name": "lie_size", "share": 1}, "compression": {"updates": "int8"}},
     "fedavg, some with a mark": DOUBLE | {"method": "fedavg", "attack": {"name": "backdoor", "share": 2}},
+    "fedem, clipped": DOUBLE | {"method": "fedem", "defence": {"name": "clip", "tightest": 1.0, "loosest": 1.0}},
+    "fedavg, by medians": DOUBLE
+    | {"method": "fedavg", "defence": {"name": "median", "max_weight": 0.2}, "server": "adam", "clients_per_round": 5},
+    "fedavg, none above the others": DOUBLE | {"method": "fedavg", "defence": {"name": "mean", "max_weight": 0.2}},
+    "dfedem, clipped": DOUBLE
+    | {"method": "dfedem", "graph": "ring", "defence": {"name": "clip", "tightest": 1.0, "loosest": 1.0}},
     "fedavg": DOUBLE | {"unseen": 0.375},
     "fedavg+": DOUBLE | {"method": "fedavg", "fine_tune_epochs": 1, "unseen": 0.375},
     "local": DOUBLE,

@@ -20,8 +20,10 @@ from flwr.supercore.exit.exit_code import EXIT_CODE_HELP
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.deploy import server_app
+from fedem.deploy.flower import messages
 from fedem.deploy.kept import Kept
 from fedem.deploy.node import Node
+from fedem.methods.wrappers.defences import DEFENCES
 from fedem.runs.result import Result
 from fedem.runs.trainer import Trainer
 
@@ -260,3 +262,35 @@ def test_the_server_steps_as_the_simulators_does_also_when_it_goes_on(
     state, known = there.serve(rounds=3, **{"continue": True}), simulated(there.trainer)
     equal(state.shared, known.shared)
     equal(state.memory, known.memory)
+
+
+@pytest.mark.parametrize("updates", ["none", "int8"])
+@pytest.mark.parametrize("defence", DEFENCES)
+def test_uploads_are_guarded_as_in_the_simulator(tmp_path: Path, defence: str, updates: str) -> None:
+    sections = {"defence": {"name": defence, "max_weight": 0.4}, "compression": {"updates": updates}}
+    there = Deployed(tmp_path, run={"dtype": "float64"}, **sections)
+    equal(there.serve().shared, simulated(there.trainer).shared, 1e-6)
+
+
+def test_a_hostile_upload_is_clipped(tmp_path: Path) -> None:
+    """One of four sends a model a million times off; clipped, the result is near that of the others."""
+    names, ends = ("ann", "bob", "cem", "dan"), {}
+    for defence in ("none", "clip"):
+        folder = tmp_path / defence
+        folder.mkdir()
+        sample = deployments.write_sample(folder, names=names)
+        there = Deployed(folder, sample=sample, run={"dtype": "float64"}, defence={"name": defence})
+        honest = there.trainer.training.step(there.trainer.training.init())[0].shared
+
+        def spoil(node: int, asked: Message, answer: Message) -> Message:
+            if node == 11 and "arrays" in answer.content.array_records:
+                arrays = answer.content.array_records["arrays"]
+                far = {name: torch.from_numpy(array.numpy()) + 1e6 for name, array in arrays.items()}
+                answer.content["arrays"] = messages.to_record(far)
+            return answer
+
+        there.grid.spoil = spoil
+        found = there.serve(rounds=1).shared
+        ends[defence] = max(float((leaf - honest[name]).abs().max()) for name, leaf in found.items())
+    assert ends["none"] > 1e5
+    assert ends["clip"] < 100

@@ -8,13 +8,16 @@ import zipfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import deployments
 import pytest
 
+import fedem
 from fedem.core.errors import UserError
 from fedem.deploy.flower.project import write_app
 from fedem.deploy.plan import Plan, RunConfig
+from fedem.methods.wrappers.defences import Clip, Median
 
 Run = Callable[..., tuple[int, str, str]]
 COLUMNS = ("--target-column", "sold", "--client-column", "shop")
@@ -88,3 +91,27 @@ def test_any_folder_gets_a_name_that_flower_takes(tmp_path: Path, folder: str, n
     assert f'name = "{name}"' in (tmp_path / folder / "pyproject.toml").read_text()
     with pytest.raises(UserError, match="is there already"):
         write_app(tmp_path / folder, plan)
+
+
+def test_uploads_are_clipped_unless_something_else_is_said(tmp_path: Path, run: Run) -> None:
+    sample = deployments.write_sample(tmp_path)
+    data = ["--data", str(sample), "--target-column", "sold", "--client-column", "shop", "--quiet"]
+    config, dataset = deployments.configure(sample)
+    trained = tmp_path / "trained"
+    fedem.run(config.replace("run", rounds=1), dataset, out=trained)
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[defence]\nname = "none"\n')
+    cases: list[tuple[list[str], Any]] = [
+        ([*data], Clip()),
+        ([*data, "--set", "defence.max_weight=0.5"], Clip(max_weight=0.5)),
+        ([*data, "--set", "defence.name=median"], Median()),
+        ([*data, "--set", "defence.name=none"], None),
+        ([*data, "--config", str(mine)], None),
+        ([*data, "--config", str(trained / "config.toml")], Clip()),  # its "none" is what every run writes
+        ([*data, "--method", "scaffold"], None),
+    ]
+    for number, (words, expected) in enumerate(cases):
+        folder = tmp_path / f"app{number}"
+        code, _, err = run("deploy", "init", str(folder), *words)
+        assert code == 0, err
+        assert Plan.load(folder / "plan").config.defence == expected, words

@@ -44,6 +44,16 @@ def test_rounds_are_the_simulators(
     deployment.check_equals_simulator()
 
 
+@pytest.mark.parametrize("defence", [{"name": "clip", "tightest": 1.0, "loosest": 1.0}, {"name": "trimmed_mean"}])
+def test_neighbours_are_guarded_against_as_in_the_simulator(tmp_path: Path, defence: dict[str, Any]) -> None:
+    deployment = Deployment(tmp_path, 3, defence=defence)
+    (tmp_path / "plain").mkdir()
+    plain = Deployment(tmp_path / "plain", 3).simulated()
+    work_together(deployment, [["dan", "ann"], ["cem"], ["bob"]], tmp_path)
+    deployment.check_equals_simulator()
+    assert float((deployment.simulated().shared["weight"] - plain.shared["weight"]).abs().max()) > 1e-3
+
+
 def test_a_peer_never_sampled_fits_its_weights(tmp_path: Path) -> None:
     """It is scored with them, and keeps them when the run is over; before, its file says that it has none yet."""
     deployment = Deployment(tmp_path, 1).with_run(clients_per_round=2, dtype="float64")

@@ -31,7 +31,7 @@ from fedem.deploy.plan import Plan
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS
 from fedem.report.console import aside, progress, say, show_run, waiting, writing
-from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, unbound
+from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml
 from fedem.runs.folder import RunFolder
 
 deploy_group = Typer(help="Training over a network, behind a Flower server.", no_args_is_help=True)
@@ -57,7 +57,7 @@ def init(
     """
     layer = asked(data, method, rounds=rounds)
     options: list[Layer] = [layer, *map(parse_assignment, settings or [])]
-    chosen = Config.build(unbound(read_toml(config), *options) if config else {}, *options)
+    chosen = Plan.configure(read_toml(config) if config else {}, *options)
     with waiting("Making the plan", quiet):
         write_app(folder, Plan.make(chosen, chosen.make_data()))
     if not quiet:
@@ -110,7 +110,7 @@ def trial(
         drawn: Layer = {"data": {"name": "file", "path": str(place.absolute() / "data")}}
         section = named_data(own, None if data is None else str(data))
         layers = [SHORT, drawn if data is None else {}, asked(section, method, rounds=rounds, seed=seed)]
-        config = Config.build(*layers, *map(parse_assignment, settings or []))
+        config = Plan.configure({}, *layers, *map(parse_assignment, settings or []))
         if not quiet:
             _note_patience(config)
         if data is None:

@@ -17,8 +17,8 @@ from fedem.core.files import write_atomically, write_json
 from fedem.core.schema import Table, read_json
 from fedem.core.settings import Settings, complete, entries_of
 from fedem.data.dataset import Dataset
-from fedem.methods.base import AUTO
-from fedem.runs.config import DEFAULTS, SECTIONS, Config, read_toml
+from fedem.methods.base import AUTO, find_method
+from fedem.runs.config import DEFAULTS, SECTIONS, Config, Layer, read_toml, unbound
 from fedem.runs.recipe import FORMAT, FURTHER, Recipe
 from fedem.runs.trainer import Trainer
 
@@ -26,12 +26,26 @@ CONFIG, PLAN = "config.toml", "plan.json"
 SHAPES = Table(FORMAT, FURTHER)  # what plan.json holds
 # [run]: they need all clients' data in one place
 _SIMULATED = ("unseen", "neighbours", "unlabelled", "measure_alpha_every", "diagnose_every")
+_GUARDED: Layer = {"defence": {"name": "clip"}}
 _START = {"weights": "", "jitter": 0.0}  # [model]: they say what the server's first models are made of
 
 
 @dataclass(frozen=True, eq=False)
 class Plan(Recipe):
     """The recipe of a deployment; it holds nothing of any client."""
+
+    @staticmethod
+    def configure(file: Layer, *layers: Layer) -> Config:
+        """Lay sections over each other for a server: uploads are clipped where the method can have it.
+
+        So it is unless something else is said; the "none" that a run writes into its ``file`` says nothing.
+        """
+        if file.get("defence") == DEFAULTS["defence"] and "partition_hash" in file.get("run", {}):
+            file = {name: values for name, values in file.items() if name != "defence"}
+        file = unbound(file, *layers)
+        config = Config.build(_GUARDED, file, *layers)
+        takes_defence = find_method(config.method.name).takes_defence and config.graph is None
+        return config if takes_defence else Config.build(file, *layers)
 
     @classmethod
     def make(cls, config: Config, dataset: Dataset) -> Plan:

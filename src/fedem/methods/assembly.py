@@ -1,7 +1,8 @@
 """Putting a method together: its algorithm and mixer, with whatever a run asks for around them.
 
 A graph in the place of the server, label shares, layers that stay with their clients, smaller messages, a server that
-steps by an optimiser of its own, solvers that go on from round to round.
+steps by an optimiser of its own, uploads that are guarded before they are averaged, solvers that go on from round to
+round.
 """
 
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from fedem.methods.base import AUTO, Algorithm, Method, find_method, names_where
 from fedem.methods.decentralised import Graph
 from fedem.methods.mixer import Mixer
 from fedem.methods.wrappers.compression import Codec, Compression
+from fedem.methods.wrappers.defences import DEFENCES, Blocks, Defence, DefendedGraph, DefendedServer
 from fedem.methods.wrappers.kept_momentum import KeptMomentum
 from fedem.methods.wrappers.label_shares import LabelShares
 from fedem.methods.wrappers.local_layers import LocalLayers
@@ -31,6 +33,7 @@ class Around(NamedTuple):
     local_layers: str = "none"  # in the place of the method's own; "none": those that it has, if any
     compression: Compression = Compression()
     server: ServerRule | None = None  # how the server steps towards the mean, where it does not just take it
+    defence: Defence | None = None  # how uploads are kept from spoiling the mean
     keep_momentum: bool = False  # whether local solvers go on from round to round
 
 
@@ -44,14 +47,17 @@ class Assembled(NamedTuple):
 
 def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any], around: Around) -> Assembled:
     """Build a method of checked settings, and put around it what the run asks for; refuse what does not go together."""
-    row, (topology, label_shares, asked, compression, server, keep_momentum) = find_method(method), around
+    row, (topology, label_shares, asked, compression, server, defence, keep_momentum) = find_method(method), around
     local_layers = row.layers_kept(asked)
     problem = _problem(row, model, solver, settings, around)
     if problem:
         raise UserError(f"{problem}.")
     algorithm, mixer = row.build(model, solver, settings)
+    blocks = Blocks.of_method(algorithm)
     if topology is not None:
-        mixer = Graph(topology)
+        mixer = Graph(topology) if defence is None else DefendedGraph(Graph(topology), defence, blocks)
+    elif defence is not None:
+        mixer = DefendedServer(mixer, defence, blocks, of_updates=compression.is_on)
     if server is not None:
         mixer = ServerSteps(mixer, server, of_updates=compression.is_on)
     if local_layers != "none":
@@ -66,7 +72,7 @@ def assemble(method: str, model: Model, solver: Solver, settings: dict[str, Any]
 
 def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, Any], around: Around) -> str:
     """Say what does not go together, from what the method declares, and what is allowed; nothing if all does."""
-    topology, label_shares, asked, compression, server, keep_momentum = around
+    topology, label_shares, asked, compression, server, defence, keep_momentum = around
     name, kind, threshold, local_layers = row.name, row.algorithm, compression.threshold, row.layers_kept(asked)
     graph = "none" if topology is None else _name_of(topology, GRAPHS)
     compressible = names_where(lambda other: other.is_compressible)
@@ -109,6 +115,17 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
         names = names_where(lambda other: other.may_keep_momentum)
         reason = f"clients of method {name} train or send more than copies of the shared models"
         return f"run.keep_momentum is true, but {reason}; allowed with it: {names}"
+    if defence is not None:
+        on = f"defence.name is {_name_of(defence, DEFENCES)!r}"
+        if topology is not None and not defence.over_graph:
+            allowed = ", ".join(other for other, rule in DEFENCES.items() if rule.over_graph)
+            return f"{on}, but graph.name is {graph!r}; allowed over a graph: {allowed}"
+        if topology is not None and defence.max_weight < 1:
+            reason = f"over a graph, and graph.name is {graph!r}, a matrix says what clients count"
+            return f"defence.max_weight is {defence.max_weight:g}, but {reason}; allowed there: 1"
+        if topology is None and not row.takes_defence:
+            names = names_where(lambda other: other.takes_defence)
+            return f"{on}, but the server of method {name} does not just average models; allowed with it: {names}"
     if label_shares:
         on, names = "run.label_shares is true", names_where(lambda other: other.takes_label_shares)
         if not row.mixer.averages:

@@ -78,6 +78,8 @@ class Algorithm(Settings, ABC):
     single model): such a method can be diagnosed, and its alpha measured"""
     is_mixture: ClassVar[bool] = False
     """whether u is M components [M, ...], v_t their ``log_weights`` [M], which ``adapt`` has from ``losses`` [M, n]"""
+    has_several_models: ClassVar[bool] = False
+    """whether u is several models [M, ...]; mixtures are: then each is judged by itself where uploads are guarded"""
     steps_personal: ClassVar[bool] = False  # whether v_t is trained by steps of the same learning rate as u
     needs_share: ClassVar[bool] = False  # whether ``update`` goes by its ``share``: a server then asks who has how much
     parts_model: ClassVar[bool] = False  # whether it tells a model's last layer from the others: there must be others
@@ -92,6 +94,7 @@ class Algorithm(Settings, ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.compressible = cls.compressible and cls.uploads_model
+        cls.has_several_models = cls.has_several_models or cls.is_mixture
         cls.has_scores = cls.score is not Algorithm.score
         cls.has_survey = cls.survey is not Algorithm.survey
 
@@ -251,6 +254,11 @@ class Method:
     def may_keep_momentum(self) -> bool:
         """Whether clients train copies of u and nothing else, so that their solvers may go on from round to round."""
         return self.algorithm.uploads_model and not self.algorithm.steps_personal
+
+    @property
+    def takes_defence(self) -> bool:
+        """Whether the server averages models, and nothing else, so that they may be guarded before it does."""
+        return self.algorithm.uploads_model and self.mixer.is_server_mean and self.mixer.adds_up
 
     @property
     def takes_label_shares(self) -> bool:

@@ -10,7 +10,7 @@ Shapes: T clients, C clients of the cohort, c of a chunk, E links of all phases,
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from fedem.methods.base import Method, register
 from fedem.methods.fedavg import FedAvg
 from fedem.methods.fedem import FedEM
 from fedem.methods.mixer import Mixed, OwnGroups, Round, RoundPlan, Start, Uploads, Welcome, weighted_means
+
+
+class Turn(NamedTuple):
+    """Who averages what with whom in a round."""
+
+    matrix: Tensor  # [C, C]
+    uploads: Uploads  # as they are averaged: perhaps scaled
+    num_messages: int  # one for each direction of a link that is in use
 
 
 @final
@@ -59,15 +67,19 @@ class Graph(OwnGroups):
         return sizes.double() / average_size if self.topology.scale == "steps" else None
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
-        """Everybody's mean over its neighbours; a message for each direction of a link that is in use."""
+        """Everybody's mean over its neighbours."""
+        turn, memory = self.turn(shared, memory, this, uploads)
+        return Mixed(this.clients, weighted_means(turn.matrix, turn.uploads), turn.num_messages), memory
+
+    def turn(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Turn, Tree]:
+        """Return who averages what with whom in a round, and the next memory."""
         phase = int(memory["rounds"]) % int(memory["tau"])
         matrix = self.topology.draw(recall(memory, phase)[None], 0, memory["keys"].cpu(), this.key)
         matrix = among(matrix, this.clients)
         num_messages = int((matrix > 0).sum() - (matrix.diagonal() > 0).sum())
         if self.topology.scale == "updates":
             uploads = scaled(shared, this, uploads)
-        mixed = Mixed(this.clients, weighted_means(matrix, uploads), num_messages)
-        return mixed, memory | {"rounds": memory["rounds"] + 1}
+        return Turn(matrix, uploads, num_messages), memory | {"rounds": memory["rounds"] + 1}
 
     def welcome(self, shared: Tree, memory: Tree) -> Welcome:
         """The mean over all clients, towards which they tend."""

@@ -30,6 +30,7 @@ class Ensemble(SingleModel):
     """
 
     takes_label_shares: ClassVar[bool] = True
+    has_several_models: ClassVar[bool] = True
 
     num_components: int = field(default=3, metadata={"min": 1})
 

@@ -107,6 +107,11 @@ class Mixer(Settings, ABC):
         """Names of the leaves of u that never leave their client."""
         return frozenset()
 
+    @property
+    def plain(self) -> "Mixer":
+        """The mixer itself, without what a run puts around it."""
+        return self
+
     @abstractmethod
     def init(self, start: Start) -> tuple[Tree, Tree]:
         """Return the groups' first trees ``[G, ...]`` and the mixer's first memory."""
@@ -129,6 +134,10 @@ class Mixer(Settings, ABC):
         Processes that share a cohort have added up their means by then; all of them do this.
         """
         return mixed, memory
+
+    def weights(self, this: Round) -> Tensor:
+        """Return what the cohort's clients count in the mean of a server that averages, ``[C]``, summing to one."""
+        return by_samples(this)[0]
 
     def share(self, this: Round, of_samples: float) -> float:
         """Return what share of everybody takes part, as the mixer counts clients; ``of_samples`` of all samples do."""
@@ -230,9 +239,12 @@ class Star(OneGroup):
 
     def mix(self, shared: Tree, memory: Tree, this: Round, uploads: Uploads) -> tuple[Mixed, Tree]:
         """Over the cohort alone: clients that did not take part have nothing new to say."""
-        alike = this._replace(sizes=torch.ones_like(this.sizes))
-        means = weighted_means(by_samples(alike if self.weighting == "equal" else this), uploads)
+        means = weighted_means(self.weights(this)[None], uploads)
         return Mixed(torch.zeros(1, dtype=torch.int64), means, len(this.clients)), memory
+
+    def weights(self, this: Round) -> Tensor:
+        alike = this._replace(sizes=torch.ones_like(this.sizes))
+        return by_samples(alike if self.weighting == "equal" else this)[0]
 
     def share(self, this: Round, of_samples: float) -> float:
         return len(this.clients) / this.num_clients if self.weighting == "equal" else of_samples

@@ -163,7 +163,7 @@ class Pretrainable(ModelSpec):
     jitter: float = field(default=0.0, metadata={"min": 0})
     stem_stride: int = field(default=2, metadata={"min": 1, "max": 2})
     dropout: float = field(default=0.2, metadata={"min": 0, "below": 1})
-    normalisation: str = field(default="batch", metadata={"choices": NORMALISATIONS})
+    normalisation: str = field(default="batch", metadata={"choices": NORMALISATIONS, "came_later": True})
     enlarge: int = field(default=1, metadata={"min": 1, "max": 16})
     flips: bool = False
     shift: int = field(default=0, metadata={"min": 0})

@@ -22,6 +22,7 @@ from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
+from fedem.methods.wrappers.defences import DEFENCES, Defence
 from fedem.methods.wrappers.server_steps import SERVER_RULES, ServerRule
 from fedem.models import MODELS, Auto, ModelSpec
 from fedem.models.losses import LOSSES, Loss
@@ -103,7 +104,7 @@ class RunSettings(Settings):
     precision: str = field(default="tf32", metadata={"choices": PRECISIONS})
     local_layers: str = field(default="none", metadata={"each": str.strip})
     label_shares: bool = False
-    keep_momentum: bool = False
+    keep_momentum: bool = field(default=False, metadata={"came_later": True})
     fine_tune_epochs: int = field(default=0, metadata={"min": 0, "acts": "scores"})
     fine_tune_rate: float = field(default=0.0, metadata={"min": 0, "acts": "scores"})
     neighbours: int = field(default=0, metadata={"min": 0, "acts": "scores"})
@@ -190,6 +191,8 @@ _STEPS = "How a server that averages steps from u, what it has, along d, the mea
 _MEAN = {"none": "The server takes the mean of the clients' models as it is."}
 _HARM = "What some of the clients do to harm the others, in a simulation. Scores are of the honest ones alone."
 _HONEST = {"none": "All clients are honest."}
+_GUARDS = "How uploads are kept from spoiling what is averaged: hostile ones, or broken ones."
+_TRUST = {"none": "All uploads are taken as they are."}
 _ALL = (
     Section("run", "How a run goes: rounds, who takes part, where it computes, when it is scored.", {"": RunSettings}),
     Section("batching", "How a client walks through its samples in a round.", {"": Batching}),
@@ -200,6 +203,7 @@ _ALL = (
     Section("graph", "Who averages with whom where there is no server.", GRAPHS, "none", _SERVED),
     Section("server", _STEPS, SERVER_RULES, "none", _MEAN, came_later=True),
     Section("attack", _HARM, ATTACKS, "none", _HONEST, came_later=True),
+    Section("defence", _GUARDS, DEFENCES, "none", _TRUST, came_later=True),
     Section("model", "The network that each component, or each client, has.", _NETWORKS, "linear", _PASSED),
     Section("loss", "What is minimised: the negative log-likelihood of the targets.", LOSSES, "auto", _AUTO),
     Section("solver", "How a client takes its local steps.", SOLVERS, "sgd"),
@@ -232,7 +236,8 @@ class Config:
 
     Data, partition and model may have been passed from Python. A file can't hold them, and asking for them is an error.
     ``graph`` is None where clients don't average over one, ``server`` where the server takes the mean as it is,
-    ``attack`` where all clients are honest, ``loss`` where it is the one that fits the targets.
+    ``defence`` where it takes all uploads as they are, ``attack`` where all clients are honest, ``loss`` where it is
+    the one that fits the targets.
     """
 
     run: RunSettings
@@ -244,6 +249,7 @@ class Config:
     graph: Topology | None
     server: ServerRule | None
     attack: Attack | None
+    defence: Defence | None
     _model: ModelSpec | None
     loss: Loss | None
     solver: Solver

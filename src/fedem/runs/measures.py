@@ -34,6 +34,7 @@ from fedem.methods.base import Algorithm, Batch, Local, Trained, names_where
 from fedem.methods.mixer import Mixer, Star, mean_of_groups
 from fedem.methods.steps import inner_product, mean_loss, trained_leaves
 from fedem.methods.wrappers import Wrapped
+from fedem.methods.wrappers.defences import DefendedGraph, DefendedServer
 from fedem.methods.wrappers.server_steps import ServerSteps
 from fedem.models.base import Model
 from fedem.runs.rounds import State, Training
@@ -81,6 +82,9 @@ def check_diagnosable(algorithm: Algorithm, mixer: Mixer, compressed: bool = Fal
     elif isinstance(mixer, ServerSteps):
         run, allowed = f"A run whose server steps by {type(mixer.rule).__name__}", "server.name none"
         problem = f"{run} can't be diagnosed, as the theorems are of servers that take the mean"
+    elif isinstance(mixer, DefendedServer | DefendedGraph):
+        run, allowed = f"A run whose uploads are guarded by {type(mixer.rule).__name__}", "defence.name none"
+        problem = f"{run} can't be diagnosed, as the theorems are of means of all uploads"
     elif not mixer.seeks_consensus:
         run = f"A run whose clients' models are mixed by {type(mixer).__name__}"
         problem = f"{run} can't be diagnosed, as they don't tend to one model, or one set of components, for all"

@@ -151,8 +151,15 @@ class Recipe:
     @cached_property
     def method(self) -> Assembled:
         config, run = self.config, self.config.run
-        rules = config.compression, config.server
-        around = Around(config.graph, run.label_shares, run.local_layers, *rules, run.keep_momentum)
+        around = Around(
+            config.graph,
+            run.label_shares,
+            run.local_layers,
+            config.compression,
+            config.server,
+            config.defence,
+            run.keep_momentum,
+        )
         return assemble(config.method.name, self.model, config.solver, config.method.values, around)
 
     @property

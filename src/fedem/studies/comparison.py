@@ -20,11 +20,11 @@ from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Gap, Labels, Spread, failures, outcomes, read_setting, reason
 
 # What every method has for itself; and what none may have for itself, or they could not be compared.
-_OWN = ("method", "graph", "server", "solver", "schedule")
+_OWN = ("method", "graph", "server", "defence", "solver", "schedule")
 _OWN_OF_RUN = ("run.fine_tune_epochs", "run.fine_tune_rate")
 _SAME = ("data", "loss", "attack", "run.rounds", "run.unseen", "run.metrics")
 _GIVEN = {"run.seed": "--seeds", "method.name": "--methods"}
-_TRAINING = ("batching", "server", "solver", "schedule")
+_TRAINING = ("batching", "server", "defence", "solver", "schedule")
 _POINTS = 20
 _SCORES = ("test_{}", "bottom_decile", "unseen_test_{}", "train_{}")
 _VARIANTS = ("_pooled", "_in_units", "_pooled_in_units")  # of a test score, where a run has them

@@ -40,6 +40,7 @@ from fedem.methods import names_where
 from fedem.methods.assembly import Assembled
 from fedem.methods.decentralised import Graph, scaled
 from fedem.methods.mixer import Mixed, Round, weighted_means
+from fedem.methods.wrappers.defences import Blocks
 from fedem.models.images import INSTALLED
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record
@@ -187,13 +188,20 @@ class Peer:
         for row, client in members.items():
             heard = matrix[row].nonzero().flatten()
             trees = tree_stack([common[other] for other in heard.tolist()])
-            means = weighted_means(matrix[row, heard][None], [(torch.arange(len(heard)), trees)])
+            means = self._averaged(matrix[row, heard], heard == row, trees)
             mixed = Mixed(_HERE, means, len(heard))
             shared = step_groups(algorithm, tree_repeat(self._common(client.shared), 1), mixed, share)
             client.shared = tree_sorted(uploads[row] | tree_index(shared, 0))
         seconds = time.perf_counter() - started
         costs = RoundCosts(round_index + 1, rate, len(cohort), seconds, bytes_up, bytes_down)
         return costs._asdict() | {"peers": self.group.size}
+
+    def _averaged(self, weights: Tensor, is_own: Tensor, trees: Tree) -> Tree:
+        """Average what a client has trained, and what it has heard, by a row of the matrix, to ``[1, ...]``."""
+        matrix, uploads, defence = weights[None], [(torch.arange(len(weights)), trees)], self.plan.config.defence
+        if defence is None:
+            return weighted_means(matrix, uploads)
+        return defence.gossip(matrix, is_own.nonzero().flatten(), uploads, Blocks.of_method(self.plan.algorithm))
 
     def _common(self, tree: Tree) -> Tree:
         """Return the leaves that clients average; the others stay with their client."""

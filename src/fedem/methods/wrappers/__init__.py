@@ -26,8 +26,8 @@ class Wrapped(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A survey reads all samples, so it is only asked for where the method within has one.
-        object.__setattr__(self, "has_survey", self.base.has_survey)
-        object.__setattr__(self, "fine_tune_setting", self.base.fine_tune_setting)
+        for name in ("has_survey", "fine_tune_setting", "has_several_models"):
+            object.__setattr__(self, name, getattr(self.base, name))
 
     @cached_property
     def common(self) -> frozenset[str]:

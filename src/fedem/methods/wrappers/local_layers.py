@@ -73,7 +73,7 @@ class LocalLayers(Mixer):
         mixed, remembered = self.base.mix(shared, take_prefix("base", memory), this, passing())
         before, now = take_prefix("local", memory), gather(held)
         local = tree_map(lambda old, new: old.index_copy(0, this.clients.to(old.device), new), before, now)
-        server = self.base if self.base.is_server_mean else Star()
+        server = self.base.plain if self.base.is_server_mean else Star()
         average = server.mix({}, {}, this, held)[0].means
         return mixed, _joined(remembered, local, average)
 

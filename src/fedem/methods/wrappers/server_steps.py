@@ -157,12 +157,20 @@ class ServerSteps(Mixer):
     the ``base`` makes of them. The memory holds the moments, leaf by leaf like u.
     """
 
-    adds_up: ClassVar[bool] = True  # as its base does: the step waits until all uploads are in the means
     is_server_mean: ClassVar[bool] = True
 
     base: Mixer
     rule: ServerRule
     of_updates: bool = False  # whether means are of changes, as compressed messages have them, and not of models
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The step waits until all uploads are in the means, however these are made.
+        object.__setattr__(self, "adds_up", self.base.adds_up)
+
+    @property
+    def plain(self) -> Mixer:
+        return self.base.plain
 
     def init(self, start: Start) -> tuple[Tree, Tree]:
         groups, memory = self.base.init(start)
