@@ -170,8 +170,9 @@ def locked(path: Path, *, wait: bool = False, refusal: str = "") -> Iterator[boo
 def holding(folder: Path, refusal: str) -> Iterator[None]:
     """Hold a folder, which is made if it is not there, by a lock in it; raise the ``refusal`` where another does.
 
-    A folder in which nothing was written is removed.
+    A folder in which nothing was written is removed, with those above that were made for it.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,10 +182,11 @@ def holding(folder: Path, refusal: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_empty(folder):
+            if folder in made and is_empty(folder):
                 with suppress(OSError):
                     (folder / LOCK).unlink()
-                    folder.rmdir()
+                    for path in made:
+                        path.rmdir()
 
 
 def is_empty(folder: Path) -> bool:

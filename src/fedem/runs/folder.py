@@ -60,9 +60,7 @@ _FIGURES = {
     **_SCORES,
     **{f"unseen_{name}": _FIGURE for name in _SCORES},
     **{f"oracle_{name}": _FIGURE for name in ("loss", "bottom_decile", *METRICS)},
-    **dict.fromkeys(
-        ["bottom_decile", "test_base_rate", "target_deviation", "learning_rate", "weights_entropy"], _FIGURE
-    ),
+    **dict.fromkeys(["bottom_decile", "test_base_rate", "target_deviation", "learning_rate"], _FIGURE),
     **{f"{cost}_per_round": _FIGURE for cost in _COSTS},
     "seconds_total": _FIGURE,
 }
