@@ -138,7 +138,7 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         raise UserError(f"There is no exported model in {folder}: {error.filename} is missing{hint}.") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, SafetensorError) as error:
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # the last from torch, of absurd sizes
         described = f"{folder / _DESCRIPTION} is not a description of a model"
         raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
     count, name = len(mixture.log_weights), recipe.config.name("model")
