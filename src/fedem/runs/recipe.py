@@ -103,11 +103,15 @@ class SampleFormat:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> SampleFormat:
         names, encoding, labels = content["feature_names"], content.get("encoding"), content.get("labels")
-        shape, dtype = tuple(content["input_shape"]), getattr(torch, content["input_dtype"])
+        shape, outputs = tuple(content["input_shape"]), content["num_outputs"]
+        dtype = getattr(torch, content["input_dtype"], None)
+        if not all(type(size) is int and size >= 1 for size in (*shape, outputs)) or not isinstance(dtype, torch.dtype):
+            given = f"inputs of shape {list(shape)} and type {content['input_dtype']!r}, and {outputs!r} outputs"
+            raise UserError(f"The model is for {given}; allowed: sizes of at least 1, a type such as float32.")
         known = encoding and Encoding.from_json(encoding)
         weights = content.get("class_weights")
         texts = (names and tuple(names), known, labels and tuple(labels))
-        return cls(shape, dtype, content["num_outputs"], *texts, weights and tuple(weights))
+        return cls(shape, dtype, outputs, *texts, weights and tuple(weights))
 
 
 @dataclass(frozen=True, eq=False)
