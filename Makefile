@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # What the fast lane leaves out: pyproject.toml says what each mark means.
 REST := network or processes or browser or site or benchmark or gallery or gpu or slow
 
-.PHONY: train test test-rest test-all install check format bench docs clean
+.PHONY: train test test-rest test-all install check format bench chaos docs clean
 
 # FedEM on the paper's synthetic mixture beside FedAvg and Local; fewer test samples than the paper's 5,000 a client.
 train: $(INSTALLED)
@@ -57,6 +57,12 @@ bench: install
 	$(BIN)/python -m benchmarks.methods
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.processes
+
+# Processes that train are killed, cut off and started twice, KILLS times in all; `make test-all` does so a few times.
+KILLS ?= 1000
+chaos: export FEDEM_KILLS = $(KILLS)
+chaos: install
+	$(BIN)/python -m pytest -q tests/chaos
 
 # The banner that is silenced is about another program's plans.
 docs: install

@@ -5,6 +5,7 @@ A run is prepared first, which checks everything that can be checked, and then c
 
 from __future__ import annotations
 
+import errno
 import math
 import statistics
 import time
@@ -58,6 +59,7 @@ from fedem.runs.unlabelled import Statistics, check_unlabelled, fit, gather, wit
 
 Listener = Callable[[Record], None]  # called with each round's record
 _ORIGIN = Table({"seconds": Number(least=0), "best_validation": Maybe(Number())})  # what going on needs to know
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}  # what writing to a disk that takes no more is told
 _HALVINGS = 10  # of the learning rate, for one round
 _IMAGE = 8  # pixels of the smallest images that are taken for such
 _TRIAL = (10, 50)  # the fewest and the most rounds in which a model that might be chosen is tried
@@ -167,9 +169,14 @@ def carry_out(
 
 @contextmanager
 def _failing(folder: RunFolder) -> Iterator[None]:
-    """Write down that training diverged, so that whoever reads the folder knows why there is no outcome."""
+    """Write down that training diverged, so that whoever reads the folder knows why; name the folder if it is full."""
     try:
         yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        mend = "make room and go on with --resume"
+        raise UserError(f"{folder.path} can't be written: {error.strerror}; {mend}.") from None
     except DivergedError as error:
         folder.fail(Failure(DIVERGED, str(error)))
         raise
