@@ -177,7 +177,7 @@ class TestFromFile:
 
     def test_an_archive_without_rows_is_refused(self, tmp_path: Path) -> None:
         path = write_npz(tmp_path / "samples.npz", x=INPUTS[:0], y=TARGETS[:0], client=CLIENTS[:0])
-        with pytest.raises(UserError, match="at least one client; got none"):
+        with pytest.raises(UserError, match=r"'x' has shape .0, 2., which holds nothing; allowed: at least one row"):
             FromFile(path=str(path)).make(0)
 
     def test_shares_that_leave_nothing_are_refused(self, npz: Path) -> None:

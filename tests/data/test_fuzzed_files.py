@@ -135,18 +135,18 @@ def _npy(draw: Draw, rows: int) -> bytes:
 
 
 def npz(draw: Draw) -> tuple[str, bytes]:
-    rows, file = int(draw.choice([0, 1, 12, 12, 12])), io.BytesIO()
+    rows, file = int(draw.choice([0, 1, 12, 12, 12, 12, 12, 12])), io.BytesIO()
     arrays = {"x": draw.normal(size=(rows, 2)), "y": np.arange(rows) % 2, "client": np.array(["a", "b"] * 6)[:rows]}
     how = int(draw.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
     with zipfile.ZipFile(file, "w", how) as archive:
         for name, array in arrays.items():
             plain = io.BytesIO()
             np.save(plain, array)
-            member = _npy(draw, rows) if draw.random() < 0.3 else plain.getvalue()
-            if draw.random() < 0.95:
-                archive.writestr(f"{name}{draw.choice(['.npy', '.npy', '.npy', ''])}", member)
+            member = _npy(draw, rows) if draw.random() < 0.2 else plain.getvalue()
+            if draw.random() < 0.97:
+                archive.writestr(name if draw.random() < 0.1 else f"{name}.npy", member)
     content = bytearray(file.getvalue())
-    if draw.random() < 0.3 and (entry := content.find(b"PK\x01\x02")) >= 0:  # the sizes that the directory has
+    if draw.random() < 0.15 and (entry := content.find(b"PK\x01\x02")) >= 0:  # the sizes that the directory has
         content[entry + 20 : entry + 28] = struct.pack("<II", *draw.integers(0, 2**32, 2).tolist())
     return "t.npz", bytes(content)
 

@@ -98,7 +98,7 @@ def test_damage_is_named(tmp_path: Path, content: bytes, message: str) -> None:
 
 def test_more_columns_than_a_field_has_letters(tmp_path: Path) -> None:
     """By the wrong separator the header is one field, longer than Python's reader takes."""
-    names = [f"column{number}" for number in range(15_000)]
+    names = [f"{number}{'x' * 1000}" for number in range(150)]
     (tmp_path / "t.csv").write_text(";".join(names) + "\n" + ";".join("1" * len(names)) + "\n")
     assert tuple(read_table(tmp_path / "t.csv").columns) == tuple(names)
 

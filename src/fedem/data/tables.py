@@ -47,6 +47,7 @@ _COMMA = re.compile(r"[+-]?(?:\d+,?\d*|,\d+|\d{1,3}(?:[.' \u00a0\u202f]\d{3})+(?
 _WITH_POINT = str.maketrans({",": "."} | dict.fromkeys(".' \u00a0\u202f", None))
 _BLOCK, _MOST = 4 << 20, 1 << 30  # bytes of CSV that are read together, and at most: a row lies in one block
 _TEXT_TIMES = 16  # bytes of memory that a byte of CSV takes until it is a federation, at most, by measurement
+_COLUMN = 10 << 10  # ... and each column besides, however few rows it has
 _PARQUET_TIMES = 4  # ... and a value of Parquet, which is in memory as arrow's, pandas' and ours
 _LONGEST = 1000  # characters of a client's name
 
@@ -400,7 +401,7 @@ def _array_column(path: Path, name: str, array: NDArray[Any], *, text: bool) -> 
 def _read_csv(path: Path, target: str, client: str, order: str, dialect: Dialect) -> Table:
     source = scan(path, dialect.encoding, dialect.max_memory, _TEXT_TIMES)
     separator = SEPARATORS.get(dialect.separator) or source.separator()
-    header, texts = _fields(source, separator)
+    header, texts = _fields(source, separator, dialect.max_memory)
     rows = len(next(iter(texts.values()), ()))
     if not rows:
         raise UserError(f"{path} has {len(header[:1])} lines; allowed: a header and at least one row.")
@@ -423,13 +424,14 @@ def _is_empty(text: str, *, named: bool) -> bool:
     return (text if named else text.strip()) == ""
 
 
-def _fields(source: Source, separator: str) -> tuple[list[str], dict[str, Texts]]:
+def _fields(source: Source, separator: str, max_memory: float) -> tuple[list[str], dict[str, Texts]]:
     """Return the header of a CSV file, and its columns."""
     import pyarrow
     from pyarrow.csv import ConvertOptions, ParseOptions, ReadOptions, read_csv
 
     try:
         header = next((fields for _, fields in source.lines(separator)), [])
+        check_memory(source.path, _TEXT_TIMES * source.size + _COLUMN * len(header), max_memory, source.size)
         form = ParseOptions(delimiter=separator, newlines_in_values=True)
         kinds = ConvertOptions(column_types=dict.fromkeys(header, pyarrow.large_string()), strings_can_be_null=False)
         for block in (_BLOCK, _MOST):  # a row must lie in one block

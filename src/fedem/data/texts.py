@@ -43,7 +43,7 @@ class Texts:
     ndim: ClassVar[int] = 1
 
     def __init__(self, letters: Any, codes: NDArray[np.integer]) -> None:
-        """Take the different texts, an array of arrow's, and which of them each row has, ``[n]``."""
+        """Take the different texts, an array of arrow's, each of some row, and which of them each row has, ``[n]``."""
         self._letters, self._codes = letters, codes
 
     @classmethod
@@ -74,35 +74,33 @@ class Texts:
     def __getitem__(self, rows: NDArray[Any]) -> Texts: ...
     def __getitem__(self, rows: int | NDArray[Any]) -> str | Texts:
         if isinstance(rows, np.ndarray):
-            return Texts(self._letters, self._codes[rows])
+            if rows.dtype == bool and rows.all():
+                return self
+            used, places = np.unique(self._codes[rows], return_inverse=True)
+            return Texts(self._letters.take(used), places)
         return str(self._letters[int(self._codes[rows])].as_py())
 
     def __iter__(self) -> Iterator[str]:
-        return self._read(self._codes)
-
-    def _read(self, codes: NDArray[np.integer]) -> Iterator[str]:
-        for start in range(0, len(codes), _TEXTS):
-            yield from self._letters.take(codes[start : start + _TEXTS]).to_pylist()
+        for start in range(0, len(self), _TEXTS):
+            yield from self._letters.take(self._codes[start : start + _TEXTS]).to_pylist()
 
     def tolist(self) -> list[str]:
         return self.of_each(str, object).tolist()  # where texts are the same, the object is
 
     def different(self) -> Iterator[str]:
         """Go through the different texts."""
-        return self._read(np.unique(self._codes))
+        for start in range(0, len(self._letters), _TEXTS):
+            yield from self._letters.slice(start, _TEXTS).to_pylist()
 
     def of_each(self, function: Callable[[str], Any], dtype: DTypeLike) -> NDArray[Any]:
         """Return what ``function`` makes of each text, ``[n]``; it is called once for each different one."""
-        used, places = np.unique(self._codes, return_inverse=True)
-        return np.fromiter(map(function, self._read(used)), dtype, len(used))[places]
+        return np.fromiter(map(function, self.different()), dtype, len(self._letters))[self._codes]
 
     def changed(self, function: Callable[[str], str]) -> Texts:
         """Return the texts that ``function`` makes of these."""
         import pyarrow
 
-        used, places = np.unique(self._codes, return_inverse=True)
-        letters = pyarrow.array(map(function, self._read(used)), pyarrow.large_string())
-        return Texts(letters, places.astype(self._codes.dtype))
+        return Texts(pyarrow.array(map(function, self.different()), pyarrow.large_string()), self._codes)
 
 
 def different(values: Texts | NDArray[Any]) -> Iterable[Any]:
