@@ -106,7 +106,7 @@ class Row:
 
 
 COMPARISON = Table(
-    {"data": Text(), "metric": Text(), "methods": Listed(Table({"method": Text()}))}, {"command": Maybe(Text())}
+    optional={"data": Text(), "metric": Text(), "methods": Listed(Table({"method": Text()})), "command": Maybe(Text())}
 )
 
 

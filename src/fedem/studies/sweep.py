@@ -223,9 +223,12 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
                 # Trainers are made again when their turn comes: on a GPU, each has a copy of the data.
                 trainer = Trainer.prepare(entry.config, dataset, fresh=not begun, tries=False)
             except UserError as error:
-                if begun:
-                    raise
-                refused.append((entry, str(error)))
+                if not begun:
+                    refused.append((entry, str(error)))
+                    continue
+                with _claimed(entry) as mine:
+                    if mine and entry.failure is None:  # else another process has found the same
+                        raise
                 continue
             if begun:
                 _check_begun(entry, trainer, shared)
