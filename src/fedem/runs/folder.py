@@ -291,7 +291,8 @@ class RunFolder:
             # Each part that was scored has a loss, and the best state was scored as the last one was.
             scores = dict.fromkeys([name for name in summary if name in _AVERAGES], _FIGURE)
             losses = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
-            check(path, summary, Table(losses, {"best": Maybe(Table(scores))}))
+            length = {"max_rounds": _COUNT} if "stopped_after" in summary else {}
+            check(path, summary, Table(losses | length, {"best": Maybe(Table(scores))}))
         return summary
 
     def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
