@@ -25,7 +25,19 @@ from typing import IO, Any, NamedTuple
 
 from fedem.core.errors import UserError, counted, naming, notify
 from fedem.core.files import holding, is_empty, plain, remove_leftovers, write_atomically, write_csv, write_json
-from fedem.core.schema import Flag, Listed, Maybe, Number, Table, Text, Whole, check, parse_json, read_json_if_there
+from fedem.core.schema import (
+    Flag,
+    Kind,
+    Listed,
+    Maybe,
+    Number,
+    Table,
+    Text,
+    Whole,
+    check,
+    parse_json,
+    read_json_if_there,
+)
 from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
 from fedem.models.metrics import METRICS
@@ -290,8 +302,8 @@ class RunFolder:
         if summary is not None:
             # Each part that was scored has a loss, and the best state was scored as the last one was.
             scores = dict.fromkeys([name for name in summary if name in _AVERAGES], _FIGURE)
-            losses = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
-            length = {"max_rounds": _COUNT} if "stopped_after" in summary else {}
+            losses: dict[str, Kind] = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
+            length: dict[str, Kind] = {"max_rounds": _COUNT} if "stopped_after" in summary else {}
             check(path, summary, Table(losses | length, {"best": Maybe(Table(scores))}))
         return summary
 
