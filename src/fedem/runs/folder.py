@@ -34,7 +34,19 @@ from fedem.core.files import (
     write_csv,
     write_json,
 )
-from fedem.core.schema import Flag, Listed, Maybe, Number, Table, Text, Whole, check, parse_json, read_json_if_there
+from fedem.core.schema import (
+    Flag,
+    Kind,
+    Listed,
+    Maybe,
+    Number,
+    Table,
+    Text,
+    Whole,
+    check,
+    parse_json,
+    read_json_if_there,
+)
 from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
 from fedem.models.metrics import METRICS
@@ -299,8 +311,9 @@ class RunFolder:
         if summary is not None:
             # Each part that was scored has a loss, and the best state was scored as the last one was.
             scores = dict.fromkeys([name for name in summary if name in _AVERAGES], _FIGURE)
-            losses = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
-            check(path, summary, Table(losses, {"best": Maybe(Table(scores))}))
+            losses: dict[str, Kind] = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
+            length: dict[str, Kind] = {"max_rounds": _COUNT} if "stopped_after" in summary else {}
+            check(path, summary, Table(losses | length, {"best": Maybe(Table(scores))}))
         return summary
 
     def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:
