@@ -1,7 +1,7 @@
 """``python -m benchmarks.defences``: what clipping costs a round, and whether honest rounds stay as they are.
 
-Rounds with and without it alternate, from the same states, in one process, on one thread; seconds are those of the
-processor.
+A round's uploads are held and mixed again and again, with the rule and without by turns; what the rule takes longer is
+compared with the whole round. Seconds are those of the processor, on one thread, the fewest of all tries.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks.measure import Disturbance, environment, show_disturbance
-from fedem.methods.wrappers.defences import DEFENCES, Blocks, DefendedServer
+from fedem.core.tree import Tree, tree_map
+from fedem.methods.mixer import Round, Uploads, gather
+from fedem.methods.wrappers.defences import DEFENCES, Blocks, Defence, Defended, DefendedServer
 from fedem.runs.config import Config, Layer
-from fedem.runs.rounds import State, Training
+from fedem.runs.rounds import Training
 from fedem.runs.trainer import Trainer
 
 METHODS = ("fedavg", "fedem")
@@ -32,19 +35,37 @@ class Found(NamedTuple):
 
     method: str
     rule: str
-    seconds_plain: float
-    seconds_defended: float
-    overhead: float
-    """the seconds of the fastest round with the rule by those of the fastest without, less one"""
+    round: float
+    """seconds of a round without the rule"""
+    extra: float
+    """seconds that mixing its uploads takes longer with the rule"""
     is_same: bool
     """whether all rounds ended in the same bits with it and without"""
+    longest: float
+    """the longest change of a round by the length that three quarters of its clients keep to, the largest of all"""
+
+    @property
+    def overhead(self) -> float:
+        return self.extra / self.round
+
+
+@dataclass(frozen=True)
+class _Holding(Defence):
+    """No defence, but it holds the uploads."""
+
+    held: list[Any] = field(default_factory=list)
+
+    def defend(self, start: Tree, this: Round, weights: Tensor, uploads: Uploads, blocks: Blocks) -> Defended:
+        self.held[:] = uploads
+        return Defended(this, self.held)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time rounds of each method and print the ratios."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defences", description=__doc__)
     parser.add_argument("--rules", default="clip", help=f"of {', '.join(DEFENCES)}, with commas between")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tries", type=int, default=50, help="how often a round's uploads are mixed, each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a smoke run on tiny data; its figures mean nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures here")
@@ -53,42 +74,57 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console, disturbance, found = Console(highlight=False), Disturbance(), []
     for method in METHODS:
         for rule in options.rules.split(","):
-            found.append(compare(method, rule, options.rounds, options.seed, options.quick))
-            line = found[-1]
-            milliseconds = f"{1e3 * line.seconds_plain:.1f} ms, {1e3 * line.seconds_defended:.1f} ms with it"
+            found.append(line := compare(method, rule, options.rounds, options.tries, options.seed, options.quick))
+            times = f"{1e3 * line.round:.1f} ms a round, {1e3 * line.extra:.2f} ms more with it"
             same = "the same bits" if line.is_same else "other models"
-            console.print(f"{method}, {rule}: {milliseconds} ({line.overhead:+.1%}); {same}")
+            console.print(
+                f"{method}, {rule}: {times} ({line.overhead:+.1%}); {same}; longest {line.longest:.1f} q",
+                soft_wrap=True,
+            )
     figures = {"environment": environment(), "rounds": options.rounds, "found": [line._asdict() for line in found]}
     show_disturbance(console, disturbance.cores())
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2))
 
 
-def compare(method: str, rule: str, rounds: int, seed: int, quick: bool) -> Found:
-    """Step through the rounds without the rule, and try each with it."""
+def compare(method: str, rule: str, rounds: int, tries: int, seed: int, quick: bool) -> Found:
+    """Step through the rounds without the rule, and mix the uploads of each with it, too."""
     run: dict[str, Any] = {"rounds": rounds, "seed": seed, "evaluate_every": 0, "device": "cpu"}
     config = Config.build({"run": run, "method": {"name": method}}, QUICK if quick else {})
     plain = Trainer.prepare(config, config.make_data()).training
-    blocks = Blocks.of_method(plain.algorithm)
-    defended = replace(plain, mixer=DefendedServer(plain.mixer, DEFENCES[rule](), blocks))
-    state, pairs, same = plain.init(), list[tuple[float, float]](), True
-    _timed(defended, state)
+    blocks, holding = Blocks.of_method(plain.algorithm), _Holding()
+    held = replace(plain, mixer=DefendedServer(plain.mixer, holding, blocks))
+    defended = DefendedServer(plain.mixer, DEFENCES[rule](), blocks)
+    state, least, same, longest = plain.init(), [float("inf")] * 3, True, 0.0
     for number in range(rounds):
-        order = (plain, defended) if number % 2 else (defended, plain)
-        timed = {training is plain: _timed(training, state) for training in order}
-        pairs.append((timed[True][1], timed[False][1]))
-        state, other = timed[True][0], timed[False][0]
-        same = same and all(torch.equal(leaf, other.shared[name]) for name, leaf in state.shared.items())
-    # The fastest: whatever disturbs a round makes it slower.
-    without, with_it = (min(column) for column in zip(*pairs, strict=True))
-    return Found(method, rule, without, with_it, with_it / without - 1, same)
+        (after, _), seconds = _timed(held.step, state)
+        least[0] = min(least[0], seconds)
+        this, memory = _round(plain, number), state.memory
+        found: dict[int, Any] = {}
+        for _ in range(tries):
+            for at, mixer in enumerate((plain.mixer, defended), 1):
+                (found[at], _), seconds = _timed(mixer.mix, state.shared, memory, this, holding.held)
+                least[at] = min(least[at], seconds)
+        same = same and all(torch.equal(leaf, found[2].means[name]) for name, leaf in found[1].means.items())
+        longest = max(longest, _longest(state.shared, holding.held, blocks))
+        state = after
+    return Found(method, rule, least[0], least[2] - least[1], same, longest)
 
 
-def _timed(training: Training, state: State) -> tuple[State, float]:
-    # Of the processor: what others do on the machine must not count.
+def _round(training: Training, number: int) -> Round:
+    return training.round(number, training.sample(number))
+
+
+def _longest(shared: Tree, uploads: Sequence[tuple[Tensor, Tree]], blocks: Blocks) -> float:
+    changes = tree_map(torch.sub, gather(uploads), shared)
+    lengths = blocks.squares(sorted(blocks.trained), changes).amax(1).sqrt()
+    return float(lengths.amax() / lengths.quantile(0.75, interpolation="lower"))
+
+
+def _timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     started = time.process_time()
-    after, _ = training.step(state)
-    return after, time.process_time() - started
+    result = call(*arguments)
+    return result, time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import attacks, busy, components, images, many_clients, neighbours, plain_loop, tables
+from benchmarks import attacks, busy, components, defences, images, many_clients, neighbours, plain_loop, tables
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
@@ -230,3 +230,21 @@ def test_numbers_of_components_are_counted(capsys: pytest.CaptureFixture[str]) -
     assert (true, seed, len(rises)) == ("2", "0", 2)
     assert 1 <= int(found) <= 8
     assert count == f"| 2 | all | {int(found == '2')} of 1 | | |"
+
+
+def test_defences_are_timed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, threads = tmp_path / "figures.json", torch.get_num_threads()
+    try:
+        defences.main(["--quick", "--rounds", "2", "--tries", "2", "--rules", "clip,median", "--out", str(out)])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(out.read_text())["found"]
+    # Clipping leaves honest clients as they are; medians don't.
+    assert [(line["method"], line["rule"], line["is_same"]) for line in found] == [
+        ("fedavg", "clip", True),
+        ("fedavg", "median", False),
+        ("fedem", "clip", True),
+        ("fedem", "median", False),
+    ]
+    assert all(line["round"] > 0 for line in found)
+    assert "the same bits" in capsys.readouterr().out

@@ -40,7 +40,7 @@ from fedem.methods.mixer import (
 )
 
 _EXACT = 1e-9  # weights that are as close as this to a half, or to each other, are so but for rounding
-_STEEPNESS = 4  # how fast the limit of lengths widens with their spread
+_STEEPNESS = 5  # how fast the limit of lengths widens with their spread
 _FEWEST = 12  # clients that show how much they differ
 Pieces = Sequence[tuple[Tensor, Tree]]  # uploads that are all there, as they came in
 
@@ -163,7 +163,7 @@ class Clip(Defence):
 
     With several models a client's length is that of its longest change, and all models have one limit, since a client
     hardly moves models that do not suit it. Let q be the length that all but a ``share`` of the cohort keep to, and m
-    the median length. The limit is ``q min(loosest, max(tightest, (q / m)^4))``: the more clients differ anyway, the
+    the median length. The limit is ``q min(loosest, max(tightest, (q / m)^5))``: the more clients differ anyway, the
     more is let through. Fewer than 12 show little of that, and the limit is ``q loosest``. A longer change is scaled
     down to it. Over a graph lengths are distances between a client's model and its neighbours', and each client has a
     limit of its own.
@@ -177,9 +177,9 @@ class Clip(Defence):
     over_graph: ClassVar[bool] = True
 
     share: float = field(default=0.25, metadata={"min": 0, "below": 0.5})
-    # Honest clients of the synthetic mixture, whose sizes differ 20-fold, come to 9.6; those of similar size to 2.6.
+    # Honest clients of the synthetic mixture, whose sizes differ 20-fold, come to 12.2 times q (docs/defences.md).
     tightest: float = field(default=3.0, metadata={"min": 1})
-    loosest: float = field(default=10.0, metadata={"min": 1})
+    loosest: float = field(default=15.0, metadata={"min": 1})
 
     def limit(self, lengths: Tensor) -> Tensor:
         """Return how long a change may be, where clients have these lengths ``[C]``; infinite if most are not finite.
