@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fedem.core.errors import UserError
 from fedem.core.files import toml_literal
-from fedem.deploy.kept import Kept
+from fedem.deploy.kept import Earlier, Kept
 from fedem.deploy.plan import Plan
 from fedem.export.folder import export_personal, load_exported
 
@@ -126,7 +126,7 @@ def test_plans_of_other_settings(plan: Plan, tmp_path: Path) -> None:
 def test_kept_files(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "state" / "trial" / "ann.safetensors"
     weights = {"log_weights": torch.zeros(3)}
-    Kept(plan, 2, weights, plan.algorithm.init_shared(0), weights, "run", "ann").save(path)
+    Kept(plan, 2, weights, plan.algorithm.init_shared(0), (Earlier(1, weights),), "run", "ann").save(path)
     content, tensors = path.read_bytes(), load_file(path)
     with safe_open(path, framework="pt") as file:
         kept = json.loads(file.metadata()["kept"])

@@ -26,12 +26,23 @@ def written(folder: Path, method: str, seed: int, **figures: object) -> Entry:
     """A complete run, hand-made."""
     config = fedem.Config.build({"method": {"name": method}, "run": {"seed": seed, "rounds": 2}})
     place = RunFolder(folder / f"{method}-seed{seed}")
-    place.create(config)
+    with place.created(config):
+        pass
     facts = {"num_components": 1, "num_clients": 5, "num_unseen_clients": 0, "data": "synthetic", "rounds": 2}
     costs = {"seconds_per_round": 0.5, "bytes_up_per_round": 1000, "bytes_down_per_round": 3000}
-    summary = {"method": method, "seed": seed, "bottom_decile": 0.25, "train_loss": 0.5, **facts, **costs, **figures}
+    summary = {
+        "method": method,
+        "seed": seed,
+        "bottom_decile": 0.25,
+        "train_loss": 0.5,
+        "test_loss": 0.5,
+        **facts,
+        **costs,
+        **figures,
+    }
     name = "test_accuracy" if "test_accuracy" in figures else "test_mean_squared_error"
-    lines = [{"round": 1, name: 0.5}, {"round": 2, name: figures[name]}]
+    spent = {"seconds": 0.5, "bytes_up": 1000, "bytes_down": 3000}
+    lines = [{"round": 1, name: 0.5, **spent}, {"round": 2, name: figures[name], **spent}]
     (place.path / "metrics.jsonl").write_text("".join(RunFolder.line(line) for line in lines))
     place.finish(summary, [])
     return Entry({"method": method}, seed, config, place)
@@ -127,7 +138,8 @@ def test_a_method_that_failed_with_one_seed_is_not_ranked(tmp_path: Path) -> Non
     entries = [written(tmp_path, name, seed, test_accuracy=0.5) for name in ("local", "fedavg") for seed in (0, 1)]
     place = entries[3].folder
     place.clear()
-    place.create(entries[3].config)
+    with place.created(entries[3].config):
+        pass
     place.fail(Failure("diverged", "Training diverged in round 2."))
     # Complete, but its classifiers can't have learnt.
     entries.append(written(tmp_path, "fedem", 0, test_accuracy=0.75, train_accuracy=0.75, train_loss=1e9))

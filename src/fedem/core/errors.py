@@ -31,7 +31,7 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> UserError:
 def check_known(kind: str, names: Iterable[str], allowed: Collection[str]) -> None:
     """Refuse names that are not among those ``allowed``."""
     for name in names:
-        if name not in allowed:
+        if not isinstance(name, str) or name not in allowed:  # from a file it may be anything
             raise unknown(kind, name, allowed)
 
 

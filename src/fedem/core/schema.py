@@ -160,14 +160,17 @@ class Maybe(Kind):
 
 @dataclass(frozen=True)
 class Listed(Kind):
-    """A list of values of one kind."""
+    """A list of values of one kind, perhaps of one ``length``."""
 
     each: Kind
+    length: int | None = None
 
-    allowed = "a list"
+    @property
+    def allowed(self) -> str:
+        return "a list" if self.length is None else f"a list of {self.length}"
 
     def problem(self, value: object) -> Problem | None:
-        if not isinstance(value, list):
+        if not isinstance(value, list) or self.length not in (None, len(value)):
             return self._is_not(value)
         for position, item in enumerate(value):
             if (found := self.each.problem(item)) is not None:

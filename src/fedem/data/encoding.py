@@ -529,6 +529,7 @@ _FEATURE = schema.Table(
         "cycles": Listed(Text(choices=("year", "week", "day"))),
         "fill": ANYTHING,
         "indicator": Flag(),
+        "usual": Listed(Number(), length=4),
     },
     others=None,
 )

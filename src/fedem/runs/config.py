@@ -220,7 +220,7 @@ def overlay(*layers: Layer) -> Sections:
         for section, given in layer.items():
             values = dict(given)
             if section == "method" and "name" in values:
-                values["name"] = ALIASES.get(values["name"], values["name"])
+                values["name"] = ALIASES.get(str(values["name"]), values["name"])
             old = merged.get(section, {})
             default = DEFAULTS.get(section, {}).get("name")
             if old and "name" in values and old.get("name", default) != values["name"]:
