@@ -25,8 +25,9 @@ path.with_suffix(".tmp").rename(path)
 time.sleep(1000)
 """
 STARTER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may have been started by nohup, as all tests may
 from fedem.deploy.flower.guard import Guard
 guard = Guard(Path(sys.argv[2]))
 process = guard.start([sys.executable, "-c", sys.argv[3], sys.argv[1]])
