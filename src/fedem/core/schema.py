@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from fedem.core.errors import UserError
 
@@ -85,7 +85,7 @@ class Number(Kind):
     above: float | None = None
     most: float | None = None
 
-    _types = (int, float)
+    _types: ClassVar[tuple[type[int] | type[float], ...]] = (int, float)
     _noun = "a number"
 
     @property
@@ -110,7 +110,7 @@ class Number(Kind):
 class Whole(Number):
     """A whole number."""
 
-    _types = (int,)  # type: ignore[assignment]
+    _types = (int,)
     _noun = "a whole number"
 
 
