@@ -154,6 +154,8 @@ class Pretrainable(ModelSpec):
         dropout: rate before the head.
         normalisation: "batch" by the statistics of each batch, in evaluation by running ones, which are averaged over
             clients; "group" by those of a sample's own channels in up to 32 groups; "fixed" by those of ``weights``.
+        statistics_rate: how far running statistics move towards a batch's in each step: 0.1 as torch has it. With few
+            steps a round they lag behind the parameters, and a larger one has them follow.
         enlarge: how many times larger images are shown to it, each way; weights from larger images expect larger ones.
         flips: whether every other image is mirrored in training.
         shift: pixels by which images are moved in training, at most, each way.
@@ -166,6 +168,7 @@ class Pretrainable(ModelSpec):
     stem_stride: int = field(default=2, metadata={"min": 1, "max": 2})
     dropout: float = field(default=0.2, metadata={"min": 0, "below": 1})
     normalisation: str = field(default="batch", metadata={"choices": NORMALISATIONS, "came_later": True})
+    statistics_rate: float = field(default=0.1, metadata={"above": 0, "max": 1, "came_later": True})
     enlarge: int = field(default=1, metadata={"min": 1, "max": 16})
     flips: bool = False
     shift: int = field(default=0, metadata={"min": 0})
@@ -178,6 +181,9 @@ class Pretrainable(ModelSpec):
         given = f"{type(self).__name__}.normalisation is {self.normalisation!r}"
         if self.normalisation == "fixed" and not self.weights:
             raise UserError(f"{given} but there are no weights whose statistics could stay; allowed: batch, group.")
+        if self.normalisation != "batch" and self.statistics_rate != type(self).statistics_rate:
+            rate = f"{type(self).__name__}.statistics_rate is {self.statistics_rate}"
+            raise UserError(f"{rate} but with normalisation = {self.normalisation!r} no statistics move; allowed: batch.")
         if self.normalisation == "group" and self.weights:
             raise UserError(
                 f"{given} but its weights go with statistics of batches; allowed with weights: batch, fixed."
@@ -205,6 +211,9 @@ class Pretrainable(ModelSpec):
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
         size = height * self.enlarge, width * self.enlarge
         module = normalised_by(self.normalisation, self.network(size, num_outputs))
+        for part in module.modules():
+            if isinstance(part, nn.BatchNorm2d):
+                part.momentum = self.statistics_rate
         shown: list[nn.Module] = [module.get_submodule("images")]
         if self.flips or self.shift:
             shown.append(KeyedAugmentation(self.flips, self.shift))
