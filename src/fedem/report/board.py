@@ -34,7 +34,7 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
     for number, name in enumerate(figures):
         headings += [figure_heading(name), "paper", *([] if number else [f"to {REFERENCE}, points ± s.e."])]
     headings += ["s a round", "device", "MB up", "MB down"]
-    rows = (_row(experiment, figures, cell) for cell in section.cells)
+    rows = (_row(figures, cell) for cell in section.cells)
     run = sum(cell.is_run for cell in section.cells)
     return {
         "data": section.data,
@@ -53,8 +53,8 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
     }
 
 
-def _row(experiment: Experiment, figures: Sequence[str], cell: Cell) -> Iterator[str]:
-    line, metric = cell.line, metric_of(experiment.figures[0])
+def _row(figures: Sequence[str], cell: Cell) -> Iterator[str]:
+    line = cell.line
     yield cell.method
     yield ", ".join(map(str, line.seeds))
     for number, name in enumerate(figures):
@@ -65,14 +65,19 @@ def _row(experiment: Experiment, figures: Sequence[str], cell: Cell) -> Iterator
             yield "" if ours.mean is None else spread_text(ours, lambda value: f"{100 * value:.1f}")
         yield "" if paper is None else f"{paper:.1f}"
         if not number:
-            over = "client" if cell.by_clients else "seed"
-            known = cell.gap is not None and cell.gap.mean is not None and metric is not None
-            yield f"{gap_text(cell.gap, metric)} ({counted(cell.gap.num_seeds, over)})" if known else ""
+            yield _to_reference(cell, name)
     seconds, *sizes = (cell.costs[name].mean for name in COSTS)
     yield "" if seconds is None else f"{seconds:.3f}"
     yield ", ".join(cell.devices)
     for size in sizes:
         yield "" if size is None else f"{size / _MEGABYTE:,.1f}"
+
+
+def _to_reference(cell: Cell, figure: str) -> str:
+    gap, metric = cell.gap, metric_of(figure)
+    if gap is None or gap.mean is None or metric is None:
+        return ""
+    return f"{gap_text(gap, metric)} ({counted(gap.num_seeds, 'client' if cell.by_clients else 'seed')})"
 
 
 def _sentences(figures: Sequence[str], section: Section) -> Iterator[str]:

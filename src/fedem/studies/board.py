@@ -7,7 +7,6 @@ by client. Why a cell is not the paper's is a sentence in a file beside the expe
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedem.core.errors import UserError, check_known
 from fedem.core.schema import Listed, Number, Text, read_toml
@@ -191,13 +190,14 @@ def paired(runs: Sequence[Entry], others: Sequence[Entry], figure: str) -> tuple
     both = [(entry, theirs[entry.clients_key]) for entry in runs if entry.clients_key in theirs]
     if not both:
         return None, False
-    if len(both) > 1:
-        mine, reference = (
-            {pair[side].seed: figure_of(pair[side].folder.summary() or {}, figure) for pair in both} for side in (0, 1)
-        )
-        return Gap.of(mine, reference), False
-    (mine, weights), (reference, _) = (client_scores(entry.folder, figure) for entry in both[0])
-    return Gap.of(mine, reference, weights), True
+    if len(both) == 1:
+        (ours, weights), (reference, _) = (client_scores(entry.folder, figure) for entry in both[0])
+        return Gap.of(ours, reference, weights), True
+    seeds = [
+        {entry.clients_key: figure_of(entry.folder.summary() or {}, figure) for entry in side}
+        for side in zip(*both, strict=True)
+    ]
+    return Gap.of(*seeds), False
 
 
 def client_scores(folder: RunFolder, figure: str) -> tuple[dict[str, float | None], dict[str, float]]:
