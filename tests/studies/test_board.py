@@ -169,6 +169,9 @@ def test_what_a_board_can_not_be_made_of_is_told(tmp_path: Path) -> None:
     path = tmp_path / "other/experiment.toml"
     path.write_text(path.read_text().replace('FedEM = { "method.name" = "fedem" }', "").split("[paper]")[0])
     assert gather(tmp_path) == [], "nothing is kept"
+    declare_made_up(tmp_path, "about = 'Soon.'")
+    (board,) = gather(tmp_path)
+    assert (board.about, board.counts) == ("Soon.", (0, 6))
     with pytest.raises(UserError, match="'other' has no method FedEM.*; allowed: made-up"):
         gather(tmp_path, ["other"])
     with pytest.raises(UserError, match="has the axes data, share"):

@@ -440,7 +440,9 @@ def table(asked: _Asked) -> None:
 
 @experiment_group.command()
 def board(
-    names: Annotated[list[str] | None, Argument(help="Experiments; all of which runs are kept when not given.")] = None,
+    names: Annotated[
+        list[str] | None, Argument(help="Experiments; all with kept runs or notes when not given.")
+    ] = None,
     out: Annotated[
         Path | None, Option(help="With one NAME: where its runs are; else EXPERIMENTS/NAME/results.")
     ] = None,

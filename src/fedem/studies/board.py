@@ -117,7 +117,7 @@ class Board:
 
 
 def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> list[Board]:
-    """Read the kept runs of the experiments called ``names`` in ``place``; without names, of all that have some."""
+    """Read the kept runs of the experiments called ``names`` in ``place``; without names, of all with runs or notes."""
     check_known("experiment", names, known := experiments.listed(place))
     if out is not None and len(names) != 1:
         given = ", ".join(names) or "none"
@@ -127,7 +127,8 @@ def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> l
     for name in names:
         if problem := _unfit(experiments.read(place / name)):
             raise UserError(f"Experiment {name!r} {problem}; allowed: {', '.join(_suited(place, known)) or 'none'}.")
-    chosen = names or [name for name in _suited(place, known) if (place / name / experiments.RESULTS).is_dir()]
+    belonging = {path.parent.name for kept in (experiments.RESULTS, NOTES) for path in place.glob(f"*/{kept}")}
+    chosen = names or [name for name in _suited(place, known) if name in belonging]
     return [_board(place / name, out or place / name / experiments.RESULTS) for name in chosen]
 
 
