@@ -172,7 +172,7 @@ def test_what_a_board_can_not_be_made_of_is_told(tmp_path: Path) -> None:
     declare_made_up(tmp_path, "about = 'Soon.'")
     (board,) = gather(tmp_path)
     assert (board.about, board.counts) == ("Soon.", (0, 6))
-    with pytest.raises(UserError, match="'other' has no method FedEM.*; allowed: made-up"):
+    with pytest.raises(UserError, match=r"'other' has no method FedEM.*; allowed: made-up"):
         gather(tmp_path, ["other"])
     with pytest.raises(UserError, match="has the axes data, share"):
         gather(EXPERIMENTS, ["unseen_samples"])

@@ -290,9 +290,7 @@ def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Re
     return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 
-experiment_group = Typer(
-    help="The paper's tables and figures, declared: list, run, status, table, board.", no_args_is_help=True
-)
+experiment_group = Typer(help="The paper's tables and figures: list, run, status, table, board.", no_args_is_help=True)
 Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
 
 

@@ -194,11 +194,11 @@ def paired(runs: Sequence[Entry], others: Sequence[Entry], figure: str) -> tuple
     if len(both) == 1:
         (ours, weights), (reference, _) = (client_scores(entry.folder, figure) for entry in both[0])
         return Gap.of(ours, reference, weights), True
-    seeds = [
+    mine, beside = (
         {entry.clients_key: figure_of(entry.folder.summary() or {}, figure) for entry in side}
         for side in zip(*both, strict=True)
-    ]
-    return Gap.of(*seeds), False
+    )
+    return Gap.of(mine, beside), False
 
 
 def client_scores(folder: RunFolder, figure: str) -> tuple[dict[str, float | None], dict[str, float]]:
