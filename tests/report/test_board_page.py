@@ -91,13 +91,15 @@ def test_seeds_are_named_as_the_option_takes_them(tmp_path: Path) -> None:
 def test_a_run_that_failed_is_told(run, tmp_path: Path) -> None:
     made_up, out = declare_made_up(tmp_path), tmp_path / "out"
     keep(made_up, out, "Here", "FedEM", [0.5] * 4)
-    entry = keep(made_up, out, "Here", "FedAvg", [0.5] * 4)
+    entry = keep(made_up, out, "Here", "FedAvg", [0.5] * 4, run_device="cuda")
     (entry.folder.path / "summary.json").unlink()
     (entry.folder.path / "failed.json").write_text('{"phrase": "diverged", "message": "It went wrong."}')
     code, page, _ = run("experiment", "board", "made-up", "--out", out, "--experiments", tmp_path)
     assert code == 0
     assert "| FedAvg |  | failed: diverged |" in page
     assert "FedAvg failed with seed 0: It went wrong." in page
+    assert "--only method=FedAvg --seeds 1 --device cuda\n" in page
+    assert "clients)" not in page, "nothing is compared with it"
 
 
 def test_the_committed_page_is_what_the_command_prints(run) -> None:

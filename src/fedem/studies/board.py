@@ -152,15 +152,15 @@ def _board(folder: Path, out: Path) -> Board:
     entries = experiments.kept(experiment, out)
     known, by_line = outcomes(entries), dict[tuple[str, ...], list[Entry]]()
     for entry in entries:
-        if entry.is_complete:
+        if entry.is_over:
             by_line.setdefault(tuple(entry.labels.values()), []).append(entry)
     sections: dict[str, list[Cell]] = {data: [] for data in experiment.axes[DATA]}
     for line in tabulate(experiment, entries):
         choice, data = tuple(line.labels.values()), line.labels[DATA]
-        runs = [] if line.failed else by_line.get(choice, [])
+        runs = by_line.get(choice, [])
         others = by_line.get(tuple((line.labels | {METHOD: REFERENCE}).values()), [])
         summaries = known[choice].values()
-        gap, by_clients = paired(runs, others, experiment.figures[0])
+        gap, by_clients = (None, False) if line.failed else paired(runs, others, experiment.figures[0])
         cell = Cell(
             line,
             None if line.labels[METHOD] == REFERENCE else gap,
@@ -187,7 +187,7 @@ def paired(runs: Sequence[Entry], others: Sequence[Entry], figure: str) -> tuple
     It is over seeds where two or more have both. With one, it is over its clients, weighted by their training samples
     as the figure is.
     """
-    theirs = {entry.clients_key: entry for entry in others}
+    theirs = {entry.clients_key: entry for entry in others if entry.failure is None}
     both = [(entry, theirs[entry.clients_key]) for entry in runs if entry.clients_key in theirs]
     if not both:
         return None, False
