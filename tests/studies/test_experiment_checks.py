@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from declared import SMALL, declare, nobody_watches
+from kept import declare_made_up, keep
 from stores import make_home
 
 import fedem
@@ -164,3 +165,34 @@ def test_a_ratio_is_to_the_run_of_the_same_seed_with_another_label(tmp_path: Pat
     assert lines["FedAvg", "fast"] == (1.0, 0.0)
     assert lines["FedEM", "slow"].mean is None, "there is no slow FedAvg"
     assert "| test loss / FedAvg |" in experiment_markdown(small, tabulate(small, entries))
+
+
+def test_a_table_prints_what_is_kept_and_says_how_it_was_made(run, tmp_path: Path) -> None:
+    made_up, kept = declare_made_up(tmp_path), tmp_path / "made-up/results"
+    for method in ("FedEM", "FedAvg"):
+        keep(made_up, kept, "Here", method, [0.5] * 4, seed=2, run_rounds=9)
+    keep(made_up, kept, "There", "FedEM", [0.25] * 5, run_rounds=9, data_noise_scale=0.5)
+    keep(made_up, kept, "There", "FedAvg", [0.75] * 5)
+    place = ["made-up", "--experiments", tmp_path]
+    code, out, err = run("experiment", "table", *place)
+    assert (code, err) == (0, "")
+    said = " ".join(out.split())
+    assert f"Runs: {kept}" in said.replace("/ ", "/")
+    assert "Here: made with run.rounds=9, other than declared." in said
+    assert "There / FedEM: made with data.noise_scale=0.5 run.rounds=9, other than declared." in said
+    # Where it was made does not matter; what it was made with does, once it is asked for.
+    assert run("experiment", "table", *place, "--device", "cpu", "--data", "Here")[1].count("50.0") == 4
+    code, _, err = run("experiment", "table", *place, "--data", "Here", "--seeds", "2,", "--rounds", "3")
+    assert code == 2
+    assert "started with other settings (run.rounds)" in err
+    code, out, _ = run("experiment", "table", *place, "--data", "Here", "--seeds", "2,", "--set", "run.rounds=9")
+    assert (code, "other than declared" in out) == (0, False)
+    # What was run here comes before what is kept.
+    keep(made_up, tmp_path / "runs/experiments/made-up", "Here", "FedEM", [0.125] * 4)
+    out = run("experiment", "table", *place)[1]
+    assert "12.5" in out
+    assert "50.0" not in out
+    # Training never goes by what is there: it is held to what is asked for.
+    code, _, err = run("experiment", "run", *place, "--data", "Here", "--seeds", "2,", "--out", kept, "-q")
+    assert code == 2
+    assert "started with other settings (run.rounds)" in err

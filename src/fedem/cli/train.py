@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from typer import Argument, Option, Typer
+from typer import Argument, Option, Typer, echo
 
 from fedem.cli import options
 from fedem.cli.options import data_section, given, listed, read_seeds, taking
@@ -19,12 +20,14 @@ from fedem.engines.processes import Team, joined
 from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
+from fedem.report.board import board_page
 from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder, new_folder
 from fedem.runs.trainer import Trainer, carry_out
 from fedem.studies import comparison, experiments, sweep, tuning
+from fedem.studies.board import gather
 from fedem.studies.experiments import Experiment
 from fedem.studies.references import beside, check_references
 from fedem.studies.sweep import Entry, SharedData
@@ -287,11 +290,42 @@ def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Re
     return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 
-experiment_group = Typer(
-    help="The paper's tables and figures, declared: list, run, status, table.", no_args_is_help=True
-)
+experiment_group = Typer(help="The paper's tables and figures: list, run, status, table, board.", no_args_is_help=True)
 Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
-_Planned = tuple[Experiment, list[Entry], Path]  # the folder is where the runs lie
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Which runs of an experiment are asked for, and where they lie."""
+
+    experiment: Experiment
+    out: Path | None
+    place: Path
+    only: Mapping[str, Sequence[str]]
+    seeds: Sequence[int] | None  # None: as declared, or those that are there
+    where: Layer  # the device, which changes no result
+    shared: Sequence[Layer]
+    own: Mapping[str, Sequence[Layer]]
+    quick: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / "experiments" / f"{self.experiment.name}{'-quick' if self.quick else ''}"
+
+    def plan(self) -> list[Entry]:
+        seeds = self.seeds if self.seeds is not None else range(1 if self.quick else self.experiment.seeds)
+        asked = [self.where, *self.shared]
+        return experiments.plan(self.experiment, self.folder, seeds, self.only, asked, self.own, self.quick)
+
+    def found(self) -> tuple[list[Entry], Path]:
+        """Return the runs that are there, and where: all of them, or where settings are asked for, runs of these."""
+        kept = self.place / self.experiment.name / experiments.RESULTS
+        folder = kept if self.out is None and not self.folder.is_dir() and kept.is_dir() else self.folder
+        if not (self.quick or self.own or any(any(layer.values()) for layer in self.shared)):
+            return experiments.kept(self.experiment, folder, self.seeds, self.only), folder
+        entries = replace(self, out=folder).plan()
+        sweep.check_failed(entries)
+        return entries, folder
 
 
 def _experiment(
@@ -308,7 +342,7 @@ def _experiment(
     quick: Annotated[bool, Option("--quick", help="A short trial of the whole: its figures mean nothing.")] = False,
     out: Annotated[Path | None, Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
     place: Place = Path("experiments"),
-) -> _Planned:
+) -> _Asked:
     experiment = experiments.find(place, name)
     chosen: dict[str, list[str]] = {}
     for text in [*(only or []), *([] if data is None else [f"data={data}"])]:
@@ -317,10 +351,9 @@ def _experiment(
             raise UserError(f"--only got {text!r}; allowed: axis=label,label, such as method=FedEM,FedAvg.")
         chosen.setdefault(axis.strip(), []).extend(listed(labels))
     shared, own = experiments.sort_settings(experiment, settings or [])
-    numbers = read_seeds(seeds if seeds is not None else "1" if quick else str(experiment.seeds))
-    folder = out or Path("runs") / "experiments" / (f"{name}-quick" if quick else name)
-    asked = [{"run": given(rounds=rounds, device=device)}, *shared]
-    return experiment, experiments.plan(experiment, folder, numbers, chosen, asked, own, quick), folder
+    numbers = None if seeds is None else read_seeds(seeds)
+    asked = [{"run": given(rounds=rounds)}, *shared]
+    return _Asked(experiment, out, place, chosen, numbers, {"run": given(device=device)}, asked, own, quick)
 
 
 @experiment_group.command("list")
@@ -332,7 +365,7 @@ def list_experiments(place: Place = Path("experiments")) -> None:
 @experiment_group.command()
 @partial(taking, _experiment)
 def run(
-    planned: _Planned,
+    asked: _Asked,
     retry_failed: _RetryFailed = False,
     stop_after: options.StopAfter = None,
     quiet: options.Quiet = False,
@@ -348,7 +381,7 @@ def run(
 
       fedem experiment run table2 --only method=FedEM,FedAvg --set EMNIST:partition.share=0.7 --device cuda
     """
-    experiment, entries, folder = planned
+    experiment, entries, folder = asked.experiment, asked.plan(), asked.folder
     with stopping_after(stop_after):
         stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
     lines = experiments.tabulate(experiment, entries)
@@ -376,20 +409,51 @@ def run(
 
 @experiment_group.command()
 @partial(taking, _experiment)
-def status(planned: _Planned) -> None:
+def status(asked: _Asked) -> None:
     """Show how far each run has come."""
-    sweep.check_failed(planned[1])
-    display(reports.status_table(planned[1]))
+    entries = asked.plan()
+    sweep.check_failed(entries)
+    display(reports.status_table(entries))
 
 
 @experiment_group.command()
 @partial(taking, _experiment)
-def table(planned: _Planned) -> None:
-    """Print our figures, of the runs that are complete, beside the paper's; nothing is trained."""
-    experiment, entries, _ = planned
-    sweep.check_failed(entries)
+def table(asked: _Asked) -> None:
+    """Print our figures, of the runs that are complete, beside the paper's; nothing is trained.
+
+    Without --out the runs are those in runs/experiments/NAME or, where nothing was run, those kept with the experiment.
+    The table says what they were made with other than declared. With --set, --rounds or --quick, they must be of these
+    settings.
+
+    Examples:
+      fedem experiment table table2
+
+      fedem experiment table table2 --data EMNIST --only method=FedEM,FedAvg
+    """
+    experiment, (entries, folder) = asked.experiment, asked.found()
     lines = experiments.tabulate(experiment, entries)
     display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
+    say(f"Runs: {folder}")
+
+
+@experiment_group.command()
+def board(
+    names: Annotated[
+        list[str] | None, Argument(help="Experiments; all with kept runs or notes when not given.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="With one NAME: where its runs are; else EXPERIMENTS/NAME/results.")
+    ] = None,
+    place: Place = Path("experiments"),
+) -> None:
+    """Print all kept figures as a page: methods beside FedEM and beside the paper, costs, and commands.
+
+    Examples:
+      fedem experiment board > docs/leaderboard.md
+
+      fedem experiment board table2 --out runs/experiments/table2
+    """
+    echo(board_page(gather(place, names or [], out)), nl=False)
 
 
 @partial(taking, _asked)

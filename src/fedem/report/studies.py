@@ -18,11 +18,11 @@ from fedem.models.metrics import Metric, find_metric, known_metric
 from fedem.report.console import Rows, errors, rendered, score_text, simple_table, words
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
-from fedem.runs.config import Config
+from fedem.runs.config import Config, assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener, Trainer
 from fedem.studies.comparison import Comparison, data_name
-from fedem.studies.experiments import SLASH, Experiment, Line, metric_of
+from fedem.studies.experiments import SLASH, Experiment, Line, in_percent, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread, reason
 from fedem.studies.theory import QUANTITIES, Study, Trend
 from fedem.studies.tuning import RATE, Tuned
@@ -77,19 +77,22 @@ def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str]
     return table
 
 
-def _markdown(headings: Sequence[str], rows: Rows, left: Container[str]) -> list[str]:
+def markdown_table(headings: Sequence[str], rows: Rows, left: Container[str]) -> list[str]:
+    """Return the lines of a table in Markdown; columns are aligned to the right but for those in ``left``."""
     rules = ["---" if heading in left else "---:" for heading in headings]
     return [f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows)]
 
 
-def _spread(spread: Spread, show: Callable[[float], str], deviation: Callable[[float], str] | None = None) -> str:
+def spread_text(spread: Spread, show: Callable[[float], str], deviation: Callable[[float], str] | None = None) -> str:
+    """Return a mean and, of several seeds, its deviation."""
     if spread.mean is None:
         return _NONE
     more = "" if spread.deviation is None else f" ±{(deviation or show)(spread.deviation)}"
     return show(spread.mean) + more
 
 
-def _gap(gap: Gap, metric: Metric) -> str:
+def gap_text(gap: Gap, metric: Metric) -> str:
+    """Return a difference and, where it is known, its standard error."""
     error = "" if gap.error is None else f" ±{metric.text(gap.error, '.2f', '.2g')}"
     return metric.text(gap.mean, "+.2f", "+.3g") + error
 
@@ -167,10 +170,10 @@ def comparison_rows(comparison: Comparison, brief: bool = False) -> list[dict[st
             return ""
         if name.startswith(("seconds", "bytes")):
             cost = figures[name]._replace(deviation=None) if brief else figures[name]
-            return _spread(cost, "{:.3f}".format if name.startswith("seconds") else amount)
+            return spread_text(cost, "{:.3f}".format if name.startswith("seconds") else amount)
         plain = name.removeprefix("test_").removesuffix("_in_units").removesuffix("_pooled")
         metric = known_metric(plain) or decisive
-        return _spread(figures[name], partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
+        return spread_text(figures[name], partial(metric.text, plain=".3g"), partial(metric.text, plain=".2g"))
 
     def cells(title: str, figures: Mapping[str, Spread]) -> dict[str, str]:
         shown = {heading: cell(name, figures) for heading, name in (columns | further | pooled).items()}
@@ -203,7 +206,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 def comparison_markdown(comparison: Comparison, command: str) -> str:
     """Return the table in Markdown, under the command that made it."""
     (unit, size), rows = _bytes_unit(comparison), comparison_rows(comparison)
-    table = _markdown([heading.replace("\n", " ") for heading in rows[0]], map(dict.values, rows), ["method"])
+    table = markdown_table([heading.replace("\n", " ") for heading in rows[0]], map(dict.values, rows), ["method"])
     known = {"title": _comparison_title(comparison), "remarks": comparison_remarks(comparison), "counted": counted}
     about: dict[str, Any] = {"command": command, "unit": unit, "size": size, "table": table, **known}
     return rendered("comparison.md", comparison=comparison, **about)
@@ -214,7 +217,7 @@ def comparison_remarks(comparison: Comparison) -> list[str]:
     rows, metric, unseen = comparison.rows, find_metric(comparison.metric), f"unseen_test_{comparison.metric}"
     silent = [row.title for row in rows if unseen in row.figures and row.figures[unseen].mean is None]
     paired = {row.title: comparison.gaps[row.method] for row in (*rows[1:], *comparison.references)}
-    gaps = [f"{title} {_gap(gap, metric)}" for title, gap in paired.items() if gap.error is not None]
+    gaps = [f"{title} {gap_text(gap, metric)}" for title, gap in paired.items() if gap.error is not None]
     differing = []  # the value that most methods have, and who has another
     for key in dict.fromkeys(key for row in rows for key in row.training):
         holders: dict[Any, list[str]] = {}
@@ -315,27 +318,55 @@ def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
     """Return the same for a README."""
     rows = _experiment_rows(experiment, lines)
-    table = _markdown(_headings(experiment, lines), rows, experiment.axes)
+    table = markdown_table(_headings(experiment, lines), rows, experiment.axes)
     return "\n".join([*table, *(f"\n{remark}" for remark in experiment_remarks(experiment, lines))]) + "\n"
 
 
 def experiment_remarks(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
-    """Return what the table does not say by itself: why choices failed, whom the bottom deciles leave out."""
+    """Return what the table does not say by itself: failures, whom deciles leave out, other settings."""
     remarks = [reason(SLASH.join(line.labels.values()), line.failed) for line in lines if line.failed]
     most = max((line.left_out for line in lines), default=0)
     if most and any(name.endswith("bottom_decile") for name in experiment.figures):
         few = counted(most, "client has", "clients have")
         remarks.append(f"Bottom deciles leave out clients with fewer than five test samples: up to {few} so few.")
-    return remarks
+    return [*remarks, *_departures(lines)]
 
 
 def _headings(experiment: Experiment, lines: Sequence[Line]) -> list[str]:
     headings = [*experiment.axes, "seeds", *([_PAIRED] if _are_paired(lines) else [])]
     for name in experiment.figures:
-        figure, slash, reference = name.partition(SLASH)
-        usual = figure.replace("unseen_", "unseen, ").replace("_accuracy", ", %").replace("_loss", " loss")
-        headings += [_NAMES.get(figure, usual) + slash + reference, *(("paper", "diff.") if experiment.paper else ())]
+        headings += [figure_heading(name), *(("paper", "diff.") if experiment.paper else ())]
     return headings
+
+
+def figure_heading(name: str) -> str:
+    """Return what a column of an experiment's figure is called."""
+    figure, slash, reference = name.partition(SLASH)
+    usual = figure.replace("unseen_", "unseen, ").replace("_accuracy", ", %").replace("_loss", " loss")
+    return _NAMES.get(figure, usual) + slash + reference
+
+
+def made_with(departures: Mapping[str, Any]) -> str:
+    """Return settings as options give them; those that a run does not have are left out."""
+    return " ".join(assignment(place, value) for place, value in departures.items() if value is not None)
+
+
+def _departures(lines: Sequence[Line]) -> Iterator[str]:
+    """Say what runs were made with in place of what is declared, by a label where all of its runs were."""
+    run = [line for line in lines if line.seeds or line.failed]
+    groups: dict[str, list[Line]] = {}
+    for line in run:
+        if line.departures:
+            groups.setdefault(made_with(line.departures), []).append(line)
+    for settings, group in groups.items():
+        names, left = [], group
+        for label in dict.fromkeys(label for line in group for label in line.labels.values()):
+            members = [line for line in run if label in line.labels.values()]
+            if all(line in group for line in members) and any(line in left for line in members):
+                names.append(label)
+                left = [line for line in left if line not in members]
+        names += [SLASH.join(line.labels.values()) for line in left]
+        yield f"{', '.join(names)}: made with {settings}, other than declared."
 
 
 def _are_paired(lines: Sequence[Line]) -> bool:
@@ -351,16 +382,15 @@ def _experiment_rows(experiment: Experiment, lines: Sequence[Line]) -> Iterator[
         cells = [*line.labels.values(), ", ".join(map(str, line.seeds)) or _NONE]
         if decisive is not None and _are_paired(lines):
             known = line.ours[experiment.figures[0]].mean is not None
-            cells.append(_gap(line.gap, decisive) if line.gap is not None else "best" if known else _NONE)
+            cells.append(gap_text(line.gap, decisive) if line.gap is not None else "best" if known else _NONE)
         for name in experiment.figures:
-            ours, paper, metric = line.ours[name], line.paper[name], metric_of(name)
-            share = name.endswith("bottom_decile") or (metric is not None and metric.in_percent)
+            ours, paper, share = line.ours[name], line.paper[name], in_percent(name)
             ways = (lambda value: f"{100 * value:.1f}",) if share else (number, "{:.2g}".format)
             difference = _NONE
             if ours.mean is not None and paper is not None:
                 difference = f"{100 * ours.mean - paper:+.1f}" if share else f"{ours.mean - paper:+.2g}"
             beside = (_NONE if paper is None else f"{paper:g}", difference) if experiment.paper else ()
-            shown = _spread(ours, *ways)
+            shown = spread_text(ours, *ways)
             if line.failed and name == experiment.figures[0]:
                 shown = f"failed: {next(iter(line.failed.values())).phrase}"
             cells += [shown, *beside]
@@ -375,7 +405,7 @@ def trials_table(tuned: Tuned) -> Table:
     headings = ["trial", *(key.replace(".", "\n") for key in grids), "validation", "seconds"]
     rows = []
     for trial in tuned.trials:
-        score = "failed" if trial.scores is None else _spread(trial.spread, partial(metric.text, percent=".2f"))
+        score = "failed" if trial.scores is None else spread_text(trial.spread, partial(metric.text, percent=".2f"))
         seconds = _NONE if trial.seconds is None else f"{trial.seconds:.1f}"
         rows.append((f"{trial.number:03d}", *(_value(trial.values[key]) for key in grids), score, seconds))
     return _table(title, headings, rows, ())

@@ -427,6 +427,17 @@ def parse_assignment(text: str) -> Sections:
     return {section: {name: schema.parse_toml(f"value = {value.strip()}", f"--set {key.strip()}")["value"]}}
 
 
+def assignment(place: str, value: Any) -> str:
+    """Write ``section.key=value`` so that it is parsed to the value: a word as it is, if it is read as one.
+
+    >>> print(assignment("solver.momentum", 0.5), assignment("graph.name", "ring"), assignment("data.folder", ""))
+    solver.momentum=0.5 graph.name=ring data.folder=""
+    """
+    section, _, key = place.partition(".")
+    word = isinstance(value, str) and parse_assignment(f"{place}={value}")[section][key] == value and bool(value)
+    return f"{place}={value if word else toml_literal(value)}"
+
+
 def unbound(file: Layer, *asked: Layer) -> Layer:
     """Return a file's sections without the hash of its partition, if what is ``asked`` besides makes other clients."""
 

@@ -184,12 +184,16 @@ class RunFolder:
             mend = f"a new run of {counted(asked, 'round')}, or one whose schedule.name is {growing}, which may grow"
             raise UserError(f"{run}, but {why}; allowed: {mend}.")
 
+    def departures(self, config: Config) -> list[str]:
+        """Return ``section.key`` of what the run has other than ``config``, but for where and how it is worked off."""
+        return sorted(set(self.config().differences(config)) - _FREE)
+
     def reopen(self, config: Config, longer: bool = False) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from.
 
         The run may get ``longer``. It is not complete then, and the folder says so from that moment on.
         """
-        changed = set(self.config().differences(config)) - _FREE
+        changed = set(self.departures(config))
         if grown := longer and "run.rounds" in changed:
             self.check_length(config)
             changed.remove("run.rounds")

@@ -7,6 +7,7 @@ has for them. The runs are a sweep; our figures then stand beside the paper's.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Gap, Labels, SharedData, Spread, failures, outcomes
 
 FILE = "experiment.toml"
+RESULTS = "results"  # the folder beside it, of runs that are kept
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
 ALL = "all"  # in [quick], all runs
 _Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
@@ -144,19 +146,39 @@ def plan(
 
     Settings are those declared (``quick`` ones too), those ``asked`` for all runs, the ``own`` of runs with a label.
     """
+    layers = partial(_settings, experiment, asked=asked, own=own, quick=quick)
+    return sweep.plan(out, _chosen(experiment, only), seeds, layers, experiment.without)
+
+
+def kept(
+    experiment: Experiment, out: Path, seeds: Sequence[int] | None = None, only: Mapping[str, Sequence[str]] = {}
+) -> list[Entry]:
+    """Return the runs that lie in ``out``, of all seeds that are there unless some are asked for.
+
+    They may have been made with other settings than those declared, which are their ``departures``.
+    """
+    return sweep.kept(out, _chosen(experiment, only), seeds, partial(_settings, experiment), experiment.without)
+
+
+def _chosen(experiment: Experiment, only: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     check_known("axis", only, experiment.axes)
     for axis, names in only.items():
         check_known(f"choice of {axis}", names, experiment.axes[axis])
-
-    def layers(labels: Labels) -> list[Layer]:
-        declared = [experiment.settings, *(experiment.axes[axis][label] for axis, label in labels.items())]
-        short = [experiment.quick.get(label, ()) for label in (ALL, *labels.values())] if quick else []
-        further = [asked, *(own.get(label, ()) for label in labels.values())]
-        return list(itertools.chain(*declared, *short, *further))
-
     axes = experiment.axes.items()
-    kept = {axis: [name for name in names if name in only.get(axis, names)] for axis, names in axes}
-    return sweep.plan(out, kept, seeds, layers, experiment.without)
+    return {axis: [name for name in names if name in only.get(axis, names)] for axis, names in axes}
+
+
+def _settings(
+    experiment: Experiment,
+    labels: Labels,
+    asked: Sequence[Layer] = (),
+    own: Mapping[str, Sequence[Layer]] = {},
+    quick: bool = False,
+) -> list[Layer]:
+    declared = [experiment.settings, *(experiment.axes[axis][label] for axis, label in labels.items())]
+    short = [experiment.quick.get(label, ()) for label in (ALL, *labels.values())] if quick else []
+    further = [asked, *(own.get(label, ()) for label in labels.values())]
+    return list(itertools.chain(*declared, *short, *further))
 
 
 def sort_settings(experiment: Experiment, assignments: Sequence[str]) -> tuple[list[Layer], dict[str, list[Layer]]]:
@@ -204,34 +226,42 @@ class Line(NamedTuple):
     failed: dict[int, Failure]  # by seed; with one of them a line has no figures, which would flatter it
     left_out: int  # clients whom the bottom decile of some seed leaves out, at most
     gap: Gap | None = None  # to the best of all methods, by the first figure if that is a score
+    departures: Mapping[str, Any] = {}  # settings that the runs have in place of those planned
 
 
 def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
     """Put our figures, over the seeds that are complete, beside the paper's."""
-    known, failed, lines = outcomes(entries), failures(entries), []
+    known, failed, lines = outcomes(entries), failures(entries), list[Line]()
+    begun = [entry for entry in entries if entry.folder.exists()]
     for choice, by_seed in known.items():
         labels = dict(zip(experiment.axes, choice, strict=True))
         ours, lost = {}, failed.get(choice, {})
         for name in experiment.figures:
             figure, slash, reference = name.partition(SLASH)
-            values = [_figure(summary, figure) for summary in by_seed.values()]
+            values = [figure_of(summary, figure) for summary in by_seed.values()]
             if slash:
                 axis = next(axis for axis, choices in experiment.axes.items() if reference in choices)
                 others = known.get(tuple((labels | {axis: reference}).values()), {})
-                below = [_figure(others.get(seed, {}), figure) for seed in by_seed]
+                below = [figure_of(others.get(seed, {}), figure) for seed in by_seed]
                 values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]
             ours[name] = Spread.of([None] if lost else values)
         theirs = experiment.paper.get(SLASH.join(choice), (None,) * len(experiment.figures))
         seeds = tuple(seed for seed in by_seed if seed not in lost)
         left_out = max((summary.get(LEFT_OUT, 0) for summary in by_seed.values()), default=0)
-        lines.append(Line(labels, seeds, ours, dict(zip(experiment.figures, theirs, strict=True)), lost, left_out))
+        paper = dict(zip(experiment.figures, theirs, strict=True))
+        own = next((entry.departures for entry in begun if tuple(entry.labels.values()) == choice), {})
+        lines.append(Line(labels, seeds, ours, paper, lost, left_out, departures=own))
     decisive = experiment.figures[0]
     metric = metric_of(decisive) if _METHODS in experiment.axes and SLASH not in decisive else None
     if metric is None:
         return lines
 
-    def scores(line: Line) -> dict[int, float | None]:
-        return {seed: _figure(each, decisive) for seed, each in known[tuple(line.labels.values())].items()}
+    # A difference seed by seed is one of runs with the same clients.
+    clients = {(tuple(entry.labels.values()), entry.seed): entry.clients_key for entry in entries}
+
+    def scores(line: Line) -> dict[Any, float | None]:
+        choice = tuple(line.labels.values())
+        return {clients[choice, seed]: figure_of(each, decisive) for seed, each in known[choice].items()}
 
     found = []
     for line in lines:
@@ -248,7 +278,13 @@ def metric_of(figure: str) -> Metric | None:
     return next((metric for metric in known if metric), None)
 
 
-def _figure(summary: Record, name: str) -> float | None:
+def in_percent(figure: str) -> bool:
+    """Whether tables have a figure, and the paper's beside it, in percent."""
+    metric = metric_of(figure)
+    return figure.endswith("bottom_decile") or (metric is not None and metric.in_percent)
+
+
+def figure_of(summary: Record, name: str) -> float | None:
     """Find a figure by its name; of several numbers, such as a distance for each component, the largest."""
     value: Any = summary
     for part in name.split("."):

@@ -64,6 +64,22 @@ class Entry(NamedTuple):
             return None
         return Failure(DIVERGED, f"Training diverged: the loss on the training samples is {summary['train_loss']}.")
 
+    @property
+    def departures(self) -> dict[str, Any]:
+        """What the run was made with in place of the settings planned, by ``section.key``; None: it lacks that key."""
+        if not self.folder.exists():
+            return {}
+        made = self.folder.config().sections
+        # Nobody sets the hash: it is found, and says who owns which samples.
+        places = (place for place in self.folder.departures(self.config) if place != "run.partition_hash")
+        return {place: made[place.partition(".")[0]].get(place.partition(".")[2]) for place in places}
+
+    @property
+    def clients_key(self) -> tuple[Any, ...]:
+        """What runs have in common that have the same clients, with the same samples."""
+        config = self.folder.config() if self.folder.exists() else self.config
+        return *_data_key(config), config.run.partition_hash
+
 
 class Spread(NamedTuple):
     """A figure over the seeds."""
@@ -93,12 +109,26 @@ class Gap(NamedTuple):
     num_seeds: int
 
     @classmethod
-    def of(cls, values: Mapping[Any, float | None], others: Mapping[Any, float | None]) -> Gap:
-        """Subtract seed by seed: what a seed's data do to both falls out. So it may be done client by client."""
-        pairs = ((value, others.get(seed)) for seed, value in values.items())
-        both = [value - other for value, other in pairs if value is not None and other is not None]
-        mean, deviation = Spread.of(both)
-        return cls(mean, None if deviation is None else deviation / math.sqrt(len(both)), len(both))
+    def of(
+        cls,
+        values: Mapping[Any, float | None],
+        others: Mapping[Any, float | None],
+        weights: Mapping[Any, float] | None = None,
+    ) -> Gap:
+        """Subtract seed by seed: what a seed's data do to both falls out. So it may be done client by client.
+
+        With weights w that sum to one, d = sum_i w_i d_i has the standard error
+        sqrt(n / (n - 1) sum_i w_i^2 (d_i - d)^2), which is s / sqrt(n) where all weigh the same.
+        """
+        pairs = ((seed, value, others.get(seed)) for seed, value in values.items())
+        both = {seed: value - other for seed, value, other in pairs if value is not None and other is not None}
+        weighed = dict.fromkeys(both, 1.0) if weights is None else {seed: weights[seed] for seed in both}
+        if not (total := math.fsum(weighed.values())):
+            return cls(None, None, 0)
+        shares, count = {seed: weight / total for seed, weight in weighed.items()}, len(both)
+        mean = math.fsum(shares[seed] * each for seed, each in both.items())
+        squares = math.fsum((shares[seed] * (each - mean)) ** 2 for seed, each in both.items())
+        return cls(mean, math.sqrt(count / (count - 1) * squares) if count > 1 else None, count)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -139,24 +169,63 @@ def plan(
 ) -> list[Entry]:
     """Return a run for every seed and combination of the axes' labels, but for those ``without``, and check them."""
     check_seeds(seeds)
-    entries = []
-    for labels in (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values())):
-        if any(gap.items() <= labels.items() for gap in without):
-            continue
-        for seed in seeds:
-            with naming(_title(labels, seed)):
-                config = Config.build(*layers(labels), {"run": {"seed": seed}})
-            folder = RunFolder(out / name(labels, seed))
-            if folder.exists():  # with what the data decided
-                config = config.settled_like(folder.config())
-            entries.append(Entry(labels, seed, config, folder))
-    if not entries:
-        raise UserError("No run is left: every one is excluded.")
+    entries = [
+        _entry(out / name(labels, seed), labels, seed, layers) for labels in _combined(axes, without) for seed in seeds
+    ]
     for entry in entries:
         if entry.is_complete and entry.failure is None:
             _check_same(entry)
     # Runs with the same seed and data come together.
     return sorted(entries, key=lambda entry: (seeds.index(entry.seed), repr(_data_key(entry.config))))
+
+
+def kept(
+    out: Path,
+    axes: Mapping[str, Iterable[str]],
+    seeds: Sequence[int] | None,
+    layers: Callable[[Labels], Iterable[Layer]],
+    without: Sequence[Labels] = (),
+) -> list[Entry]:
+    """Return the runs that lie in ``out``, whatever they were made with, and one that is not for what has none there.
+
+    What they were made with in place of the planned settings is in their ``departures``, the same for all seeds.
+    """
+    if seeds is not None:
+        check_seeds(seeds)
+    entries = []
+    for labels in _combined(axes, without):
+        stem = _name(labels, 0).removesuffix("0")
+        numbers = (path.name.removeprefix(stem) for path in out.glob(f"{stem}*"))
+        there = sorted(int(number) for number in numbers if number.isdecimal())
+        chosen = there if seeds is None else seeds
+        own = [_entry(out / _name(labels, seed), labels, seed, layers) for seed in chosen or [0]]
+        begun = [entry for entry in own if entry.folder.exists()]
+        for entry in begun[1:]:
+            one, other = begun[0].departures, entry.departures
+            if one != other:
+                differing = ", ".join(sorted(key for key in {**one, **other} if one.get(key) != other.get(key)))
+                what = f"{begun[0].title} and {entry.title} in {out} were made with different settings ({differing})"
+                raise UserError(f"{what}; allowed: the same for all seeds. Name those to show with --seeds.")
+        entries += own
+    return entries
+
+
+def _combined(axes: Mapping[str, Iterable[str]], without: Sequence[Labels]) -> list[Labels]:
+    """Return every combination of the axes' labels, but for those ``without``; refuse to be left with none."""
+    everything = (dict(zip(axes, choice, strict=True)) for choice in itertools.product(*axes.values()))
+    found = [labels for labels in everything if not any(gap.items() <= labels.items() for gap in without)]
+    if not found:
+        raise UserError("No run is left: every one is excluded.")
+    return list(found)
+
+
+def _entry(path: Path, labels: Labels, seed: int, layers: Callable[[Labels], Iterable[Layer]]) -> Entry:
+    with naming(_title(labels, seed)):
+        config = Config.build(*layers(labels), {"run": {"seed": seed}})
+    folder = RunFolder(path)
+    if folder.exists():  # with what the data decided
+        config = config.settled_like(folder.config())
+    return Entry(labels, seed, config, folder)
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
