@@ -102,9 +102,25 @@ def test_clients_with_fixed_statistics_train_and_never_change_them(weights: str)
     assert not torch.equal(shared["conv1.weight"][0], start["conv1.weight"].float())
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.5, 1.0])
+def test_running_statistics_move_by_their_rate(rate: float) -> None:
+    spec = MODELS["resnet18"](statistics_rate=rate)
+    model, images = Model(lambda: spec.build((3, 8, 8), 4), CrossEntropy(), torch.float64), _images()
+    tree = model.init(0)
+    _, buffers = model.training_outputs(tree, images, None, KEY)
+    network = spec.build((3, 8, 8), 4).double()
+    network.load_state_dict(tree)
+    with torch.no_grad():
+        seen = network.conv1(network.images(images.double() / 255))  # what the first normalisation is shown
+    expected = (1 - rate) * tree["bn1.running_mean"] + rate * seen.mean((0, 2, 3))
+    torch.testing.assert_close(buffers["bn1.running_mean"], expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"statistics_rate": 0.0}, "statistics_rate"),
+        ({"normalisation": "group", "statistics_rate": 0.5}, "no statistics move; allowed: batch"),
         ({"normalisation": "fixed"}, "no weights whose statistics could stay; allowed: batch, group"),
         ({"normalisation": "group", "weights": "x.pth"}, "allowed with weights: batch, fixed"),
         ({"normalisation": "layer"}, "normalisation 'layer'; allowed: batch, fixed, group"),

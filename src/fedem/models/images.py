@@ -183,7 +183,7 @@ class Pretrainable(ModelSpec):
             raise UserError(f"{given} but there are no weights whose statistics could stay; allowed: batch, group.")
         if self.normalisation != "batch" and self.statistics_rate != type(self).statistics_rate:
             rate = f"{type(self).__name__}.statistics_rate is {self.statistics_rate}"
-            raise UserError(f"{rate} but with normalisation = {self.normalisation!r} no statistics move; allowed: batch.")
+            raise UserError(f"{rate} but normalisation is {self.normalisation!r}: no statistics move; allowed: batch.")
         if self.normalisation == "group" and self.weights:
             raise UserError(
                 f"{given} but its weights go with statistics of batches; allowed with weights: batch, fixed."
