@@ -25,6 +25,7 @@ from fedem.models.base import Model
 from fedem.models.convolutions import Geometry, Pair, StackableConv2d
 from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy
+from fedem.models.normalisation import normalised_by
 from fedem.models.pooling import Side
 from fedem.models.stackable import make_stackable
 
@@ -189,6 +190,29 @@ def test_a_normalisation_is_torchs_over_the_rows_that_count(padded: bool, affine
             torch.testing.assert_close(ours_trained[name][model], gradient, **CLOSE)
         for name, leaf in zip(("running_mean", "running_var"), running, strict=True):
             torch.testing.assert_close(after[name][model], leaf, **CLOSE)
+
+
+def test_a_normalisation_by_fixed_statistics_is_torchs_in_evaluation() -> None:
+    layer = make_stackable(normalised_by("fixed", nn.Sequential(nn.BatchNorm2d(3)))).to(DEVICE).train()
+    models, inputs, outer = 4, 2 * _draw(4, 5, 3, 2, 2) + 3, _draw(4, 5, 3, 2, 2, seed=2)
+    statistics = {"0.running_mean": _draw(models, 3, seed=3), "0.running_var": _draw(models, 3, seed=4).exp()}
+    trained = {"0.weight": _draw(models, 3), "0.bias": _draw(models, 3, seed=1)}
+
+    def loss(own: Tree, inputs: Tensor, kept: Tree, outer: Tensor) -> tuple[Tensor, Tensor]:
+        with training_pass(None, torch.zeros((), dtype=torch.int64)):
+            outputs = functional_call(layer, dict(own | kept), (inputs,))
+        return (outputs * outer).sum(), outputs
+
+    of_each = vmap(grad(loss, argnums=(0, 1), has_aux=True))
+    (ours_trained, ours_inputs), outputs = of_each(trained, inputs, statistics, outer)
+    for model in range(models):
+        leaves = [leaf[model].clone().requires_grad_() for leaf in (inputs, *trained.values())]
+        running = [leaf[model] for leaf in statistics.values()]
+        expected = batch_norm(leaves[0], *running, *leaves[1:], training=False)
+        torch.testing.assert_close(outputs[model], expected, **CLOSE)
+        slopes = torch.autograd.grad((expected * outer[model]).sum(), leaves)
+        for ours, slope in zip((ours_inputs, *ours_trained.values()), slopes, strict=True):
+            torch.testing.assert_close(ours[model], slope, **CLOSE)
 
 
 def _network() -> nn.Module:

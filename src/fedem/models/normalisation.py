@@ -33,7 +33,7 @@ class MaskedBatchNorm(_BatchNorm):
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
         if self.training and layers.has_kernels(inputs):
-            return self._by_kernels(inputs, CURRENT_PASS.get().mask)
+            return self._tracked_by_kernels(inputs, CURRENT_PASS.get().mask)
         return self._normalised(inputs.to(self.running_mean.dtype)).to(inputs.dtype)
 
     def _normalised(self, inputs: Tensor) -> Tensor:
@@ -69,18 +69,24 @@ class MaskedBatchNorm(_BatchNorm):
         outputs = centred * torch.rsqrt(variance + self.eps).view(channels)
         return outputs if self.weight is None else outputs * self.weight.view(channels) + self.bias.view(channels)
 
-    def _by_kernels(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
-        """Normalise by the statistics of the rows in ``mask`` ``[n]`` (None: all), in the inputs' type."""
+    def _tracked_by_kernels(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        """Normalise by the statistics of the rows in ``mask`` ``[n]`` (None: all), and track these."""
+        outputs, mean, variance = self._by_kernels(inputs, mask, own=True)
+        rows = mean.new_full((), len(inputs)) if mask is None else mask.sum().to(mean.dtype)
+        count = rows * inputs.shape[2:].numel()
+        lonely = count <= 1
+        unbiased = torch.where(lonely, self.running_var, variance * count / (count - 1).clamp(min=1))
+        self._track(mean, unbiased, lonely)
+        return outputs
+
+    def _by_kernels(self, inputs: Tensor, mask: Tensor | None, own: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalise in the inputs' type; return also the means and variances that it was done by."""
         kept = self.running_mean, self.running_var
         scales = (self.weight, self.bias) if self.affine else (torch.ones_like(kept[0]), torch.zeros_like(kept[0]))
         stacked = (leaf[None] for leaf in (inputs, *scales, *kept))
-        outputs, mean, variance = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps)
-        rows = kept[0].new_full((), len(inputs)) if mask is None else mask.sum().to(kept[0].dtype)
-        count = rows * inputs.shape[2:].numel()
-        lonely = count <= 1
-        unbiased = torch.where(lonely, kept[1], variance[0] * count / (count - 1).clamp(min=1))
-        self._track(mean[0], unbiased, lonely)
-        return outputs.squeeze(0)
+        found = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps, own)
+        outputs, mean, variance = (leaf.squeeze(0) for leaf in found)
+        return outputs, mean, variance
 
     def _track(self, mean: Tensor, variance: Tensor, lonely: Tensor) -> None:
         """Bring the running statistics forward by a batch's, unless it was ``lonely``."""
@@ -100,6 +106,8 @@ class FixedBatchNorm(MaskedBatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
+        if self.training and layers.has_kernels(inputs):
+            return self._by_kernels(inputs, None, own=False)[0]
         return self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
 
 
@@ -120,10 +128,10 @@ def normalised_by(kind: str, module: nn.Module) -> nn.Module:
 
 
 class _Normalisation(torch.autograd.Function):
-    """Normalise ``[S, n, C, ...]`` by the statistics of its rows in ``mask`` ``[S, n]``.
+    """Normalise ``[S, n, C, ...]`` by the statistics of its rows in ``mask`` ``[S, n]``, or not by its ``own``.
 
-    Takes scales, shifts and running statistics ``[S, C]``, which stand in where a model has a single row. Returns also
-    the means and variances that it was normalised by.
+    Takes scales, shifts and running statistics ``[S, C]``, which stand in for its own, and where a model has a single
+    row. Returns also the means and variances that it was normalised by.
     """
 
     @staticmethod
@@ -132,15 +140,15 @@ class _Normalisation(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        images, weight, _, _, _, mask, ctx.eps = inputs
+        images, weight, _, _, _, mask, *ctx.how = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(images, weight, mask, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, mask, mean, variance = ctx.saved_tensors
-        given = gradient, images, weight, mean, variance, mask, ctx.eps
-        return *call(_NormalisationGradient, *given), None, None, None, None
+        given = gradient, images, weight, mean, variance, mask, *ctx.how
+        return *call(_NormalisationGradient, *given), None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
@@ -170,14 +178,14 @@ class _NormalisationGradient(torch.autograd.Function):
 
 
 def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> tuple[Any, tuple[int, ...]]:
-    """Call ``function`` once for a mapped dimension, as more models; the last argument is no tensor."""
-    *leaves, eps = given
-    pairs = zip(leaves, dims[:-1], strict=True)
+    """Call ``function`` once for a mapped dimension, as more models; the last two arguments are no tensors."""
+    *leaves, eps, own = given
+    pairs = zip(leaves, dims[:-2], strict=True)
     models = [
         leaf if leaf is None else leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
         for leaf, dim in pairs
     ]
-    found = call(function, *(leaf if leaf is None else leaf.flatten(0, 1) for leaf in models), eps)
+    found = call(function, *(leaf if leaf is None else leaf.flatten(0, 1) for leaf in models), eps, own)
     return tuple(leaf.unflatten(0, (size, -1)) for leaf in found), (0,) * len(found)
 
 
@@ -207,27 +215,36 @@ def _normalise(
     running_variance: Tensor,
     mask: Tensor | None,
     eps: float,
+    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedem.models import kernels
 
-    rows, (counted, count) = _rows(images), _counted(images, mask)
-    mean, variance = kernels.moments(rows, counted)
-    mean = torch.where(count > 1, mean, running_mean)
-    variance = torch.where(count > 1, variance, running_variance)
+    rows, mean, variance = _rows(images), running_mean.clone(), running_variance.clone()
+    if own:
+        counted, count = _counted(images, mask)
+        means, variances = kernels.moments(rows, counted)
+        mean, variance = torch.where(count > 1, means, mean), torch.where(count > 1, variances, variance)
     scale = weight * torch.rsqrt(variance + eps)
     return _like(kernels.normalise(rows, mean, scale, bias.contiguous()), images), mean, variance
 
 
 def _normalise_back(
-    gradient: Tensor, images: Tensor, weight: Tensor, mean: Tensor, variance: Tensor, mask: Tensor | None, eps: float
+    gradient: Tensor,
+    images: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    mask: Tensor | None,
+    eps: float,
+    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedem.models import kernels
 
     rows, slopes, (counted, count) = _rows(images), _rows(gradient), _counted(images, mask)
     inverse = torch.rsqrt(variance + eps)
     plain, crossed = kernels.sums(rows, slopes, mean)
-    # Of a model with a single row the statistics are given: nothing flows back through them.
-    scale, share = weight * inverse, torch.where(count > 1, 1 / count, 0.0)
+    # Where statistics are given, as for a model with a single row, nothing flows back through them.
+    scale, share = weight * inverse, torch.where(count > 1, float(own) / count, 0.0)
     level, slope = scale * share * plain, scale * share * inverse.square() * crossed
     back = kernels.normalise_back(rows, slopes, counted, mean, scale, level, slope)
     return _like(back, images), crossed * inverse, plain
