@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,3 +102,21 @@ def check_same_run(whole: Path, cut: Path) -> None:
     lines = [[{**line, "seconds": 0} for line in RunFolder(path).metrics()] for path in (whole, cut)]
     assert lines[0] == lines[1]
     assert not list(cut.rglob("*.tmp"))
+
+
+def descendants(process: int) -> set[int]:
+    """Return the processes that a process has started, and those that they have."""
+    found: set[int] = set()
+    for path in Path("/proc").glob(f"{process}/task/*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            for child in map(int, path.read_text().split()):
+                found |= {child} | descendants(child)
+    return found
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from killing import descendants, runs
 from patience import patient
 
 from fedem.core.errors import UserError
@@ -226,23 +227,6 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
         torch.testing.assert_close(now.before, then.personal, rtol=0, atol=0)
         until(lambda: folder.metrics()[-1]["clients"] == 3, going_on)
     until(lambda: not left_over(network.folder))
-
-
-def descendants(process: int) -> set[int]:
-    """Return the processes that a process has started, and those that they have."""
-    found: set[int] = set()
-    for path in Path("/proc").glob(f"{process}/task/*/children"):
-        for child in map(int, path.read_text().split()):
-            found |= {child} | descendants(child)
-    return found
-
-
-def runs(process: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 TRIAL = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep"]
