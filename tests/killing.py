@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +54,10 @@ class Child(NamedTuple):
     def start(cls, log: Path, work: Callable[[], object], environment: Mapping[str, str] | None = None) -> Child:
         """Fork; the child ends when ``work`` does, with the code of a program that does it."""
         sys.stdout.flush()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Newer Pythons warn of locks that other threads may hold: those here sleep in libraries that are not used.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid:
             return cls(pid, log)
         code = 70

@@ -83,9 +83,8 @@ def test_when_one_of_several_is_killed_all_end_and_resume_to_the_same_bits(
                     assert "Another process of this run ended" in log.read_text()[told:]
         check_same_run(whole, cut)
     with capsys.disabled():
-        print(
-            f"\n{counted(kills, 'kill')} of one of {SIZE} processes, in {counted(trainings, 'training')}: all ended in the same bits"
-        )
+        of = f"{counted(kills, 'kill')} of one of {SIZE} processes, in {counted(trainings, 'training')}"
+        print(f"\n{of}: all ended in the same bits")
 
 
 def _wait_for(condition: Callable[[], object], torchrun: subprocess.Popen[bytes], said: Path) -> None:
