@@ -130,9 +130,7 @@ def test_lies_in_uploads_leave_the_model_to_the_honest(
         honest.nodes.pop(liar.node)
         equal(state.shared, honest.serve().shared)
     with capsys.disabled():
-        print(
-            f"\n{counted(tries, 'node')} that lied in uploads: models are those of the others, and it is set aside"
-        )
+        print(f"\n{counted(tries, 'node')} that lied in uploads: models are those of the others, and it is set aside")
 
 
 def test_lies_in_scores_are_in_no_average(
