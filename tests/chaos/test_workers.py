@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from killing import KILLED, REFUSED, Child, check_same_run, command, descendants, one_in, runs
 from patience import patient
+from peering import free_port
 
 from fedem.core.errors import counted
 from fedem.runs.folder import RunFolder
@@ -38,9 +38,7 @@ def _arguments(out: Path) -> list[str]:
 
 def _start(log: Path, out: Path) -> list[Child]:
     """Start what torchrun starts: processes that know their number and where to meet."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(SIZE)}
     work = command(*_arguments(out))
     return [Child.start(log, work, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(SIZE)]
 
