@@ -26,6 +26,7 @@ from killing import KILLED, Child, one_in
 from fedem.core.errors import counted
 from fedem.deploy.history import History
 from fedem.deploy.kept import Kept, kept_path
+from fedem.runs.checkpoints import MANIFEST
 from fedem.runs.folder import RunFolder
 from fedem.runs.rounds import State
 
@@ -54,7 +55,7 @@ def _check_whole(there: Deployed) -> None:
     for path in _files(there):
         Kept.load(path)
     folder = RunFolder(there.run_folder)
-    if (folder.checkpoints / "manifest.json").exists():
+    if (folder.checkpoints / MANIFEST).exists():
         folder.load()
     for number in History(folder).rounds():
         assert History(folder).at(number).load()[0]["last"].round == number
