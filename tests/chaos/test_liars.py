@@ -92,7 +92,9 @@ def _deploy(folder: Path, **sections: Any) -> Deployed:
     folder.mkdir()
     sample = shops.write_shops(folder / "shops.csv", shops.make_shops(30, names=NAMES))
     run = {"rounds": ROUNDS, "evaluate_every": 0, "dtype": "float64"} | sections.pop("run", {})
-    return Deployed(folder, sample=sample, run=run, **sections)
+    there = Deployed(folder, sample=sample, run=run, **sections)
+    there.grid.keys = {node: (f"key {node}", own["client"]) for node, own in there.nodes.items()}  # all are registered
+    return there
 
 
 def _check_noticed(there: Deployed, liar: Liar, words: str) -> None:

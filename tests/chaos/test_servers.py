@@ -98,9 +98,9 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
         code = KILLED
         while code == KILLED:
             more = ON if (cut.run_folder / "config.toml").exists() else {}
-            code = Child.start(log, lambda cut=cut, more=more: cut.serve(**more)).kill_after(
-                chance.uniform(0, 1.2 * seconds)
-            )
+            # What is left takes less and less time, so that also the end of a run is met.
+            server = Child.start(log, lambda cut=cut, more=more: cut.serve(**more))
+            code = server.kill_after(chance.uniform(0, 0.6 * seconds))
             kills += code == KILLED
             _check_whole(cut)
         assert code == 0, log.read_text()

@@ -241,6 +241,18 @@ def test_who_is_set_aside_stays_so_until_taken_back_in(tmp_path: Path, caplog: p
     assert [line["clients"] for line in there.lines] == [2, 2, 2, 3]
 
 
+def test_a_client_that_never_gave_a_good_answer_is_set_aside_by_the_name_it_is_registered_under(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0}, schedule={"name": "constant"})
+    there.grid.keys = {node: (f"key {node}", own["client"]) for node, own in there.nodes.items()}
+    there.grid.spoil = _says("num_samples", 0)
+    there.serve(strikes=1)
+    (entry,) = [entry for entry in _noticed(there)[0]["uploads"] if "left_out" in entry]
+    assert len(entry["client"]) == 32, "a hash, and no number of a node"
+    there.grid.spoil = lambda node, asked, answer: answer
+    there.serve(rounds=2, **{"continue": True, "readmit": there.nodes[12]["client"]})
+    assert [line["clients"] for line in there.lines] == [2, 3]
+
+
 def test_a_name_that_is_set_aside_is_so_from_another_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0}, schedule={"name": "constant"})
     there.grid.spoil = _says("num_samples", 10**12)
