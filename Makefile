@@ -58,7 +58,8 @@ bench: install
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.processes
 
-# Processes that train are killed, cut off and started twice, KILLS times in all; `make test-all` does so a few times.
+# Processes that train are killed KILLS times at random moments, those of a deployment a share as often, and nodes lie
+# (docs/security.md); `make test-all` does so a few times.
 KILLS ?= 1000
 chaos: export FEDEM_KILLS = $(KILLS)
 chaos: install

@@ -18,6 +18,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedem.core.tree import Tree
 from fedem.deploy import client_app
+from fedem.deploy.flower.messages import to_record, to_tree
 from fedem.deploy.flower.server import serve
 from fedem.deploy.kept import Kept, kept_path
 from fedem.deploy.plan import RunConfig
@@ -136,3 +137,13 @@ def equal(one: Tree, other: Tree, tolerance: float = 1e-10) -> None:
     assert one.keys() == other.keys()
     for name, leaf in one.items():
         torch.testing.assert_close(leaf, other[name], rtol=tolerance, atol=tolerance)
+
+
+def scaled(asked: Message, answer: Message, factor: float) -> Message:
+    """The answer with what it changes in the model multiplied."""
+    record, before = answer.content.array_records["arrays"], asked.content.array_records["arrays"]
+    layout = {name: (tuple(array.shape), torch.float64) for name, array in record.items()}
+    own, received = to_tree(record, layout), to_tree(before, layout)
+    content = RecordDict(dict(answer.content))
+    content["arrays"] = to_record({name: received[name] + factor * (own[name] - received[name]) for name in own})
+    return Message(content, reply_to=asked)

@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +42,13 @@ def write_clients(path: Path) -> None:
         x, direction = rng.normal(size=(size, 2)), rng.normal(size=2)
         lines += [f"{name},{a:.4f},{b:.4f},{int(a * direction[0] + b * direction[1] > 0)}" for a, b in x]
     path.write_text("\n".join(lines) + "\n")
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Deployment:
@@ -85,6 +93,13 @@ class Deployment:
 
     def kept(self, name: str) -> Kept:
         return Kept.load(next(self.state.glob(f"*/{name}.safetensors")))
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Return what a client wrote down of its rounds, without a line that is being written."""
+        paths = list(self.state.glob(f"*/{name}/metrics.jsonl"))
+        if not paths:
+            return []
+        return [json.loads(line) for line in paths[0].read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def check_equals_simulator(self) -> None:
         """Everybody ends where the simulator does."""

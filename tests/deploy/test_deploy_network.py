@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -11,20 +10,18 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killing import descendants, runs
+from loopbacks import LIMIT, be_patient, checkpointed, left_over, prepare, until
 from patience import patient
 
 from fedem.core.errors import UserError
 from fedem.core.tree import tree_index
 from fedem.deploy.kept import Kept, kept_path
-from fedem.deploy.plan import Plan
-from fedem.runs.checkpoints import MANIFEST
-from fedem.runs.config import Config
 from fedem.runs.folder import RunFolder
 from fedem.runs.trainer import run
 
@@ -32,11 +29,7 @@ pytest.importorskip("flwr")
 
 from fedem.deploy.flower import trial as loopback
 from fedem.deploy.flower.certificates import make_node_key
-from fedem.deploy.flower.project import write_app
-from fedem.deploy.flower.trial import CONNECTED, CONNECTION, HOST, Loopback, Program, draw_clients, start_nodes
-
-LIMIT = 300.0
-"""Seconds after which a test gives up on an idle machine."""
+from fedem.deploy.flower.trial import CONNECTED, CONNECTION, HOST, Loopback, draw_clients, start_nodes
 
 SPOILT = """
 import pathlib, sys, time
@@ -61,52 +54,7 @@ if any(word.endswith("flwr-clientapp") for word in sys.orig_argv):
 
 @pytest.fixture(autouse=True)
 def _patience_with_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for = Program.wait_for
-
-    def wait_longer(self: Program, text: str, seconds: float = loopback._STARTING) -> None:
-        wait_for(self, text, patient(seconds))
-
-    monkeypatch.setattr(Program, "wait_for", wait_longer)
-
-
-def until(what: Callable[[], object], process: Program | None = None) -> None:
-    """Wait for something to be true, and for no longer than the limit."""
-    deadline = time.monotonic() + patient(LIMIT)
-    while not what():
-        if process is not None and process.process.poll() is not None and not what():
-            raise process.failure("ended too early")
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-def left_over(folder: Path) -> list[str]:
-    """Return the processes that were started with this folder's settings of Flower and are still there."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"FLWR_HOME={folder.absolute() / 'flwr'}".encode() in path.read_bytes():
-                found.append((path.parent / "cmdline").read_text())
-        except OSError:  # gone meanwhile, or another user's
-            continue
-    return found
-
-
-def checkpointed(folder: RunFolder) -> int:
-    """Return the round of the last checkpoint; 0 before the first."""
-    manifest = folder.checkpoints / MANIFEST
-    return int(json.loads(manifest.read_text())["states"]["last"]["round"]) if manifest.exists() else 0
-
-
-def prepare(folder: Path, rounds: int) -> tuple[Config, Path]:
-    """Make an app for the clients whose files are in folder/data."""
-    config = Config.build(
-        {
-            "data": {"name": "file", "path": str(folder / "data")},
-            "run": {"rounds": rounds, "evaluate_every": 0, "seed": 3},
-            "method": {"name": "fedem", "num_components": 3},
-        }
-    )
-    return config, write_app(folder / "app", Plan.make(config, config.make_data()))
+    be_patient(monkeypatch)
 
 
 @pytest.mark.network
@@ -226,23 +174,6 @@ def test_a_node_killed_in_mid_round_comes_back_with_its_weights(tmp_path: Path) 
         torch.testing.assert_close(now.before, then.personal, rtol=0, atol=0)
         until(lambda: folder.metrics()[-1]["clients"] == 3, going_on)
     until(lambda: not left_over(network.folder))
-
-
-def descendants(process: int) -> set[int]:
-    """Return the processes that a process has started, and those that they have."""
-    found: set[int] = set()
-    for path in Path("/proc").glob(f"{process}/task/*/children"):
-        for child in map(int, path.read_text().split()):
-            found |= {child} | descendants(child)
-    return found
-
-
-def runs(process: int) -> bool:
-    """Whether a process is there and has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 TRIAL = [sys.executable, "-m", "fedem", "deploy", "trial", "--nodes", "2", "--rounds", "3", "--keep"]

@@ -201,6 +201,9 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     code, said, _ = run("deploy", "rollback", place, "--to", "1")
     assert (code, "is at round 1 again, and was at round 3" in said) == (0, True)
     assert [line["round"] for line in there.lines] == [1]
+    code, said, _ = run("show", place)
+    words = "1 of 3 rounds are recorded; go on by `flwr run` with continue=true in its run config"
+    assert (code, words in " ".join(said.split())) == (0, True)
 
 
 def test_what_a_client_kept_is_found_by_round(tmp_path: Path) -> None:

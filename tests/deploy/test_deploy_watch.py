@@ -15,12 +15,12 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flower_grid import Deployed, equal, simulated
-from flwr.app import Message, RecordDict
+from flower_grid import Deployed, equal, scaled, simulated
+from flwr.app import Message
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
-from fedem.deploy.flower.messages import Reply, to_record, to_tree
+from fedem.deploy.flower.messages import Reply
 from fedem.deploy.flower.server import first_server_state
 from fedem.deploy.flower.watch import Watch, check_scores, compare
 from fedem.deploy.node import Node, ScoreSums
@@ -45,16 +45,6 @@ def _noticed(there: Deployed) -> list[dict[str, Any]]:
 
 def _left_out(there: Deployed) -> list[list[str]]:
     return [[entry["left_out"] for entry in line["uploads"] if "left_out" in entry] for line in _noticed(there)]
-
-
-def _scaled(asked: Message, answer: Message, factor: float) -> Message:
-    """The answer with what it changes in the model multiplied."""
-    record, before = answer.content.array_records["arrays"], asked.content.array_records["arrays"]
-    layout = {name: (tuple(array.shape), torch.float64) for name, array in record.items()}
-    own, received = to_tree(record, layout), to_tree(before, layout)
-    content = RecordDict(dict(answer.content))
-    content["arrays"] = to_record({name: received[name] + factor * (own[name] - received[name]) for name in own})
-    return Message(content, reply_to=asked)
 
 
 def _says(key: str, value: Any, kind: str = "train") -> Callable[[int, Message, Message], Message]:
@@ -220,7 +210,7 @@ def test_a_scaled_upload_is_left_out_and_its_client_set_aside(tmp_path: Path, ca
     there = Deployed(tmp_path, run={"rounds": 5, "evaluate_every": 2, "dtype": "float64"})
     bad = there.nodes[12]["client"]
     there.grid.spoil = lambda node, asked, answer: (
-        _scaled(asked, answer, -1000) if node == 12 and asked.metadata.message_type == "train" else answer
+        scaled(asked, answer, -1000) if node == 12 and asked.metadata.message_type == "train" else answer
     )
     there.serve()
     assert f"Client {bad!r} is left out: its update has norm" in caplog.text
@@ -249,6 +239,18 @@ def test_who_is_set_aside_stays_so_until_taken_back_in(tmp_path: Path, caplog: p
     assert "Nobody is set aside as 'nobody' (readmit); nodes that are: 12." in caplog.text
     there.serve(rounds=4, **{"continue": True, "readmit": there.nodes[12]["client"]})
     assert [line["clients"] for line in there.lines] == [2, 2, 2, 3]
+
+
+def test_a_client_that_never_gave_a_good_answer_is_set_aside_by_the_name_it_is_registered_under(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0}, schedule={"name": "constant"})
+    there.grid.keys = {node: (f"key {node}", own["client"]) for node, own in there.nodes.items()}
+    there.grid.spoil = _says("num_samples", 0)
+    there.serve(strikes=1)
+    (entry,) = [entry for entry in _noticed(there)[0]["uploads"] if "left_out" in entry]
+    assert len(entry["client"]) == 32, "a hash, and no number of a node"
+    there.grid.spoil = lambda node, asked, answer: answer
+    there.serve(rounds=2, **{"continue": True, "readmit": there.nodes[12]["client"]})
+    assert [line["clients"] for line in there.lines] == [2, 3]
 
 
 def test_a_name_that_is_set_aside_is_so_from_another_node(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,7 +297,7 @@ def test_a_cosine_counts_where_it_is_asked_for(tmp_path: Path, caplog: pytest.Lo
     run = {"rounds": 1, "evaluate_every": 0, "dtype": "float64"}
     there = Deployed(tmp_path, sample=sample, method={"name": "fedavg"}, run=run)
     there.grid.spoil = lambda node, asked, answer: (
-        _scaled(asked, answer, -1.0) if node == 12 and asked.metadata.message_type == "train" else answer
+        scaled(asked, answer, -1.0) if node == 12 and asked.metadata.message_type == "train" else answer
     )
     there.serve(**{"min-cosine": -0.2})
     assert f"Client {there.nodes[12]['client']!r} is left out: its update has cosine -0." in caplog.text

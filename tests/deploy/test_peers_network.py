@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from peering import SIZES, Deployment, Process, wait_for
+from peering import SIZES, Deployment, Process, free_port, wait_for
 
 from fedem.deploy.peers.meeting import KEY, host_meeting
 
 pytestmark = pytest.mark.network
-
-
-def _lines(deployment: Deployment, name: str) -> list[dict[str, Any]]:
-    paths = list(deployment.state.glob(f"*/{name}/metrics.jsonl"))
-    if not paths:
-        return []
-    return [json.loads(line) for line in paths[0].read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize(
@@ -47,14 +32,14 @@ def test_peers_end_where_the_simulator_does(tmp_path: Path, graph: dict[str, Any
         for process in peers:
             assert process.ends() == 0, process.said()
     deployment.check_equals_simulator()
-    last = [_lines(deployment, name)[-1] for name in SIZES]
+    last = [deployment.lines(name)[-1] for name in SIZES]
     # Averages are of everybody, and so everywhere the same.
     assert len({line["test_accuracy"] for line in last}) == 1
     assert len({line["own_train_loss"] for line in last}) == len(SIZES)
 
 
 def test_peers_outlive_one_that_is_killed_and_take_it_back(tmp_path: Path) -> None:
-    rounds, port = 100_000, _free_port()
+    rounds, port = 100_000, free_port()
     deployment = Deployment(tmp_path, rounds)
     with ExitStack() as stack:
         stack.enter_context(Process(tmp_path, "meet", "--port", str(port)))
@@ -63,22 +48,22 @@ def test_peers_outlive_one_that_is_killed_and_take_it_back(tmp_path: Path) -> No
             for names in (["ann", "bob", "cem"], ["dan"])
         )
         # The first meeting may have been without one of them.
-        wait_for(lambda: len([line for line in _lines(deployment, "dan") if line["clients"] == 4]) > 3, three + lost)
+        wait_for(lambda: len([line for line in deployment.lines("dan") if line["clients"] == 4]) > 3, three + lost)
         lost[0].kill()
         done = deployment.kept("dan").round
-        wait_for(lambda: _lines(deployment, "ann")[-1]["clients"] == 3, three)
-        alone = _lines(deployment, "ann")[-1]["round"]
+        wait_for(lambda: deployment.lines("ann")[-1]["clients"] == 3, three)
+        alone = deployment.lines("ann")[-1]["round"]
         assert alone >= done
-        wait_for(lambda: _lines(deployment, "bob")[-1]["round"] > alone + 3, three)
+        wait_for(lambda: deployment.lines("bob")[-1]["round"] > alone + 3, three)
         assert deployment.kept("dan").round == done
         back = stack.enter_context(deployment.peer(port, ["dan"], least=3, most=4))
         wait_for(
-            lambda: any(line["clients"] == 4 for line in _lines(deployment, "dan") if line["round"] > done),
+            lambda: any(line["clients"] == 4 for line in deployment.lines("dan") if line["round"] > done),
             [*three, back],
         )
         # It goes on with the others, who have got further meanwhile.
-        assert min(line["round"] for line in _lines(deployment, "dan") if line["round"] > done) > alone
-        wait_for(lambda: _lines(deployment, "cem")[-1]["clients"] == 4, [*three, back])
+        assert min(line["round"] for line in deployment.lines("dan") if line["round"] > done) > alone
+        wait_for(lambda: deployment.lines("cem")[-1]["clients"] == 4, [*three, back])
 
 
 def test_strangers_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
@@ -88,7 +73,7 @@ def test_strangers_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
     store = host_meeting(0)
     with ExitStack() as stack:
         pair = [stack.enter_context(deployment.peer(store.port, [name])) for name in ("ann", "bob")]
-        wait_for(lambda: _lines(deployment, "ann") and _lines(deployment, "bob"), pair)
+        wait_for(lambda: deployment.lines("ann") and deployment.lines("bob"), pair)
         strangers = [
             stack.enter_context(deployment.peer(store.port, ["ann"], state=other.state)),
             stack.enter_context(deployment.peer(store.port, ["cem"], plan=other.plan)),
@@ -96,15 +81,15 @@ def test_strangers_are_refused_and_the_others_go_on(tmp_path: Path) -> None:
         assert [process.ends() for process in strangers] == [2, 2]
         assert "There is a client 'ann' already" in strangers[0].said()
         assert "The plan of client 'cem' is" in strangers[1].said()
-        done = _lines(deployment, "bob")[-1]["round"]
-        wait_for(lambda: _lines(deployment, "bob")[-1]["round"] > done + 3, pair)
+        done = deployment.lines("bob")[-1]["round"]
+        wait_for(lambda: deployment.lines("bob")[-1]["round"] > done + 3, pair)
 
 
 def test_a_worker_ends_with_its_agent(tmp_path: Path) -> None:
     deployment, store = Deployment(tmp_path, 100_000), host_meeting(0)
     with ExitStack() as stack:
         killed = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
-        wait_for(lambda: _lines(deployment, "ann"), [killed])
+        wait_for(lambda: deployment.lines("ann"), [killed])
         second = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
         assert second.ends() == 2
         assert "ann.lock" in second.said()
@@ -113,4 +98,4 @@ def test_a_worker_ends_with_its_agent(tmp_path: Path) -> None:
         assert "semaphore" not in killed.said()
         done = deployment.kept("ann").round
         again = stack.enter_context(deployment.peer(store.port, ["ann"], least=1))
-        wait_for(lambda: _lines(deployment, "ann")[-1]["round"] > done, [again])
+        wait_for(lambda: deployment.lines("ann")[-1]["round"] > done, [again])

@@ -38,15 +38,16 @@ class History:
         shutil.rmtree(unfinished, ignore_errors=True)
         # Files of a checkpoint are replaced, and never changed: a second name is as good as a copy.
         shutil.copytree(self.folder.checkpoints, unfinished / "checkpoints", copy_function=_link)
-        shutil.rmtree(place, ignore_errors=True)
+        if place.exists():
+            self._remove(round_number)
         os.replace(unfinished, place)
         for earlier in self.rounds()[:-keep]:
-            shutil.rmtree(self._place(earlier))
+            self._remove(earlier)
 
     def drop_after(self, round_number: int) -> None:
         """Remove what is of later rounds, which do not belong to the run any more."""
         for later in [each for each in self.rounds() if each > round_number]:
-            shutil.rmtree(self._place(later))
+            self._remove(later)
 
     def at(self, round_number: int) -> RunFolder:
         """Return a folder with the checkpoint of that round."""
@@ -54,6 +55,13 @@ class History:
             kept = ", ".join(map(str, rounds)) or "none"
             raise UserError(f"{self.folder.path} can't go back to round {round_number}; kept are rounds: {kept}.")
         return RunFolder(self._place(round_number))
+
+    def _remove(self, round_number: int) -> None:
+        # Out of the list first: killed amid it, no round would be listed that has lost some of its files.
+        removed = self.path / ".removed"
+        shutil.rmtree(removed, ignore_errors=True)
+        os.replace(self._place(round_number), removed)
+        shutil.rmtree(removed)
 
     def _place(self, round_number: int) -> Path:
         return self.path / f"{round_number:06d}"

@@ -87,7 +87,9 @@ def show_run(folder: RunFolder) -> None:
     lines, rounds = folder.metrics(), folder.config().run.rounds
     done = lines[-1]["round"] if lines else 0
     recorded = f"{done} of {counted(rounds, 'round is', 'rounds are')} recorded"
-    text = f"This run is not complete: {recorded}; go on with --resume."
+    facts, _ = folder.standing()  # a deployment's server says under which plan it trains
+    way = "with --resume" if "plan" not in facts else "by `flwr run` with continue=true in its run config"
+    text = f"This run is not complete: {recorded}; go on {way}."
     if scored := next((line for line in reversed(lines) if "test_loss" in line), None):
         text += f" After round {scored['round']}: {score_text(scored)}."
     display(text)

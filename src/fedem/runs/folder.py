@@ -159,7 +159,7 @@ class RunFolder:
 
     def locked(self) -> AbstractContextManager[None]:
         """Hold the folder, which is made if it is not there: no other process writes to it."""
-        return holding(self.path, f"Another process is training into {self.path}.")
+        return holding(self.path, f"Another process is training into {self.path}; wait until it ends, or stop it.")
 
     def check_length(self, config: Config) -> None:
         """Refuse to make the run shorter, or longer where the learning rates of the rounds done would be others."""

@@ -67,8 +67,10 @@ class ClientRegistry:
         return self._hash(client.encode(errors="surrogatepass"))
 
     def name_at(self, node: int) -> str:
-        """Return the hash of the name of the client at a node; empty where none has answered."""
-        return self.owners.get(self._known[node].owner, "") if node in self._known else ""
+        """Return the hash of the name that a node has answered by or is registered under; empty where by none."""
+        if (known := self._known.get(node)) is None:
+            return ""
+        return self.owners.get(known.owner) or (self.hashed(known.name) if known.name else "")
 
     def meet(self, nodes: Iterable[NodeInfo]) -> list[int]:
         """Note who is connected; returns the nodes' numbers, in order."""
