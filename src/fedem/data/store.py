@@ -46,6 +46,7 @@ from fedem.data.samples import Pool
 
 FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
+_PIECE = 1 << 24  # bytes that are read at a time
 ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
 _PUBLISHED = tomllib.loads(resources.files("fedem.data").joinpath("public.toml").read_text(encoding="utf-8"))
@@ -89,11 +90,14 @@ def opened(path: Path) -> Iterator[Files]:
 
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
-    allowed = free_host_bytes() // 2
+    allowed, content = free_host_bytes() // 2, bytearray()
     with files[name]() as file:
-        if len(content := file.read(allowed + 1)) > allowed:
-            raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
-        return content
+        # Asked for all at once, a file takes the memory that it might need, and not what it does.
+        while piece := file.read(_PIECE):
+            content += piece
+            if len(content) > allowed:
+                raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
+    return bytes(content)
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -236,7 +240,8 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
         for block in data.blocks(raw[0]):
             targets = block.targets.astype(np.int64)
             if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
-                raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {num_labels - 1}.")
+                labels = f"labels from {targets.min()} to {targets.max()}"
+                raise UserError(f"{raw[0]} has {labels}; allowed: 0 to {num_labels - 1}.")
             own = {"shape": block.inputs.shape[1:], "descr": np.lib.format.dtype_to_descr(block.inputs.dtype)}
             if not kind:
                 kind = own
@@ -257,7 +262,7 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
             count += len(targets)
             progress("samples", count, None)
         if not count:
-            raise UserError("There are no samples.")
+            raise UserError(f"{raw[0]} has no samples.")
         file.seek(0)
         _write_header(file, count, kind)
         file.flush()
@@ -268,7 +273,7 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
         codes = {owner: code for code, owner in enumerate(owners)}
         arrays["owners"] = np.repeat([codes[owner] for owner, _ in runs], [size for _, size in runs])
     if any(len(array) != count for array in arrays.values()):
-        raise UserError("Some samples have a client or a group of labels, others have none.")
+        raise UserError(f"Some samples of {raw[0]} have a client or a group of labels, others have none.")
     for name, array in arrays.items():
         content = io.BytesIO()
         np.save(content, array)
@@ -315,7 +320,8 @@ def check(path: Path, remote: Remote, record: Path | None = None) -> None:
     record = record or record_of(path)
     checksum, known, mend = remote.checksum, f"as known for {remote.address}", f"Remove {path} to download it again"
     if not checksum and record.exists():
-        checksum = f"sha256:{record.read_text(encoding='utf-8', errors='replace').partition(' ')[0]}"
+        words = record.read_text(encoding="utf-8", errors="replace").split(maxsplit=1)
+        checksum = f"sha256:{words[0][:64] if words else 'nothing'}"
         known, mend = f"as at its first use, in {record}", f"If its owner has published another, remove {record}"
     algorithm, _, expected = (checksum or "sha256:").partition(":")
     found = digest_of(path, algorithm)
