@@ -266,7 +266,7 @@ class EmnistFiles(Official):
         return files
 
     def damaged(self, name: str, content: bytes, draw: Draw) -> bytes:
-        if draw.random() < 0.3:
+        if draw.random() < 0.3 or content != self.files.get(name):  # or it was damaged before
             return flipped(content, draw)
         plain = gzip.decompress(content)
         if draw.random() < 0.1:  # far more than it looks
@@ -301,7 +301,7 @@ class CifarFiles(Official):
             for k, name in enumerate(self.names)
         }
         self.batches = {f"cifar/{name}": batch for name, batch in batches.items()}
-        return {name: pickle.dumps(batch, protocol=2) for name, batch in self.batches.items()}
+        return {name: pickle.dumps(batch, protocol=3) for name, batch in self.batches.items()}
 
     def damaged(self, name: str, content: bytes, draw: Draw) -> bytes:
         if draw.random() < 0.5 or name not in self.batches:
@@ -316,7 +316,7 @@ class CifarFiles(Official):
                 batch = pick(draw, self.others)
             case _:
                 batch[pick(draw, sorted(batch))] = pick(draw, self.others)
-        return pickle.dumps(batch, protocol=pick(draw, (2, 3, 4)))
+        return pickle.dumps(batch, protocol=pick(draw, (2, 3, 3, 4)))
 
 
 class FemnistFiles(Official):

@@ -39,7 +39,7 @@ from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.memory import free_host_bytes
 from fedem.core.random import client_keys
 from fedem.core.schema import read_json
-from fedem.data.archives import DAMAGED, read_arrays
+from fedem.data.archives import DAMAGED, DAMAGED_HEADER, read_arrays
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import PARTITIONS, Collection, Partition, content_ids, fingerprint, fingerprint_of, numbered
 from fedem.data.samples import Pool
@@ -198,17 +198,24 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
         if found != entry:
             raise ValueError(f"{name}.npy has {found} instead of {entry}")
         arrays[name] = torch.from_numpy(array)
-    owners, names = arrays.get("owners"), tuple(about.owners)
+    targets, owners, names = arrays["targets"], arrays.get("owners"), tuple(about.owners)
+    if not 0 <= int(targets.min()) <= int(targets.max()) < len(about.labels):
+        raise ValueError(f"some samples have none of the {counted(len(about.labels), 'label')}")
     if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
         raise ValueError(f"some samples belong to none of the {counted(len(names), 'client')}")
-    pool = Pool(arrays["inputs"], arrays["targets"])
+    pool = Pool(arrays["inputs"], targets)
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
 
 
 def _mapped(path: Path) -> tuple[NDArray[Any], dict[str, Any]]:
     """Map an array from its file, and describe it as ``about.json`` does."""
     # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
-    array = np.load(path, mmap_mode="c", allow_pickle=False)
+    try:
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
+    except OSError:
+        raise
+    except DAMAGED_HEADER as error:
+        raise ValueError(f"{path.name} does not begin as an array of numpy's does ({type(error).__name__})") from None
     return array, {"shape": [*array.shape], "dtype": str(array.dtype), "bytes": path.stat().st_size}
 
 
@@ -239,6 +246,9 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
     with (folder / "inputs.npy").open("wb") as file:
         for block in data.blocks(raw[0]):
             targets = block.targets.astype(np.int64)
+            if targets.shape != block.inputs.shape[:1]:
+                found = f"{counted(len(block.inputs), 'input')} and targets of shape {list(targets.shape)}"
+                raise UserError(f"{raw[0]} has {found}; allowed: one target for each input.")
             if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
                 labels = f"labels from {targets.min()} to {targets.max()}"
                 raise UserError(f"{raw[0]} has {labels}; allowed: 0 to {num_labels - 1}.")
