@@ -209,6 +209,7 @@ class Loaded(RunFiles):
 class Unlabelled(RunFiles):
     title = "runs: statistics of inputs"
     touched = ("inputs-000003.safetensors", "checkpoint.json")
+    named = ("run.unlabelled",)
 
     def damage(self, draw: Draw) -> str:
         done = super().damage(draw)
@@ -273,19 +274,11 @@ class Resumed(RunFiles):
     title = "runs: gone on with"
     slowness = 8.0
 
+    touched = (".json", ".jsonl", ".csv", ".safetensors")
+
     def read(self) -> object:
         config = RunFolder(self.folder).config()
-        longer = {key: value for key, value in config.sections.items() if key != "run"} | {
-            "run": config.sections["run"] | {"rounds": 4}
-        }
-        if config.sections["data"] != self.data or config.run.rounds > 4:
-            raise UserError(f"{self.folder}: other data, or many rounds, are not trained on here.")
-        wanted = Config.build(longer, preset=False)
-        return fedem.run(wanted, wanted.data.make(wanted.run.seed), out=self.folder, resume=True)
-
-    def build(self, folder: Path) -> None:
-        super().build(folder)
-        self.data = RunFolder(folder).config().sections["data"]
+        return fedem.run(config, config.data.make(config.run.seed), out=self.folder, resume=True)
 
     def judge(self, found: Any) -> str:
         return "" if found.state().round >= 3 else "Rounds are gone."
@@ -349,9 +342,7 @@ class NewRows(Reader):
 
     def read(self) -> object:
         self.out = self.folder / ("out" if self.what == "personalize" else "out.csv")
-        option = "--data" if self.what == "evaluate" else ""
-        words = [self.what, self.run, *([option] if option else []), self.new, "--out", self.out, "--device", "cpu", "--quiet"]
-        return command(*words)
+        return command(self.what, self.run, "--data", self.new, "--out", self.out, "--device", "cpu", "--quiet")
 
     def judge(self, found: object) -> str:
         if self.what == "personalize":

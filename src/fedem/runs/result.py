@@ -5,7 +5,8 @@ Shapes: T clients, M components, n samples, K classes (or target dimensions).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedem.core.errors import UserError, counted, unknown
+from fedem.core.errors import UserError, counted, naming, unknown
 from fedem.core.random import client_keys
 from fedem.core.schema import check
 from fedem.core.tree import tree_index
@@ -132,14 +133,10 @@ class Result:
     def client(self, name: str, which: str = "last") -> PersonalModel:
         """Return the predictor of a client of the training: the fine-tuned one, where the run fine-tunes."""
         position, recipe, run = self._position(name), self.recipe, self.config.run
-        state, mixer, tuned = self.state(which), recipe.mixer, self.tuned.get(which)
+        state, tuned = self.state(which), self.tuned.get(which)
         if run.fine_tune_epochs and tuned is None and not recipe.is_fitted:
             raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
-        if tuned is not None:
-            state, mixer = (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
-        found = mixer.read(state.shared, state.memory, torch.tensor([position]))
-        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
-        predictor = recipe.algorithm.predictor(shared, split_residual(personal)[0])
+        predictor = self._mixture(position, which)
         if len(predictor.log_weights) > 1 and tuned is None and not recipe.is_fitted:
             keys, size = client_keys(self.names), cohort_size(run.clients_per_round, len(self.names))
             if not took_part(keys, size, run.seed, state.round)[position]:
@@ -148,6 +145,35 @@ class Result:
         memory = self._memory(which)
         neighbours = None if memory is None else memory.of(position)
         return PersonalModel(recipe.model, predictor, recipe.format, neighbours)
+
+    def _mixture(self, position: int, which: str) -> Mixture:
+        """Return what a client predicts with in a state: the models of the tuned one, where there is one."""
+        state, mixer, tuned = self.state(which), self.recipe.mixer, self.tuned.get(which)
+        if tuned is not None:
+            state, mixer = (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
+        found = mixer.read(state.shared, state.memory, torch.tensor([position]))
+        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
+        return self.recipe.algorithm.predictor(shared, split_residual(personal)[0])
+
+    def _check_fits(self, place: Path) -> None:
+        """Refuse tensors that are not of the run's model and clients: files that are whole, but of something else."""
+        clients = len(self.names)
+        for role in self.states:
+            for trees in (self.states[role], self.tuned.get(role)) if clients else ():
+                for name, leaf in trees.personal.items() if trees is not None else ():
+                    if leaf.shape[:1] != (clients,):
+                        found = f"{name!r} of shape {list(leaf.shape)}"
+                        raise UserError(f"{place} has {found} for {counted(clients, 'client')}; allowed: a row for each.")
+            with _reading(place):
+                components, log_weights = self._mixture(0, role) if clients else Mixture({}, torch.zeros(0))
+            shapes, rows = self.recipe.model.leaf_shapes if clients else {}, (1, *log_weights.shape)
+            for name in {**shapes, **components}:
+                found = list(components[name].shape) if name in components else None
+                if found is None or found[1:] != shapes.get(name) or found[0] not in rows:
+                    allowed = [len(log_weights), *shapes[name]] if name in shapes else "no such leaf"
+                    raise UserError(f"{place} has {name!r} of shape {found}; allowed by the run's model: {allowed}.")
+            if log_weights.ndim != 1 or not all(leaf.is_floating_point() for leaf in (log_weights,)):
+                raise UserError(f"{place} has weights of shape {list(log_weights.shape)}; allowed: one a component.")
 
     def _memory(self, which: str) -> Memory | None:
         """Return what clients remember; None where neighbours have no say."""
@@ -416,22 +442,38 @@ class Result:
         folder = RunFolder(Path(path))
         config, (states, metadata) = folder.config(), folder.load()
         check(folder.checkpoints, metadata, METADATA)
-        recipe = Recipe.from_metadata(config, metadata, model, device)
+        with naming(folder.checkpoints):
+            recipe = Recipe.from_metadata(config, metadata, model, device)
         names = tuple(metadata["clients"])
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
         placed = {role: state.to(recipe.device) for role, state in states.items()}
         tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
         kept = {role.removeprefix(_MEMORY): placed.pop(role) for role in states if role.startswith(_MEMORY)}
-        memories = {role: Memory.from_state(state) for role, state in kept.items()}
         summed = {role.removeprefix(_INPUTS): placed.pop(role) for role in states if role.startswith(_INPUTS)}
-        statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
+        with _reading(folder.checkpoints):
+            memories = {role: Memory.from_state(state) for role, state in kept.items()}
+            statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
         summary = folder.summary()
         if summary is not None and summary["rounds"] != placed["last"].round:
             summary = None  # of a state that was damaged
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
-        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
+        found = cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
+        found._check_fits(folder.checkpoints)
+        return found
+
+
+@contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Say of the checkpoint in ``place`` whatever its tensors make go wrong."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(f"The tensors in {place} are not those of its run ({why}).") from None
 
 
 def _unlabelled(inputs: Tensor, owners: NDArray[np.str_]) -> Samples:
