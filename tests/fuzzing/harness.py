@@ -46,12 +46,14 @@ class Reader(ABC):
     Attributes:
         title: what it is called in the table.
         slowness: how long an input takes compared with most; one that is slow gets fewer.
+        refuses: whether some inputs are refused; not where what was read says itself whether it is sound.
         named: texts of which a refusal must hold at least one, where the path of the input is not what it names.
     """
 
     title: ClassVar[str]
     slowness: ClassVar[float] = 1.0
     named: ClassVar[tuple[str, ...]] = ()
+    refuses: ClassVar[bool] = True
 
     def __init__(self, folder: Path):
         """Make valid inputs; whatever is written goes below ``folder``."""

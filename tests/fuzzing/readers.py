@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuzzing import runs, samples
+from fuzzing import deployed, models, runs, samples
 from fuzzing.harness import Reader
 
-READERS: tuple[type[Reader], ...] = (*samples.READERS, *runs.READERS)
+READERS: tuple[type[Reader], ...] = (*samples.READERS, *runs.READERS, *models.READERS, *deployed.READERS)
 
 
 def shares(readers: Sequence[type[Reader]], inputs: int) -> dict[type[Reader], int]:

@@ -26,7 +26,7 @@ from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
 from fedem.engines.device import products
 from fedem.methods.assembly import Around, Assembled, assemble
-from fedem.methods.base import Algorithm
+from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Mixer, Settled
 from fedem.methods.wrappers.compression import Codec
 from fedem.methods.wrappers.label_shares import shifted
@@ -256,6 +256,22 @@ class Recipe:
         name = next(name for name in {**leaves, **mine} if leaves.get(name) != mine.get(name))
         found = f"its {name!r} has shape {mine.get(name, 'none')}; allowed: {leaves.get(name, 'none')}"
         raise UserError(f"The model is not the one that was trained: {found}.")
+
+    def check_mixture(self, mixture: Mixture, where: object) -> None:
+        """Refuse a mixture, read from ``where``, that is not one of this model: a file may be whole, but another's."""
+        components, log_weights = mixture
+        if log_weights.ndim != 1 or not len(log_weights) or not log_weights.is_floating_point():
+            found = f"{log_weights.dtype} of shape {list(log_weights.shape)}"
+            raise UserError(f"The mixture weights in {where} are {found}; allowed: one number a component.")
+        count, mine = len(log_weights), self.model.leaf_shapes
+        for name in {**mine, **components}:
+            there, shape = components.get(name), mine.get(name)
+            has = "none" if there is None else list(there.shape)
+            # Leaves that components have in common have one row.
+            if shape is None or has not in ([count, *shape], [1, *shape]):
+                problem = f"are not those of the model {self.config.name('model')!r}: {name!r} has shape {has}"
+                allowed = "none" if shape is None else [count, *shape]
+                raise UserError(f"The parameters in {where} {problem}; allowed: {allowed}.")
 
     def to_json(self) -> dict[str, Any]:
         return {"config": self.config.sections, "shapes": self.format.to_json()}

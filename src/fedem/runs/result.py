@@ -5,8 +5,7 @@ Shapes: T clients, M components, n samples, K classes (or target dimensions).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fedem.methods.wrappers.compression import split_residual
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import choose_metrics
+from fedem.runs.checkpoints import naming_tensors
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, name_memory, name_scores
 from fedem.runs.folder import RunFolder, check_here
@@ -158,22 +158,15 @@ class Result:
     def _check_fits(self, place: Path) -> None:
         """Refuse tensors that are not of the run's model and clients: files that are whole, but of something else."""
         clients = len(self.names)
-        for role in self.states:
-            for trees in (self.states[role], self.tuned.get(role)) if clients else ():
-                for name, leaf in trees.personal.items() if trees is not None else ():
+        for role, state in self.states.items() if clients else ():
+            for tree in (state.personal, self.tuned[role].personal if role in self.tuned else {}):
+                for name, leaf in tree.items():
                     if leaf.shape[:1] != (clients,):
                         found = f"{name!r} of shape {list(leaf.shape)}"
                         raise UserError(f"{place} has {found} for {counted(clients, 'client')}; allowed: a row for each.")
-            with _reading(place):
-                components, log_weights = self._mixture(0, role) if clients else Mixture({}, torch.zeros(0))
-            shapes, rows = self.recipe.model.leaf_shapes if clients else {}, (1, *log_weights.shape)
-            for name in {**shapes, **components}:
-                found = list(components[name].shape) if name in components else None
-                if found is None or found[1:] != shapes.get(name) or found[0] not in rows:
-                    allowed = [len(log_weights), *shapes[name]] if name in shapes else "no such leaf"
-                    raise UserError(f"{place} has {name!r} of shape {found}; allowed by the run's model: {allowed}.")
-            if log_weights.ndim != 1 or not all(leaf.is_floating_point() for leaf in (log_weights,)):
-                raise UserError(f"{place} has weights of shape {list(log_weights.shape)}; allowed: one a component.")
+            with naming_tensors(place):
+                mixture = self._mixture(0, role)
+            self.recipe.check_mixture(mixture, place)
 
     def _memory(self, which: str) -> Memory | None:
         """Return what clients remember; None where neighbours have no say."""
@@ -450,7 +443,7 @@ class Result:
         tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
         kept = {role.removeprefix(_MEMORY): placed.pop(role) for role in states if role.startswith(_MEMORY)}
         summed = {role.removeprefix(_INPUTS): placed.pop(role) for role in states if role.startswith(_INPUTS)}
-        with _reading(folder.checkpoints):
+        with naming_tensors(folder.checkpoints):
             memories = {role: Memory.from_state(state) for role, state in kept.items()}
             statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
         summary = folder.summary()
@@ -462,18 +455,6 @@ class Result:
         found = cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
         found._check_fits(folder.checkpoints)
         return found
-
-
-@contextmanager
-def _reading(place: Path) -> Iterator[None]:
-    """Say of the checkpoint in ``place`` whatever its tensors make go wrong."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"The tensors in {place} are not those of its run ({why}).") from None
 
 
 def _unlabelled(inputs: Tensor, owners: NDArray[np.str_]) -> Samples:
