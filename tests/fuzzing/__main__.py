@@ -10,7 +10,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fuzzing.harness import FAILURES, HANG, OUTCOMES, TRACEBACK, Trial, dump_when_stuck
 from fuzzing.readers import READERS, shares
@@ -24,20 +26,21 @@ Left = dict[str, list[int]]  # by title of a reader: the seeds that are left, fr
 def _work(left: Left) -> None:
     """Try inputs, and write lines of what is begun and what came of those before."""
     for title, (first, last) in left.items():
-
-        def begun(seed: int, title: str = title) -> None:
-            dump_when_stuck()
-            told = {"title": title, "begun": seed, "counts": trial.counts, "failures": trial.failures}
-            print(json.dumps(told), flush=True)
-            trial.counts.clear()
-            trial.failures.clear()
-
         with tempfile.TemporaryDirectory(prefix="fuzz-") as place:
             dump_when_stuck()
             trial = Trial(_BY_TITLE[title], Path(place) / "reader")
-            begun(first)
-            trial.run(range(first, last), begun)
-            begun(last)
+            _tell(trial, first)
+            trial.run(range(first, last), partial(_tell, trial))
+            _tell(trial, last)
+
+
+def _tell(trial: Trial, seed: int) -> None:
+    """Say which input is begun, and what came of those since this was said last."""
+    dump_when_stuck()
+    told = {"title": trial.kind.title, "begun": seed, "seconds": time.process_time()}
+    print(json.dumps(told | {"counts": trial.counts, "failures": trial.failures}), flush=True)
+    trial.counts.clear()
+    trial.failures.clear()
 
 
 class Audit:
@@ -46,7 +49,7 @@ class Audit:
     def __init__(self, left: Left, show: int, times: bool):
         self.left, self._show, self._times = left, show, times
         self.counts = {title: Counter[str]() for title in left}
-        self._started = time.perf_counter()
+        self._seconds = 0.0  # of the processor, when the reader began
 
     def run(self) -> None:
         """Have a process try inputs; one that dies is followed by another, behind the input that it died of."""
@@ -67,19 +70,22 @@ class Audit:
             seed = self.left[title][0]
             self.counts[title][HANG if "Timeout" in trace[:200] else TRACEBACK] += 1
             self._say(f"{title}, input {seed}: the process ended ({process.returncode}). {trace[-3000:]}")
-            self._hear(title, seed + 1, {}, [])
+            self._seconds = 0.0
+            self._hear(title, seed + 1, {}, [], 0.0)
 
-    def _hear(self, title: str, begun: int, counts: dict[str, int], failures: list[tuple[str, int, str]]) -> None:
+    def _hear(self, title: str, begun: int, counts: dict[str, int], failures: list[Any], seconds: float) -> None:
         self.counts[title].update(counts)
         for outcome, seed, said in failures:
             if sum(self.counts[title][name] for name in FAILURES) <= self._show:
                 self._say(f"{title}, input {seed}, {outcome}: {said}")
+        if not self.counts[title] and not counts:
+            self._seconds = seconds
         self.left[title][0] = begun
         if begun == self.left[title][1]:
             print(row(title, self.counts[title]), flush=True)
             if self._times:
-                seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-                self._say(f"{title}: {seconds:.0f} s, {1000 * seconds / max(1, self.counts[title].total()):.1f} ms each")
+                each = 1000 * (seconds - self._seconds) / max(1, self.counts[title].total())
+                self._say(f"{title}: {seconds - self._seconds:.1f} s of a processor, {each:.1f} ms each")
             del self.left[title]
 
     def _say(self, text: str) -> None:

@@ -11,13 +11,41 @@ import fedem
 # Calls by which something is read: files, archives, messages, texts of a format.
 READING = frozenset(
     {
-        "DictReader", "GzipFile", "Image.open", "ParquetFile", "Unpickler", "ZipFile", "csv.reader", "decompress",
-        "extractfile", "frombuffer", "fromhex", "json.load", "json.loads", "load_file", "load_pem_private_key",
-        "load_pem_x509_certificate", "np.load", "open", "parse_json", "parse_toml", "path.open", "read_array",
-        "read_bytes", "read_csv", "read_json", "read_json_if_there", "read_table", "read_text", "read_toml", "safe_open",
-        "tarfile.open", "tomllib.loads", "torch.load", "from_numpy",
+        "DictReader",
+        "GzipFile",
+        "Image.open",
+        "ParquetFile",
+        "Unpickler",
+        "ZipFile",
+        "csv.reader",
+        "decompress",
+        "extractfile",
+        "frombuffer",
+        "fromhex",
+        "json.load",
+        "json.loads",
+        "load_file",
+        "load_pem_private_key",
+        "load_pem_x509_certificate",
+        "np.load",
+        "open",
+        "parse_json",
+        "parse_toml",
+        "path.open",
+        "read_array",
+        "read_bytes",
+        "read_csv",
+        "read_json",
+        "read_json_if_there",
+        "read_table",
+        "read_text",
+        "read_toml",
+        "safe_open",
+        "tarfile.open",
+        "tomllib.loads",
+        "torch.load",
     }
-)  # fmt: skip
+)
 
 # By module: the titles of the readers that try it or, where nothing from outside is read, why it is not tried.
 TRIED: dict[str, tuple[str, ...]] = {
@@ -38,6 +66,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "deploy.flower.superlink": ("sealed states of meetings, keys, secrets",),
     "deploy.history": ("deployed runs: rolled back",),
     "deploy.kept": ("kept files of clients: safetensors, JSON",),
+    "deploy.node": ("samples of nodes under a plan: CSV",),
     "deploy.peers.meeting": ("sealed states of meetings, keys, secrets",),
     "deploy.peers.neighbours": ("descriptions of peers: JSON",),
     "deploy.plan": ("plans of deployments: TOML, JSON",),
@@ -55,11 +84,6 @@ TRIED: dict[str, tuple[str, ...]] = {
 NOT_TRIED: dict[str, str] = {
     "core.memory": "the kernel's own figures",
     "core.random": "bytes of a hash that was just computed",
-    "data.encoding": "turns arrays in memory into tensors",
-    "data.federation": "turns arrays in memory into tensors",
-    "data.partitions": "turns arrays in memory into tensors",
-    "data.samples": "turns arrays in memory into tensors",
-    "data.synthetic": "turns arrays in memory into tensors",
     "deploy.flower.database": "makes Flower's own file, and reads nothing of it",
     "deploy.flower.client": "opens a node, whose files others read",
     "deploy.flower.trial": "shows the log of a program that it started",
@@ -67,9 +91,6 @@ NOT_TRIED: dict[str, str] = {
     "deploy.peers.work": "opens a node and its kept file, which others read",
     "export.formats": "reads back the file that it has just written",
     "graphs.weights": "bytes of an array that was just made, as a key of a cache",
-    "runs.result": "turns arrays in memory into tensors",
-    "runs.unlabelled": "turns arrays in memory into tensors",
-    "sklearn.estimators": "turns arrays in memory into tensors",
     "studies.choice": "a file of the package",
     "studies.sweep": "a file of the package",
 }
@@ -81,7 +102,10 @@ def reading_modules() -> Iterator[tuple[str, str]]:
     for path in sorted(root.rglob("*.py")):
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                words = ast.unparse(node.func).split(".")
-                if READING & {words[-1], ".".join(words[-2:])}:
-                    yield name, ast.unparse(node)[:60]
+            called = node.func if isinstance(node, ast.Call) else None
+            words = [called.id] if isinstance(called, ast.Name) else []
+            if isinstance(called, ast.Attribute):
+                words = [called.attr]
+                words += [f"{called.value.id}.{called.attr}"] if isinstance(called.value, ast.Name) else []
+            if READING & {*words}:
+                yield name, words[-1]

@@ -9,7 +9,7 @@ import struct
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deployments import make_plan, write_sample
@@ -22,8 +22,16 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
 from fedem.deploy.flower.certificates import make_certificates
 from fedem.deploy.flower.messages import (
-    EVALUATE, TRAIN, layout_of, read_reply, read_request, to_record, upload_layout, write_reply, write_request,
-)  # fmt: skip
+    EVALUATE,
+    TRAIN,
+    layout_of,
+    read_reply,
+    read_request,
+    to_record,
+    upload_layout,
+    write_reply,
+    write_request,
+)
 from fedem.deploy.flower.server import first_server_state
 from fedem.deploy.flower.superlink import make_secret, token_of
 from fedem.deploy.history import rollback
@@ -38,8 +46,15 @@ from fedem.runs.neighbours import predict
 from fedem.runs.rounds import not_finite
 from fuzzing.harness import FolderReader, Reader
 from fuzzing.mutations import (
-    Draw, changed_tree, damaged_json, damaged_tensors, damaged_toml, flipped, pick,
-)  # fmt: skip
+    Draw,
+    changed_tree,
+    damaged_cells,
+    damaged_json,
+    damaged_tensors,
+    damaged_toml,
+    flipped,
+    pick,
+)
 from fuzzing.runs import forge
 
 ABOUT = {"round": 0, "num_rounds": 3, "learning_rate": 0.1, "experiment": "trial", "run": "0123456789abcdef"}
@@ -108,11 +123,33 @@ class KeptFiles(Reader):
         return "" if len(found.plan.fingerprint) == 32 and found.round >= 0 else "It has no plan, or no round."
 
 
+class NodeSamples(Reader):
+    title = "samples of nodes under a plan: CSV"
+    named = ("column", "client")
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.path = write_sample(folder)
+        self.plan, self.rows = make_plan(self.path)[0], self.path.read_bytes()
+
+    def damage(self, draw: Draw) -> str:
+        self.path.write_bytes(damaged_cells(self.rows, draw))
+        return "shops.csv"
+
+    def read(self) -> object:
+        return Node.open(self.plan, self.path, "shop A")
+
+    def judge(self, found: Any) -> str:
+        inputs = found.federation.train.inputs
+        fits = tuple(inputs.shape[1:]) == self.plan.format.inputs and bool(inputs.isfinite().all())
+        return "" if fits and found.num_samples >= 1 else "Inputs are not what the plan has."
+
+
 # --- Flower's messages
 
 VALUES: tuple[Any, ...] = (
-    -(2**63), -1, 0, 1, 3, 4, 2**63 - 1, math.nan, math.inf, -math.inf, -0.5, 1e308, True, False, "", "x", "../x", "a/b",
-    ".x", "x\n", "x\0y", "ä", "x" * 300, b"", b"\xff", [], [0], [-1], [1.5], ["x"], [math.nan], [b"x"], [True],
+    -(2**63), -1, 0, 1, 3, 4, 2**63 - 1, math.nan, math.inf, -math.inf, -0.5, 1e308, True, False, "", "x", "../x",
+    "a/b", ".x", "x\n", "x\0y", "ä", "x" * 300, b"", b"\xff", [], [0], [-1], [1.5], ["x"], [math.nan], [b"x"], [True],
 )  # fmt: skip
 
 
@@ -175,7 +212,10 @@ class Requests(Reader):
         elif what == "arrays":
             content["arrays"] = damaged_arrays(content.array_records["arrays"], draw)
         else:
-            content = pick(draw, (RecordDict(), RecordDict({"config": content["config"]}), RecordDict({"arrays": content["arrays"]})))
+            content = pick(
+                draw,
+                (RecordDict(), RecordDict({"config": content["config"]}), RecordDict({"arrays": content["arrays"]})),
+            )
         self.message = Message(content, 1, pick(draw, (TRAIN, EVALUATE)))
         return what
 
@@ -196,11 +236,14 @@ class Replies(Requests):
         super().__init__(folder)
         self.layout = upload_layout(self.plan, self.shared)
         self.node = Node.open(self.plan, folder / "shops.csv", "shop A")
-        self.upload = self.node.train(self.shared, self.node.first_personal(self.shared), 0, 0.1)[0]
+        personal = self.node.first_personal(self.shared)
+        self.upload, self.scores = (
+            self.node.train(self.shared, personal, 0, 0.1)[0],
+            self.node.score(self.shared, personal),
+        )
 
     def damage(self, draw: Draw) -> str:
-        scores = self.node.score(self.shared, self.node.first_personal(self.shared)) if draw.random() < 0.5 else {}
-        content = write_reply(self.node, scores, self.upload)
+        content = write_reply(self.node, self.scores if draw.random() < 0.5 else {}, self.upload)
         what = pick(draw, ("config", "metrics", "metrics", "arrays", "gone"))
         try:
             if what == "config":
@@ -305,7 +348,7 @@ class PeerDescriptions(Reader):
 class PeerModels(Reader):
     title = "models of peers: bytes"
     refuses = False
-    like: Tree = {"a": torch.randn(2, 3), "b": torch.zeros((), dtype=torch.float64), "n": torch.tensor(3)}
+    like: ClassVar[Tree] = {"a": torch.randn(2, 3), "b": torch.zeros((), dtype=torch.float64), "n": torch.tensor(3)}
 
     def damage(self, draw: Draw) -> str:
         content = bytes(pack(self.like).numpy())
@@ -386,5 +429,6 @@ class Authorities(FolderReader):
 
 
 READERS: tuple[type[Reader], ...] = (
-    Plans, KeptFiles, Requests, Replies, FlatConfigs, Rollbacks, PeerDescriptions, PeerModels, Seals, Authorities,
+    Plans, NodeSamples, KeptFiles, Requests, Replies, FlatConfigs, Rollbacks, PeerDescriptions, PeerModels, Seals,
+    Authorities,
 )  # fmt: skip

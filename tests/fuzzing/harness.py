@@ -125,6 +125,8 @@ class FolderReader(Reader):
                 other = pick(draw, self.choices)
                 path.write_bytes(self.valid[other])
                 return f"{name} is {other}"
+            case 4:
+                return "nothing"
         path.write_bytes(self.damaged(name, self.valid[name], draw))
         return name
 
@@ -169,7 +171,8 @@ class Trial:
     def _one(self, seed: int) -> tuple[str, str]:
         """Return what came of one input, and the error's text or the trace of it."""
         draw = np.random.default_rng([crc32(self.kind.title.encode()), seed])
-        done = self.reader.damage(draw)
+        with _quiet():
+            done = self.reader.damage(draw)
         try:
             with _quiet(), _in_time():
                 found = self.reader.read()

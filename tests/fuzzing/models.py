@@ -82,7 +82,9 @@ class Weights(Reader):
             content = damaged_tensors(content, draw) if draw.random() < 0.6 else content
         else:
             if draw.random() < 0.3:
-                other = pick(draw, ("x", [1], {"a": 1}, _Stranger(), torch.zeros(2), {1: torch.zeros(2)}, nn.Linear(1, 1)))
+                other = pick(
+                    draw, ("x", [1], {"a": 1}, _Stranger(), torch.zeros(2), {1: torch.zeros(2)}, nn.Linear(1, 1))
+                )
                 weights = pick(draw, (other, weights | {name: other}))
             file = io.BytesIO()
             torch.save(weights, file, _use_new_zipfile_serialization=draw.random() < 0.7)

@@ -25,8 +25,8 @@ OTHERS: tuple[Any, ...] = (
 # Texts that no writer of ours would write.
 TRICKS: tuple[bytes, ...] = (
     b"", b" ", b"null", b"[]", b"{}", b'"x"', b"0", b"-", b"{", b"[1,", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0",
-    b"[" * 50_000, b'{"a":' * 50_000, b"9" * 20_000, b"1e999", b"NaN", b"\0" * 100, b"// x\n{}", b"a = " + b"[" * 50_000,
-    b"a = " + b"9" * 20_000, b"[a]\n[a]\n",
+    b"[" * 50_000, b'{"a":' * 50_000, b"9" * 20_000, b"1e999", b"NaN", b"\0" * 100, b"// x\n{}",
+    b"a = " + b"[" * 50_000, b"a = " + b"9" * 20_000, b"[a]\n[a]\n",
 )  # fmt: skip
 
 
@@ -106,7 +106,9 @@ def changed_tree(tree: Any, draw: Draw, others: Sequence[Any] = OTHERS) -> Any:
             case 4:
                 parent[last] = nested(value, pick(draw, (1, 5, 70, 150)), draw)
             case 5 | 6 if isinstance(value, int | float) and not isinstance(value, bool):
-                parent[last] = pick(draw, (value + 1, value - 1, -value, float(value), value * 10**6, str(value), [value]))
+                parent[last] = pick(
+                    draw, (value + 1, value - 1, -value, float(value), value * 10**6, str(value), [value])
+                )
             case 5 | 6 if isinstance(value, str):
                 parent[last] = pick(draw, (value.upper(), value[:-1], value + " ", value * 2, [value], f"../{value}"))
             case 5 | 6 if isinstance(value, list):
@@ -298,10 +300,10 @@ def damaged_tensors(content: bytes, draw: Draw) -> bytes:
             entry = pick(draw, [name for name in header if name != "__metadata__"] or [""])
             if entry in header:
                 value = header.pop(entry)
-                header[pick(draw, (entry, f"{entry}2", entry.upper(), "../x", ""))] = value | pick(
-                    draw, ({}, {"dtype": pick(draw, ("F64", "F32", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "X"))},
-                           {"shape": value["shape"][::-1]}, {"shape": [math.prod(value["shape"])]}, {"shape": []})
-                )  # fmt: skip
+                kinds, shape = ("F64", "F32", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "X"), value["shape"]
+                shapes = (shape, shape[::-1], [math.prod(shape)], [])
+                value |= pick(draw, ({}, {"dtype": pick(draw, kinds)}, {"shape": pick(draw, shapes)}))
+                header[pick(draw, (entry, f"{entry}2", entry.upper(), "../x", ""))] = value
         case 5:
             return struct.pack("<Q", pick(draw, (0, length + 1, length - 1, 2**63, 2**32, 10**8))) + content[8:]
         case _:  # numbers that are none

@@ -1,4 +1,4 @@
-"""Readers of what runs are asked for, and of what they leave: configurations, experiments, folders of runs and studies."""
+"""Readers of what runs are asked for, and of what they leave: configurations, experiments, folders of runs, studies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 import fedem
 from fedem.cli import app
-from fedem.core.errors import UserError
 from fedem.core.files import digest, to_json, write_json
 from fedem.report.runs import read_runs
 from fedem.runs.checking import check_run
@@ -24,11 +23,14 @@ from fedem.studies import checking, experiments
 from fedem.studies.tuning import Trial
 from fuzzing.harness import FolderReader, Reader
 from fuzzing.mutations import (
-    OTHERS, Draw, changed_tree, damaged_cells, damaged_tensors, damaged_toml, flipped, pick, toml,
-)  # fmt: skip
-
-INPUTS = torch.linspace(-1, 1, 9).reshape(3, 3)
-SETTINGS = ("", *(f"{name}." for name in ("run", "data", "method", "model", "loss", "solver", "schedule", "graph")))
+    OTHERS,
+    Draw,
+    damaged_cells,
+    damaged_toml,
+    flipped,
+    pick,
+    toml,
+)
 
 
 def command(*words: object) -> None:
@@ -41,7 +43,11 @@ def command(*words: object) -> None:
 
 class Configurations(Reader):
     title = "configurations: TOML"
-    named = ("allowed", "Unknown", "takes no settings")  # a file's settings may come from options as well: they name the setting
+    named = (
+        "allowed",
+        "Unknown",
+        "takes no settings",
+    )  # a file's settings may come from options as well: they name the setting
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -82,7 +88,11 @@ class Assignments(Configurations):
         key = pick(draw, sorted(tree[section]) or ["name"])
         value = toml(pick(draw, (tree[section].get(key, ""), *OTHERS)))
         text = f"{section}.{key}={value}" if draw.random() < 0.7 else f"{section}.{key}={'[' * 9999}{value}"
-        changed = flipped(text.encode("utf-8", "surrogatepass"), draw) if draw.random() < 0.5 else text.encode("utf-8", "replace")
+        changed = (
+            flipped(text.encode("utf-8", "surrogatepass"), draw)
+            if draw.random() < 0.5
+            else text.encode("utf-8", "replace")
+        )
         self.text = changed.decode("utf-8", "replace")
         return self.text[:80]
 
@@ -115,7 +125,9 @@ class Experiments(Reader):
 
     def judge(self, found: Any) -> str:
         finite = all(number is None or abs(number) <= 1e308 for row in found.paper.values() for number in row)
-        return "" if found.seeds >= 1 and found.axes and finite else "It has no seeds or axes, or numbers that are none."
+        return (
+            "" if found.seeds >= 1 and found.axes and finite else "It has no seeds or axes, or numbers that are none."
+        )
 
 
 # --- folders of runs
@@ -161,7 +173,9 @@ class RunFiles(FolderReader):
     def states(result: Result) -> dict[str, dict[str, Any]]:
         """Return all tensors of a result's states, by role."""
         return {
-            role: {f"{part}.{name}": leaf for part in ("shared", "personal") for name, leaf in getattr(state, part).items()}
+            role: {
+                f"{part}.{name}": leaf for part in ("shared", "personal") for name, leaf in getattr(state, part).items()
+            }
             for role, state in result.states.items()
         }
 
@@ -185,6 +199,7 @@ def insane_predictions(found: Any, rows: int) -> str:
 
 class Loaded(RunFiles):
     title = "runs: loaded, predicting, personalised"
+    slowness = 6.0
 
     def read(self) -> object:
         result = Result.load(self.folder, device="cpu")
@@ -208,6 +223,7 @@ class Loaded(RunFiles):
 
 class Unlabelled(RunFiles):
     title = "runs: statistics of inputs"
+    slowness = 5.0
     touched = ("inputs-000003.safetensors", "checkpoint.json")
     named = ("run.unlabelled",)
 
@@ -227,6 +243,7 @@ class Unlabelled(RunFiles):
 
 class Reported(RunFiles):
     title = "runs: shown and reported"
+    slowness = 10.0
     touched = (".json", ".jsonl", ".csv", ".toml")
 
     def read(self) -> object:
@@ -240,7 +257,7 @@ class Reported(RunFiles):
 
 class Checked(RunFiles):
     title = "runs: fedem check, also --repair"
-    slowness = 3.0
+    slowness = 6.0
 
     def damage(self, draw: Draw) -> str:
         self.repairs = draw.random() < 0.5
@@ -267,12 +284,14 @@ class Checked(RunFiles):
     def is_whole(self) -> bool:
         """Whether the manifests are as they were, so that all tensor files are named."""
         names = [name for name in self.valid if name.startswith("checkpoints/checkpoint")]
-        return all((self.folder / name).is_file() and (self.folder / name).read_bytes() == self.valid[name] for name in names)
+        return all(
+            (self.folder / name).is_file() and (self.folder / name).read_bytes() == self.valid[name] for name in names
+        )
 
 
 class Resumed(RunFiles):
     title = "runs: gone on with"
-    slowness = 8.0
+    slowness = 35.0
 
     touched = (".json", ".jsonl", ".csv", ".safetensors")
 
@@ -288,13 +307,27 @@ class Studies(FolderReader):
     title = "studies: comparison, search, trials, choice, theory"
 
     def build(self, folder: Path) -> None:
-        trial = {"number": 0, "values": {"schedule.learning_rate": 0.1}, "scores": [0.5, 0.6], "seconds": 1.0, "error": None}
+        trial = {
+            "number": 0,
+            "values": {"schedule.learning_rate": 0.1},
+            "scores": [0.5, 0.6],
+            "seconds": 1.0,
+            "error": None,
+        }
         (folder / "trials" / "000").mkdir(parents=True)
         write_json(folder / "trials" / "000" / "trial.json", trial)
-        write_json(folder / "search.json", {"grids": {"schedule.learning_rate": [0.1, 1.0]}, "sampler": "grid", "seeds": [0, 1]})
-        write_json(folder / "tune.json", {"data": "synthetic", "method": "fedem", "metric": "validation_loss", "trials": [trial]})
+        write_json(
+            folder / "search.json",
+            {"grids": {"schedule.learning_rate": [0.1, 1.0]}, "sampler": "grid", "seeds": [0, 1]},
+        )
+        write_json(
+            folder / "tune.json",
+            {"data": "synthetic", "method": "fedem", "metric": "validation_loss", "trials": [trial]},
+        )
         methods = [{"method": "fedem", "test_accuracy": 0.5}]
-        write_json(folder / "comparison.json", {"data": "synthetic", "metric": "accuracy", "methods": methods, "command": None})
+        write_json(
+            folder / "comparison.json", {"data": "synthetic", "metric": "accuracy", "methods": methods, "command": None}
+        )
         write_json(folder / "choice.json", {"rungs": [[{"method": "fedem", "score": 0.5}]]})
         write_json(folder / "theory.json", {"outcome": "holds", "points": [{"rounds": 1, "norm": 0.5}]})
 
@@ -311,12 +344,14 @@ class Studies(FolderReader):
         return findings, spreads
 
     def judge(self, found: Any) -> str:
-        return "" if all(spread.mean is None or abs(spread.mean) < float("inf") for spread in found[1]) else "Not finite."
+        return (
+            "" if all(spread.mean is None or abs(spread.mean) < float("inf") for spread in found[1]) else "Not finite."
+        )
 
 
 class NewRows(Reader):
     title = "new rows: predict, evaluate, personalize"
-    slowness = 6.0
+    slowness = 4.0
     named = ("column", "client", "row", "--")
 
     def __init__(self, folder: Path):
@@ -354,4 +389,3 @@ class NewRows(Reader):
 READERS: tuple[type[Reader], ...] = (
     Configurations, Assignments, Experiments, Loaded, Unlabelled, Reported, Checked, Resumed, Studies, NewRows,
 )  # fmt: skip
-

@@ -11,12 +11,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedem.core.errors import UserError
 from fuzzing.census import NOT_TRIED, TRIED, reading_modules
 from fuzzing.harness import ACCEPTED, FAILURES, NAMELESS, REFUSED, TRACEBACK, WRONG, Reader, Trial
 from fuzzing.mutations import Draw
 from fuzzing.readers import READERS, shares
-
-from fedem.core.errors import UserError
 
 INPUTS = 2_500  # of all readers together
 

@@ -31,9 +31,7 @@ from fedem.data.federation import Federation
 from fedem.data.files import FromFile
 from fedem.data.tables import Table, read_table, stem_of
 from fedem.deploy.kept import Kept
-from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
-from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
 from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
 from fedem.report.described import known_clients
@@ -43,7 +41,7 @@ from fedem.report.runs import gather
 from fedem.runs.config import Values
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.result import PersonalModel, Result
+from fedem.runs.result import Result
 from fedem.runs.trainer import describe_inputs, reassess
 from fedem.runs.unlabelled import UNLIKE, check_unlabelled
 

@@ -84,7 +84,12 @@ def rollback(folder: RunFolder, round_number: int) -> int:
     folder.check()
     with folder.locked():
         history = History(folder)
-        states, _ = history.at(round_number).load()
+        kept = history.at(round_number)
+        states, _ = kept.load()
+        if (found := states["last"].round) != round_number:  # the one before, where that of the round is damaged
+            which = f"that of round {round_number} is damaged, and the one before it is of round {found}"
+            rounds = ", ".join(str(each) for each in history.rounds() if each != round_number) or "none"
+            raise UserError(f"{kept.checkpoints} can't be gone back to: {which}; other rounds that are kept: {rounds}.")
         present, facts = folder.load()
         last = present["last"].round
         rollbacks = facts.get("rollbacks", [])

@@ -105,7 +105,9 @@ class Kept:
         config = self.plan.config.replace("run", device="cpu")
         # A server asks for the model that predicts, once the run is over, and then there is one before it.
         if config.run.fine_tune_epochs and self.before is None:
-            found = f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they"
+            found = (
+                f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they"
+            )
             why = f"predict, and {source} is of a peer, which keeps the model before that"
             raise UserError(f"{found} {why}; allowed for a peer's file: 0.")
         plan = Plan(config, self.plan.format)

@@ -79,8 +79,8 @@ _FIGURES = {
 }
 _BEST = Table({"round": _COUNT}, _FIGURES)
 _RECOVERY = Table({"cluster_accuracy": Number()}, {"component_distances": Listed(_FIGURE)})
-_COUNTS = ("num_unseen_clients", "num_parameters", "stopped_after", "max_rounds", "patience", "halvings", LEFT_OUT)
-_COUNTS += ("hostile_clients", "initial_components", "alpha_rounds", "alpha_rounds_within_bound")
+_COUNTS = ["num_unseen_clients", "num_parameters", "stopped_after", "max_rounds", "patience", "halvings", LEFT_OUT]
+_COUNTS += ["hostile_clients", "initial_components", "alpha_rounds", "alpha_rounds_within_bound"]
 # What is said of a run takes several figures together: by one of them, those that must be there with it.
 _TOGETHER: dict[str, dict[str, Kind]] = {
     "stopped_after": {"max_rounds": _COUNT},

@@ -18,13 +18,11 @@ from torch import Tensor
 from fedem.core.errors import UserError, counted, naming, unknown
 from fedem.core.random import client_keys
 from fedem.core.schema import check
-from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool, Samples, offsets_of
 from fedem.data.tables import is_frame, read_frame
 from fedem.methods.base import Mixture, find_method
-from fedem.methods.mixer import Settled
-from fedem.methods.wrappers.compression import split_residual
+from fedem.methods.mixer import Mixer, Settled
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import choose_metrics
@@ -136,7 +134,8 @@ class Result:
         state, tuned = self.state(which), self.tuned.get(which)
         if run.fine_tune_epochs and tuned is None and not recipe.is_fitted:
             raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
-        predictor = self._mixture(position, which)
+        source, mixer = self._read_by(which)
+        predictor = recipe.mixture(source, position, mixer)
         if len(predictor.log_weights) > 1 and tuned is None and not recipe.is_fitted:
             keys, size = client_keys(self.names), cohort_size(run.clients_per_round, len(self.names))
             if not took_part(keys, size, run.seed, state.round)[position]:
@@ -146,27 +145,12 @@ class Result:
         neighbours = None if memory is None else memory.of(position)
         return PersonalModel(recipe.model, predictor, recipe.format, neighbours)
 
-    def _mixture(self, position: int, which: str) -> Mixture:
-        """Return what a client predicts with in a state: the models of the tuned one, where there is one."""
+    def _read_by(self, which: str) -> tuple[State, Mixer]:
+        """Return the state that predictors are read from, the tuned one where there is one, and by which mixer."""
         state, mixer, tuned = self.state(which), self.recipe.mixer, self.tuned.get(which)
-        if tuned is not None:
-            state, mixer = (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
-        found = mixer.read(state.shared, state.memory, torch.tensor([position]))
-        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
-        return self.recipe.algorithm.predictor(shared, split_residual(personal)[0])
-
-    def _check_fits(self, place: Path) -> None:
-        """Refuse tensors that are not of the run's model and clients: files that are whole, but of something else."""
-        clients = len(self.names)
-        for role, state in self.states.items() if clients else ():
-            for tree in (state.personal, self.tuned[role].personal if role in self.tuned else {}):
-                for name, leaf in tree.items():
-                    if leaf.shape[:1] != (clients,):
-                        found = f"{name!r} of shape {list(leaf.shape)}"
-                        raise UserError(f"{place} has {found} for {counted(clients, 'client')}; allowed: a row for each.")
-            with naming_tensors(place):
-                mixture = self._mixture(0, role)
-            self.recipe.check_mixture(mixture, place)
+        if tuned is None:
+            return state, mixer
+        return (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
 
     def _memory(self, which: str) -> Memory | None:
         """Return what clients remember; None where neighbours have no say."""
@@ -453,7 +437,9 @@ class Result:
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
         found = cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
-        found._check_fits(folder.checkpoints)
+        for role in found.states:
+            source, mixer = found._read_by(role)
+            recipe.check_state(source, len(names), folder.checkpoints, mixer)
         return found
 
 

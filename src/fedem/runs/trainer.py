@@ -191,6 +191,9 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     check(folder.checkpoints, metadata, _ORIGIN)
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
+    for state in (last, *([best] if best else [])):
+        clients, device = trainer.federation.num_clients, trainer.recipe.device
+        trainer.recipe.check_state(state.to(device), clients, folder.checkpoints)
     stopped = metadata.get("stopped_after")
     if stopped == last.round < trainer.config.run.rounds:  # at an end that is none any more
         stopped = None

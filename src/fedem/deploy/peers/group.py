@@ -16,7 +16,6 @@ from fedem.core.errors import UserError
 from fedem.core.tree import Tree
 from fedem.deploy.peers.meeting import open_store
 
-
 _LONGEST = 1 << 30  # bytes of what a process says of its clients
 
 
