@@ -156,7 +156,7 @@ def damaged_lines(content: bytes, draw: Draw) -> bytes:
             case _:
                 try:
                     tree = json.loads(lines[place])
-                except ValueError:  # damaged before
+                except (ValueError, RecursionError):  # damaged before
                     continue
                 lines[place] = json.dumps(changed_tree(tree, draw)).encode() + b"\n"
     return flipped(b"".join(lines), draw) if draw.random() < 0.1 else b"".join(lines)

@@ -51,7 +51,7 @@ ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
 _PUBLISHED = tomllib.loads(resources.files("fedem.data").joinpath("public.toml").read_text(encoding="utf-8"))
 # What readers raise for a file that is damaged, or another than was hoped for.
-_DAMAGED = (*DAMAGED, KeyError, IndexError, pickle.UnpicklingError, struct.error, tarfile.TarError)
+_DAMAGED = (*DAMAGED, ArithmeticError, LookupError, pickle.UnpicklingError, struct.error, tarfile.TarError)
 
 Files = dict[str, Callable[[], Any]]  # paths within a source, with slashes, and how each is opened: IO[bytes]
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
