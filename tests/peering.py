@@ -220,8 +220,8 @@ class Member:
     def __init__(self, threads: Threads, rank: int):
         self.threads, self.rank, self.size = threads, rank, threads.size
 
-    def gather(self, content: Any) -> list[Any]:
-        return [json.loads(text) for text in self.threads.gather(self.rank, json.dumps(content))]
+    def gather(self, content: Any) -> list[bytes]:
+        return self.threads.gather(self.rank, json.dumps(content).encode())
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         for rank, buffer in outgoing.items():

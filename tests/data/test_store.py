@@ -106,7 +106,7 @@ class TestConversion:
         [
             ({"x": X.astype(np.float32)}, r"x is float32 of shape \(9, 28, 28\); allowed: uint8 images of 28 x 28"),
             ({"x": X[:, :27]}, "allowed: uint8 images of 28 x 28 with 1 channel"),
-            ({"y": Y + 1}, "Labels run from 1 to 62; allowed: 0 to 61"),
+            ({"y": Y + 1}, "has labels from 1 to 62; allowed: 0 to 61"),
             ({"y": Y / 2}, "y is float64"),
             ({"y": Y[:5]}, "9 images but 5 of 'y'"),
             ({"client": CLIENTS.astype(object)}, r"samples\.npz is not .*: 'client' holds Python objects"),

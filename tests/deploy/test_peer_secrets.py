@@ -154,7 +154,7 @@ def test_a_group_listens_at_the_address_of_the_meeting_alone(monkeypatch: pytest
     for name, value in agent.items():
         monkeypatch.setenv(name, str(value))
     with ProcessGroup(10) as group:
-        assert group.gather("alone") == ["alone"]
+        assert group.gather("alone") == [b'"alone"']
         assert reached("127.0.0.1", port)
         assert not reached("127.0.0.2", port)
         with pytest.raises(PeersChangedError):

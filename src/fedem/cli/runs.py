@@ -31,9 +31,7 @@ from fedem.data.federation import Federation
 from fedem.data.files import FromFile
 from fedem.data.tables import Table, read_table, stem_of
 from fedem.deploy.kept import Kept
-from fedem.deploy.plan import Plan
 from fedem.export import FORMATS, Exported, export_client, export_personal
-from fedem.methods.wrappers.compression import split_residual
 from fedem.models.losses import CLASSES
 from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
 from fedem.report.described import known_clients
@@ -43,7 +41,7 @@ from fedem.report.runs import gather
 from fedem.runs.config import Values
 from fedem.runs.evaluate import metrics_of
 from fedem.runs.folder import RunFolder, check_here
-from fedem.runs.result import PersonalModel, Result
+from fedem.runs.result import Result
 from fedem.runs.trainer import describe_inputs, reassess
 from fedem.runs.unlabelled import UNLIKE, check_unlabelled
 
@@ -434,22 +432,8 @@ def export(
 
 def _export_kept(source: Path, out: Path, formats: list[str]) -> Exported:
     kept = Kept.load(source)
-    if kept.shared is None:
-        raise UserError(f"{source} has no components: they come to the client when its run is over.")
-    if kept.is_first:
-        raise UserError(f"{source} has nothing of its client yet, which has taken part in no round so far.")
-    # It may have been trained on a device that is not here.
-    config = kept.plan.config.replace("run", device="cpu")
-    # A server asks for the model that predicts, once the run is over, and then there is one before it.
-    if config.run.fine_tune_epochs and kept.before is None:
-        found = f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they"
-        why = f"predict, and {source} is of a peer, which keeps the model before that"
-        raise UserError(f"{found} {why}; allowed for a peer's file: 0.")
-    plan = Plan(config, kept.plan.format)
-    mixture = plan.algorithm.predictor(kept.shared, split_residual(kept.personal)[0])
-    personal = PersonalModel(plan.model, mixture, plan.format)
     facts = {"client": kept.client or None, "state": "last", "round": kept.round}
-    return export_personal(personal, config, out, formats, **facts)
+    return export_personal(kept.model(source), kept.plan.config.replace("run", device="cpu"), out, formats, **facts)
 
 
 def report(

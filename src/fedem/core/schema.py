@@ -179,6 +179,25 @@ class Listed(Kind):
 
 
 @dataclass(frozen=True)
+class Row(Kind):
+    """A list of values, each of a kind of its own."""
+
+    kinds: tuple[Kind, ...]
+
+    @property
+    def allowed(self) -> str:
+        return f"a list of {len(self.kinds)}"
+
+    def problem(self, value: object) -> Problem | None:
+        if not isinstance(value, list) or len(value) != len(self.kinds):
+            return self._is_not(value)
+        for position, (kind, item) in enumerate(zip(self.kinds, value, strict=True)):
+            if (found := kind.problem(item)) is not None:
+                return found.below(position)
+        return None
+
+
+@dataclass(frozen=True)
 class Table(Kind):
     """Values by their names: some that must be there, some that may, and the kind of all others."""
 

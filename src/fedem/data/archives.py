@@ -19,7 +19,7 @@ from fedem.data.limits import check_memory
 
 # What numpy and zipfile raise for an archive that is damaged; RuntimeError for a password or an unknown compression.
 DAMAGED = (OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error, LZMAError, RuntimeError)
-_DAMAGED_HEADER = (*DAMAGED, ArithmeticError, LookupError, MemoryError, SyntaxError, struct.error, tokenize.TokenError)
+DAMAGED_HEADER = (*DAMAGED, ArithmeticError, LookupError, MemoryError, SyntaxError, struct.error, tokenize.TokenError)
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -45,7 +45,7 @@ def read_arrays(path: Path, names: Sequence[str], max_memory: float) -> tuple[di
             return found, tuple(members)
     except UserError:
         raise
-    except _DAMAGED_HEADER as error:
+    except DAMAGED_HEADER as error:
         why = type(error).__name__
         raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged ({why}).") from None
 

@@ -229,7 +229,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def unpickle(content: bytes) -> dict[bytes, Any]:
     """Read a dictionary as Python 2 pickled it, with keys of bytes; nothing in it is run."""
-    found = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+    try:
+        found = _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a pickle is a program: a damaged one raises whatever its steps do
+        raise pickle.UnpicklingError(f"it can't be read, {type(error).__name__}: {error}") from None
     if not isinstance(found, dict):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__}, no dictionary")
     return found

@@ -39,18 +39,19 @@ from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.memory import free_host_bytes
 from fedem.core.random import client_keys
 from fedem.core.schema import read_json
-from fedem.data.archives import DAMAGED, read_arrays
+from fedem.data.archives import DAMAGED, DAMAGED_HEADER, read_arrays
 from fedem.data.dataset import Dataset, Pooled
 from fedem.data.partitions import PARTITIONS, Collection, Partition, content_ids, fingerprint, fingerprint_of, numbered
 from fedem.data.samples import Pool
 
 FORMAT = 2  # version of the canonical form
 ABOUT = "about.json"
+_PIECE = 1 << 24  # bytes that are read at a time
 ROWS = 1 << 15  # samples of a block, where the source has no blocks of its own
 
 _PUBLISHED = tomllib.loads(resources.files("fedem.data").joinpath("public.toml").read_text(encoding="utf-8"))
 # What readers raise for a file that is damaged, or another than was hoped for.
-_DAMAGED = (*DAMAGED, KeyError, IndexError, pickle.UnpicklingError, struct.error, tarfile.TarError)
+_DAMAGED = (*DAMAGED, ArithmeticError, LookupError, pickle.UnpicklingError, struct.error, tarfile.TarError)
 
 Files = dict[str, Callable[[], Any]]  # paths within a source, with slashes, and how each is opened: IO[bytes]
 Progress = Callable[[str, int, int | None], None]  # what is going on, how much is done, and, where known, of how much
@@ -89,11 +90,14 @@ def opened(path: Path) -> Iterator[Files]:
 
 def read_bytes(files: Files, name: str) -> bytes:
     """Read a whole file of a source."""
-    allowed = free_host_bytes() // 2
+    allowed, content = free_host_bytes() // 2, bytearray()
     with files[name]() as file:
-        if len(content := file.read(allowed + 1)) > allowed:
-            raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
-        return content
+        # Asked for all at once, a file takes the memory that it might need, and not what it does.
+        while piece := file.read(_PIECE):
+            content += piece
+            if len(content) > allowed:
+                raise UserError(f"{name} asks for more than half of the memory that is free, {allowed:,} bytes.")
+    return bytes(content)
 
 
 def pick(files: Files, name: str, source: Path) -> str:
@@ -194,17 +198,24 @@ def open_canonical(place: Path) -> tuple[Collection, About]:
         if found != entry:
             raise ValueError(f"{name}.npy has {found} instead of {entry}")
         arrays[name] = torch.from_numpy(array)
-    owners, names = arrays.get("owners"), tuple(about.owners)
+    targets, owners, names = arrays["targets"], arrays.get("owners"), tuple(about.owners)
+    if not 0 <= int(targets.min()) <= int(targets.max()) < len(about.labels):
+        raise ValueError(f"some samples have none of the {counted(len(about.labels), 'label')}")
     if owners is not None and not 0 <= int(owners.min()) <= int(owners.max()) < len(names):
         raise ValueError(f"some samples belong to none of the {counted(len(names), 'client')}")
-    pool = Pool(arrays["inputs"], arrays["targets"])
+    pool = Pool(arrays["inputs"], targets)
     return Collection(pool, arrays["ids"], about.fingerprint, owners, names, arrays.get("coarse")), about
 
 
 def _mapped(path: Path) -> tuple[NDArray[Any], dict[str, Any]]:
     """Map an array from its file, and describe it as ``about.json`` does."""
     # Copied where it is written to: torch wants arrays that could be, and the file stays as it is.
-    array = np.load(path, mmap_mode="c", allow_pickle=False)
+    try:
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
+    except OSError:
+        raise
+    except DAMAGED_HEADER as error:
+        raise ValueError(f"{path.name} does not begin as an array of numpy's does ({type(error).__name__})") from None
     return array, {"shape": [*array.shape], "dtype": str(array.dtype), "bytes": path.stat().st_size}
 
 
@@ -235,8 +246,12 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
     with (folder / "inputs.npy").open("wb") as file:
         for block in data.blocks(raw[0]):
             targets = block.targets.astype(np.int64)
+            if targets.shape != block.inputs.shape[:1]:
+                found = f"{counted(len(block.inputs), 'input')} and targets of shape {list(targets.shape)}"
+                raise UserError(f"{raw[0]} has {found}; allowed: one target for each input.")
             if len(targets) and not 0 <= targets.min() <= targets.max() < num_labels:
-                raise UserError(f"Labels run from {targets.min()} to {targets.max()}; allowed: 0 to {num_labels - 1}.")
+                labels = f"labels from {targets.min()} to {targets.max()}"
+                raise UserError(f"{raw[0]} has {labels}; allowed: 0 to {num_labels - 1}.")
             own = {"shape": block.inputs.shape[1:], "descr": np.lib.format.dtype_to_descr(block.inputs.dtype)}
             if not kind:
                 kind = own
@@ -257,7 +272,7 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
             count += len(targets)
             progress("samples", count, None)
         if not count:
-            raise UserError("There are no samples.")
+            raise UserError(f"{raw[0]} has no samples.")
         file.seek(0)
         _write_header(file, count, kind)
         file.flush()
@@ -268,7 +283,7 @@ def _write_arrays(folder: Path, data: Public, raw: list[Path], progress: Progres
         codes = {owner: code for code, owner in enumerate(owners)}
         arrays["owners"] = np.repeat([codes[owner] for owner, _ in runs], [size for _, size in runs])
     if any(len(array) != count for array in arrays.values()):
-        raise UserError("Some samples have a client or a group of labels, others have none.")
+        raise UserError(f"Some samples of {raw[0]} have a client or a group of labels, others have none.")
     for name, array in arrays.items():
         content = io.BytesIO()
         np.save(content, array)
@@ -315,7 +330,8 @@ def check(path: Path, remote: Remote, record: Path | None = None) -> None:
     record = record or record_of(path)
     checksum, known, mend = remote.checksum, f"as known for {remote.address}", f"Remove {path} to download it again"
     if not checksum and record.exists():
-        checksum = f"sha256:{record.read_text(encoding='utf-8', errors='replace').partition(' ')[0]}"
+        words = record.read_text(encoding="utf-8", errors="replace").split(maxsplit=1)
+        checksum = f"sha256:{words[0][:64] if words else 'nothing'}"
         known, mend = f"as at its first use, in {record}", f"If its owner has published another, remove {record}"
     algorithm, _, expected = (checksum or "sha256:").partition(":")
     found = digest_of(path, algorithm)

@@ -204,7 +204,11 @@ class Table:
         if len(longest := max(names, key=len, default="")) > _LONGEST:
             said = f"{self.place(names.index(longest))}, column {self.client!r}: {longest[:20]!r}... has"
             raise UserError(f"{said} {len(longest):,} characters; allowed in a client's name: {_LONGEST:,}.")
-        return np.array(names, dtype=str)
+        found = np.array(names, dtype=str)
+        if (empty := found == "").any():
+            said = f"{self.place(int(empty.argmax()))}, column {self.client!r}: a client's name is empty"
+            raise UserError(f"{said}; allowed: one character or more.")
+        return found
 
     def numbers(self, name: str, cut: Callable[[Floats], Floats] | None = None) -> Floats:
         """Return a column of numbers, ``[n]``, after ``cut`` has done with them what it does.

@@ -7,7 +7,6 @@ RUN/uploads.undone.jsonl            likewise
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -16,10 +15,12 @@ from typing import IO, Any
 
 from fedem.core.errors import UserError
 from fedem.core.files import write_atomically
+from fedem.core.schema import Table, Whole, parse_json
 from fedem.runs.folder import RunFolder
 
 UPLOADS = "uploads.jsonl"  # one line per round: what the server noticed of each upload
 _LINES = ("metrics.jsonl", UPLOADS)
+_LINE = Table({"round": Whole(least=1)})
 
 
 class History:
@@ -91,7 +92,12 @@ def rollback(folder: RunFolder, round_number: int) -> int:
     folder.check()
     with folder.locked():
         history = History(folder)
-        states, _ = history.at(round_number).load()
+        kept = history.at(round_number)
+        states, _ = kept.load()
+        if (found := states["last"].round) != round_number:  # the one before, where that of the round is damaged
+            which = f"that of round {round_number} is damaged, and the one before it is of round {found}"
+            rounds = ", ".join(str(each) for each in history.rounds() if each != round_number) or "none"
+            raise UserError(f"{kept.checkpoints} can't be gone back to: {which}; other rounds that are kept: {rounds}.")
         present, facts = folder.load()
         last = present["last"].round
         rollbacks = facts.get("rollbacks", [])
@@ -122,8 +128,12 @@ def _set_apart(path: Path, round_number: int) -> None:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a file of lines; a last one cut short by a kill is left out."""
-    lines: list[dict[str, Any]] = []
-    with suppress(FileNotFoundError, json.JSONDecodeError):
-        lines.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    """Read a file of lines; a last one cut short by a kill is left out, and any other that is damaged is refused."""
+    try:
+        *whole, rest = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    lines = [parse_json(text, f"{path}, line {number}", _LINE) for number, text in enumerate(whole, start=1) if text]
+    with suppress(UserError):
+        lines.append(parse_json(rest, path, _LINE))
     return lines

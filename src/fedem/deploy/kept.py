@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.core.files import write_atomically
 from fedem.core.schema import Flag, Listed, Table, Text, Whole, parse_json
 from fedem.core.tree import Tree, add_prefix, take_prefix
 from fedem.deploy.plan import SHAPES, Plan
+from fedem.methods.wrappers.compression import split_residual
+from fedem.runs.checkpoints import naming_tensors
+from fedem.runs.result import PersonalModel
 
 _TREES = ("personal", "shared")
 _COUNTS = {"is_first": False, "joined": 0, "rollbacks": 0}  # what files of before these came say nothing of
@@ -91,6 +94,27 @@ class Kept:
             return None
         kept = [self.round, *(entry.round for entry in self.earlier)]
         raise UserError(f"What is kept is of rounds {', '.join(map(str, kept))}, and none of round {round_index}")
+
+    def model(self, source: Path) -> PersonalModel:
+        """Return the client's predictor, on the CPU; ``source`` is the file that this was read from."""
+        if self.shared is None:
+            raise UserError(f"{source} has no components: they come to the client when its run is over.")
+        if self.is_first:
+            raise UserError(f"{source} has nothing of its client yet, which has taken part in no round so far.")
+        # It may have been trained on a device that is not here.
+        config = self.plan.config.replace("run", device="cpu")
+        # A server asks for the model that predicts, once the run is over, and then there is one before it.
+        if config.run.fine_tune_epochs and self.before is None:
+            found = (
+                f"run.fine_tune_epochs is {config.run.fine_tune_epochs}: clients fine-tune on their samples when they"
+            )
+            why = f"predict, and {source} is of a peer, which keeps the model before that"
+            raise UserError(f"{found} {why}; allowed for a peer's file: 0.")
+        plan = Plan(config, self.plan.format)
+        with naming(source), naming_tensors(source):
+            mixture = plan.algorithm.predictor(self.shared, split_residual(self.personal)[0])
+        plan.check_mixture(mixture, source)
+        return PersonalModel(plan.model, mixture, plan.format)
 
     def save(self, path: Path) -> None:
         """Replace the file, which nobody else on the machine may read."""

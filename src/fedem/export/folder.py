@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader
 from torch import Tensor
 
 from fedem.core import VERSION
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, naming
 from fedem.core.files import write_atomically, write_json
 from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Table, Text, read_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
@@ -137,7 +137,8 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         if version != _VERSION:
             raise UserError(f"{folder} has version {version!r} of the format; allowed: {_VERSION}.")
         description = read_json(folder / _DESCRIPTION, _DESCRIBED)
-        recipe = _recipe(description, model, device)
+        with naming(folder / _DESCRIPTION):
+            recipe = _recipe(description, model, device)
         tensors: dict[str, Tensor] = load_file(folder / _TENSORS)
         mixture = Mixture(tree_sorted(take_prefix("components", tensors)), tensors["log_weights"])
     except FileNotFoundError as error:
@@ -150,11 +151,7 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
     except (TypeError, AttributeError, RuntimeError) as error:  # the last from torch, of absurd sizes
         described = f"{folder / _DESCRIPTION} is not a description of a model"
         raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
-    count, name = len(mixture.log_weights), recipe.config.name("model")
-    # Leaves that components have in common have one row.
-    found = {name: tuple(leaf[:1].shape) for name, leaf in mixture.components.items() if len(leaf) in (1, count)}
-    if found != {name: (1, *leaf.shape) for name, leaf in recipe.model.init(0).items()}:
-        raise UserError(f"The parameters in {folder / _TENSORS} are not those of the model {name!r}.")
+    recipe.check_mixture(mixture, folder / _TENSORS)
     components, log_weights = tree_to(mixture.components, recipe.device), mixture.log_weights.to(recipe.device)
     return PersonalModel(recipe.model, Mixture(components, log_weights), recipe.format)
 

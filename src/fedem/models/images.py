@@ -8,7 +8,7 @@ Shapes: n images, C channels, height H, width W, K outputs.
 """
 
 import hashlib
-import pickle
+import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -258,7 +258,6 @@ def read_weights(path: Path, sha256: str = "") -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=2)  # a model and the one before it; files are some tens of megabytes
 def _read(path: Path, modified: int, sha256: str) -> Mapping[str, Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if sha256:
@@ -269,9 +268,10 @@ def _read(path: Path, modified: int, sha256: str) -> Mapping[str, Tensor]:
             raise UserError(f"{said}. Install the package that holds them again.")
     is_safe = path.suffix == ".safetensors"
     try:
-        weights: object = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
-    # What they raise for a file cut short, for one that is not an archive, for one that holds more than data.
-    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, OSError, pickle.UnpicklingError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of files that torch reads all the same, or refuses right after
+            weights: object = load_file(path) if is_safe else torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file cut short, one that is no archive, one with more than data: they raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"Weights {str(path)!r} can't be read: {reason}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(leaf, Tensor) for leaf in weights.values()):

@@ -148,7 +148,7 @@ def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:
     ]
     known = (summary for summary in summaries if summary.get(f"oracle_{first.name}") is not None)
     if oracle := next(known, None):
-        decile, loss = first.text(oracle["oracle_bottom_decile"], plain=".4f"), _number(oracle["oracle_loss"])
+        decile, loss = first.text(oracle.get("oracle_bottom_decile"), plain=".4f"), _number(oracle.get("oracle_loss"))
         rows.append({"average": _score(oracle, first, "oracle"), "bottom decile": decile, "loss": loss})
     base = "" if rate is None else f" (base rate {first.text(rate)})"
     which = "of the best states by validation" if "stopped_after" in summaries[0] else "after the last round"

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ _TRIES = 100  # readings of a manifest whose files are being replaced
 
 Manifest = dict[str, Any]
 _ENTRY = Table({"round": Whole(least=0), "file": FILE_NAME}, {_HASH: HASH})
+_NODES = Text("[0-9]+", "numbers of nodes")
 _FACTS = Table(
     optional={
         "clients": Listed(Text()),
@@ -47,7 +48,16 @@ _FACTS = Table(
         "bytes_per_sample": Whole(least=0),
         "plan": Text(),
         "run": Text(),
-        "nodes": Table(others=Text(), names=Text("[0-9]+", "numbers of nodes")),
+        "rollbacks": Listed(Whole(least=0)),
+        "owners": Table(others=Text()),
+        "watch": Table(
+            optional={
+                "aside": Table(others=Text(), names=_NODES),
+                "strikes": Table(others=Whole(least=0), names=_NODES),
+                "scale": Number(least=0),
+            }
+        ),
+        "nodes": Table(others=Text(), names=_NODES),
     }
 )
 _MANIFEST = Table({"facts": _FACTS, "states": Table({"last": _ENTRY}, others=_ENTRY)}, {_HASH: HASH})
@@ -55,6 +65,18 @@ _MANIFEST = Table({"facts": _FACTS, "states": Table({"last": _ENTRY}, others=_EN
 
 class DamagedError(UserError):
     """A file is missing or is not as it was written."""
+
+
+@contextmanager
+def naming_tensors(place: Path) -> Iterator[None]:
+    """Say of the file or folder that tensors were read from whatever they make go wrong: they are of something else."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(f"The tensors in {place} are not those of its run ({why}).") from None
 
 
 class Loaded(NamedTuple):

@@ -52,6 +52,7 @@ from fedem.methods.base import AUTO
 from fedem.models.metrics import METRICS
 from fedem.runs.checkpoints import Checkpoints, Loaded
 from fedem.runs.config import Config, read_toml
+from fedem.runs.evaluate import LEFT_OUT
 from fedem.runs.rounds import State
 from fedem.solvers.schedules import SCHEDULES
 
@@ -77,6 +78,18 @@ _FIGURES = {
     "seconds_total": _FIGURE,
 }
 _BEST = Table({"round": _COUNT}, _FIGURES)
+_RECOVERY = Table({"cluster_accuracy": Number()}, {"component_distances": Listed(_FIGURE)})
+_COUNTS = ["num_unseen_clients", "num_parameters", "stopped_after", "max_rounds", "patience", "halvings", LEFT_OUT]
+_COUNTS += ["hostile_clients", "initial_components", "alpha_rounds", "alpha_rounds_within_bound"]
+# What is said of a run takes several figures together: by one of them, those that must be there with it.
+_TOGETHER: dict[str, dict[str, Kind]] = {
+    "stopped_after": {"max_rounds": _COUNT},
+    "halvings": {"learning_rate": Number()},
+    "components_history": {"initial_components": _COUNT},
+    "consensus_p": {"consensus_tau": _COUNT},
+    "alpha_rounds": {"alpha_max": _FIGURE, "alpha_bound": Number(), "alpha_rounds_within_bound": _COUNT},
+    "dissimilarity_slope": {"dissimilarity_constant": _FIGURE},
+}
 SUMMARY = Table(
     {
         "method": Text(),
@@ -88,10 +101,14 @@ SUMMARY = Table(
     },
     {
         **_FIGURES,
-        **dict.fromkeys(["num_unseen_clients", "num_parameters", "stopped_after", "max_rounds", "halvings"], _COUNT),
+        **dict.fromkeys(_COUNTS, _COUNT),
+        **dict.fromkeys(["consensus_p", "dissimilarity_slope"], _FIGURE),
+        "backdoor_success": Number(),
+        "components_history": Listed(Table({"round": _COUNT, "action": Text()})),
         "weights_mean": Listed(Number()),
         "best": Maybe(_BEST),
-        "recovery": Table(),
+        "recovery": _RECOVERY,
+        "unlabelled": Table({"note": Text()}),
         "diverged": Flag(),
         "note": Text(),
     },
@@ -316,8 +333,9 @@ class RunFolder:
             # Each part that was scored has a loss, and the best state was scored as the last one was.
             scores = dict.fromkeys([name for name in summary if name in _AVERAGES], _FIGURE)
             losses: dict[str, Kind] = dict.fromkeys([f"{name.partition('_')[0]}_loss" for name in scores], _FIGURE)
-            length: dict[str, Kind] = {"max_rounds": _COUNT} if "stopped_after" in summary else {}
-            check(path, summary, Table(losses | length, {"best": Maybe(Table(scores))}))
+            for name in _TOGETHER.keys() & summary.keys():
+                losses |= _TOGETHER[name]
+            check(path, summary, Table(losses, {"best": Maybe(Table(scores))}))
         return summary
 
     def save_references(self, records: Sequence[Mapping[str, Any]]) -> None:

@@ -166,7 +166,15 @@ class Memory:
     def from_state(cls, state: State) -> Memory:
         shared, small = state.shared, {name: leaf.cpu() for name, leaf in (state.personal | state.memory).items()}
         number = int(small.pop("number"))
-        return cls(shared["features"], shared["targets"], **small, number=number)
+        found = cls(shared["features"], shared["targets"], **small, number=number)
+        steps, rows = found.offsets.diff(), len(found.features)
+        if bool((steps < 0).any()) or found.offsets[0] != 0 or found.offsets[-1] != rows or len(found.targets) != rows:
+            raise ValueError(
+                f"offsets are {found.offsets.tolist()[:9]} for {rows} features, {len(found.targets)} targets"
+            )
+        if not len(found.scales) == len(found.weights) == len(steps):
+            raise ValueError(f"there are {len(found.scales)} scales and {len(found.weights)} weights for {len(steps)}")
+        return found
 
 
 def remember(

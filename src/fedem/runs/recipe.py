@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from fedem.core.errors import UserError
+from fedem.core.errors import UserError, counted
 from fedem.core.random import client_keys
 from fedem.core.schema import Listed, Maybe, Number, Table, Text, Whole
 from fedem.core.tree import tree_index
@@ -26,14 +27,15 @@ from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
 from fedem.engines.device import products
 from fedem.methods.assembly import Around, Assembled, assemble
-from fedem.methods.base import Algorithm
+from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Mixer, Settled
-from fedem.methods.wrappers.compression import Codec
+from fedem.methods.wrappers.compression import Codec, split_residual
 from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import Model
 from fedem.models.losses import LOSSES, Classification, Loss, guess_loss
 from fedem.models.metrics import Metric, choose_metrics
 from fedem.runs.attacks import Attackers, check_attack
+from fedem.runs.checkpoints import naming_tensors
 from fedem.runs.config import Config
 from fedem.runs.defaults import curvature, settle_batches
 from fedem.runs.evaluate import Record
@@ -256,6 +258,39 @@ class Recipe:
         name = next(name for name in {**leaves, **mine} if leaves.get(name) != mine.get(name))
         found = f"its {name!r} has shape {mine.get(name, 'none')}; allowed: {leaves.get(name, 'none')}"
         raise UserError(f"The model is not the one that was trained: {found}.")
+
+    def check_mixture(self, mixture: Mixture, where: object) -> None:
+        """Refuse a mixture, read from ``where``, that is not one of this model: a file may be whole, but another's."""
+        components, log_weights = mixture
+        if log_weights.ndim != 1 or not len(log_weights) or not log_weights.is_floating_point():
+            found = f"{log_weights.dtype} of shape {list(log_weights.shape)}"
+            raise UserError(f"The mixture weights in {where} are {found}; allowed: one number a component.")
+        count, mine = len(log_weights), self.model.leaf_shapes
+        for name in {**mine, **components}:
+            there, shape = components.get(name), mine.get(name)
+            has = "none" if there is None else list(there.shape)
+            # Leaves that components have in common have one row.
+            if shape is None or has not in ([count, *shape], [1, *shape]):
+                problem = f"are not those of the model {self.config.name('model')!r}: {name!r} has shape {has}"
+                allowed = "none" if shape is None else [count, *shape]
+                raise UserError(f"The parameters in {where} {problem}; allowed: {allowed}.")
+
+    def mixture(self, state: State, position: int, mixer: Mixer | None = None) -> Mixture:
+        """Return what the client at a ``position`` predicts with in a state."""
+        found = (mixer or self.mixer).read(state.shared, state.memory, torch.tensor([position]))
+        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
+        return self.algorithm.predictor(shared, split_residual(personal)[0])
+
+    def check_state(self, state: State, clients: int, where: Path, mixer: Mixer | None = None) -> None:
+        """Refuse a state, read from ``where``, that is not one of this model and so many ``clients``."""
+        for name, leaf in state.personal.items():
+            if leaf.shape[:1] != (clients,):
+                found = f"{name!r} of shape {list(leaf.shape)}"
+                raise UserError(f"{where} has {found} for {counted(clients, 'client')}; allowed: a row for each.")
+        if clients:
+            with naming_tensors(where):
+                mixture = self.mixture(state, 0, mixer)
+            self.check_mixture(mixture, where)
 
     def to_json(self) -> dict[str, Any]:
         return {"config": self.config.sections, "shapes": self.format.to_json()}

@@ -15,19 +15,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedem.core.errors import UserError, counted, unknown
+from fedem.core.errors import UserError, counted, naming, unknown
 from fedem.core.random import client_keys
 from fedem.core.schema import check
-from fedem.core.tree import tree_index
 from fedem.data.federation import Federation
 from fedem.data.samples import Pool, Samples, offsets_of
 from fedem.data.tables import is_frame, read_frame
 from fedem.methods.base import Mixture, find_method
-from fedem.methods.mixer import Settled
-from fedem.methods.wrappers.compression import split_residual
+from fedem.methods.mixer import Mixer, Settled
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import choose_metrics
+from fedem.runs.checkpoints import naming_tensors
 from fedem.runs.config import Config
 from fedem.runs.evaluate import Record, client_rows, evaluate, evaluate_each, name_memory, name_scores
 from fedem.runs.folder import RunFolder, check_here
@@ -132,14 +131,11 @@ class Result:
     def client(self, name: str, which: str = "last") -> PersonalModel:
         """Return the predictor of a client of the training: the fine-tuned one, where the run fine-tunes."""
         position, recipe, run = self._position(name), self.recipe, self.config.run
-        state, mixer, tuned = self.state(which), recipe.mixer, self.tuned.get(which)
+        state, tuned = self.state(which), self.tuned.get(which)
         if run.fine_tune_epochs and tuned is None and not recipe.is_fitted:
             raise UserError("Clients fine-tune their models once the run is complete; resume it first (--resume).")
-        if tuned is not None:
-            state, mixer = (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
-        found = mixer.read(state.shared, state.memory, torch.tensor([position]))
-        shared, personal = tree_index(found.shared, int(found.reads[0])), tree_index(state.personal, position)
-        predictor = recipe.algorithm.predictor(shared, split_residual(personal)[0])
+        source, mixer = self._read_by(which)
+        predictor = recipe.mixture(source, position, mixer)
         if len(predictor.log_weights) > 1 and tuned is None and not recipe.is_fitted:
             keys, size = client_keys(self.names), cohort_size(run.clients_per_round, len(self.names))
             if not took_part(keys, size, run.seed, state.round)[position]:
@@ -148,6 +144,13 @@ class Result:
         memory = self._memory(which)
         neighbours = None if memory is None else memory.of(position)
         return PersonalModel(recipe.model, predictor, recipe.format, neighbours)
+
+    def _read_by(self, which: str) -> tuple[State, Mixer]:
+        """Return the state that predictors are read from, the tuned one where there is one, and by which mixer."""
+        state, mixer, tuned = self.state(which), self.recipe.mixer, self.tuned.get(which)
+        if tuned is None:
+            return state, mixer
+        return (tuned, Settled()) if tuned.shared else (replace(state, personal=tuned.personal), mixer)
 
     def _memory(self, which: str) -> Memory | None:
         """Return what clients remember; None where neighbours have no say."""
@@ -416,22 +419,28 @@ class Result:
         folder = RunFolder(Path(path))
         config, (states, metadata) = folder.config(), folder.load()
         check(folder.checkpoints, metadata, METADATA)
-        recipe = Recipe.from_metadata(config, metadata, model, device)
+        with naming(folder.checkpoints):
+            recipe = Recipe.from_metadata(config, metadata, model, device)
         names = tuple(metadata["clients"])
         origin = {key: value for key, value in metadata.items() if key not in recipe.metadata(names)}
         placed = {role: state.to(recipe.device) for role, state in states.items()}
         tuned = {role.removeprefix(_TUNED): placed.pop(role) for role in states if role.startswith(_TUNED)}
         kept = {role.removeprefix(_MEMORY): placed.pop(role) for role in states if role.startswith(_MEMORY)}
-        memories = {role: Memory.from_state(state) for role, state in kept.items()}
         summed = {role.removeprefix(_INPUTS): placed.pop(role) for role in states if role.startswith(_INPUTS)}
-        statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
+        with naming_tensors(folder.checkpoints):
+            memories = {role: Memory.from_state(state) for role, state in kept.items()}
+            statistics = {role: Statistics.from_state(state) for role, state in summed.items()}
         summary = folder.summary()
         if summary is not None and summary["rounds"] != placed["last"].round:
             summary = None  # of a state that was damaged
         rows = folder.clients() if summary else []
         # A killed run has no summary yet.
         head = summary or recipe.describe(placed["last"]) | {"num_clients": len(names)}
-        return cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
+        found = cls(recipe, placed, names, head, folder.metrics(), rows, origin, tuned, memories, statistics)
+        for role in found.states:
+            source, mixer = found._read_by(role)
+            recipe.check_state(source, len(names), folder.checkpoints, mixer)
+        return found
 
 
 def _unlabelled(inputs: Tensor, owners: NDArray[np.str_]) -> Samples:

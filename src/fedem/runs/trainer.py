@@ -54,7 +54,7 @@ from fedem.runs.folder import DIVERGED, Failure, RunFolder, check_here
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.recipe import ModelSource, Recipe
 from fedem.runs.result import Result
-from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort_size, took_part
+from fedem.runs.rounds import DivergedError, RoundCosts, State, Training, cohort_size, not_finite, took_part
 from fedem.runs.unlabelled import Statistics, check_unlabelled, fit, gather, with_mean_weights
 
 Listener = Callable[[Record], None]  # called with each round's record
@@ -191,6 +191,11 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     check(folder.checkpoints, metadata, _ORIGIN)
     trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
+    for state in (last, *([best] if best else [])):
+        clients, device = trainer.federation.num_clients, trainer.recipe.device
+        trainer.recipe.check_state(state.to(device), clients, folder.checkpoints)
+        if (name := not_finite(state.shared)) is not None:  # which no round would have left
+            raise UserError(f"{folder.checkpoints} has numbers in {name!r} that are not finite; allowed: finite ones.")
     stopped = metadata.get("stopped_after")
     if stopped == last.round < trainer.config.run.rounds:  # at an end that is none any more
         stopped = None

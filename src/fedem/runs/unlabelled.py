@@ -249,7 +249,16 @@ class Statistics:
 
     @classmethod
     def from_state(cls, state: State) -> Statistics:
-        return cls(**{name: leaf.cpu() for name, leaf in state.memory.items()})
+        found = cls(**{name: leaf.cpu() for name, leaf in state.memory.items()})
+        components, grid = len(found.counts), (2, len(TEMPERATURES))
+        shapes = {"counts": (components,), "weights": (components,), "histogram": (_BINS,), "num_clients": ()}
+        shapes |= {"gains": grid, "gain_squares": grid}
+        shapes |= {name: (components, *getattr(found, name).shape[-1:]) for name in ("sums", "input_sums")}
+        shapes |= {"squares": shapes["sums"], "input_squares": shapes["input_sums"]}
+        for name, shape in shapes.items():
+            if getattr(found, name).shape != shape:
+                raise ValueError(f"{name} has shape {list(getattr(found, name).shape)}; allowed: {list(shape)}")
+        return found
 
 
 def gather(personalizer: Personalizer, state: State, federation: Federation, took_part: Tensor) -> Statistics:

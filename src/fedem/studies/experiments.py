@@ -82,7 +82,7 @@ def read(folder: Path) -> Experiment:
     _check(path, "figures", figures, words and bool(figures), "a list of names")
     check_known(f"label in {path}, figures", [name.partition(SLASH)[2] for name in figures if SLASH in name], labels)
     gaps = isinstance(without, list) and all(
-        isinstance(gap, Mapping) and gap and all(label in axes.get(axis, ()) for axis, label in gap.items())
+        isinstance(gap, Mapping) and gap and all(label in list(axes.get(axis, ())) for axis, label in gap.items())
         for gap in without
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
@@ -92,7 +93,7 @@ def _authority(path: Path, key_path: Path) -> tuple[Key, x509.Certificate]:
     try:
         signer = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (ValueError, TypeError):
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
         raise UserError(f"{path} and {key_path} can't be read as a certificate and its key.") from None
     if not isinstance(signer, Key) or signer.public_key() != certificate.public_key():
         raise UserError(f"{key_path} is not the key of {path}.")

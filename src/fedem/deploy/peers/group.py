@@ -12,8 +12,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
 
+from fedem.core.errors import UserError
 from fedem.core.tree import Tree
 from fedem.deploy.peers.meeting import open_store
+
+_LONGEST = 1 << 30  # bytes of what a process says of its clients
 
 
 class PeersChangedError(Exception):
@@ -39,18 +42,20 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
         if kind is None:
             dist.destroy_process_group()
 
-    def gather(self, content: Any) -> list[Any]:
-        """Send something that JSON can hold to all processes; returns what each of them sent, by rank."""
+    def gather(self, content: Any) -> list[bytes]:
+        """Send something that JSON can hold to all processes; returns the text that each of them sent, by rank."""
         # Torch's own function for objects would unpickle what others send.
         message = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         with _loss_noticed():
             dist.all_gather(lengths, torch.tensor([len(message)]))
             longest = int(torch.cat(lengths).max())
+            if not 0 <= min(map(int, lengths)) <= longest <= _LONGEST:
+                raise UserError(f"A peer's message has {longest:,} bytes; allowed: up to {_LONGEST:,}.")
             padded = torch.cat([message, message.new_zeros(longest - len(message))])
             messages = [torch.empty_like(padded) for _ in lengths]
             dist.all_gather(messages, padded)
-        return [json.loads(bytes(text[: int(length)].numpy())) for text, length in zip(messages, lengths, strict=True)]
+        return [bytes(text[: int(length)].numpy()) for text, length in zip(messages, lengths, strict=True)]
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Send a buffer to each rank of ``outgoing``, and fill those of ``incoming``, all at the same time."""

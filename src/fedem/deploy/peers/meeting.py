@@ -124,7 +124,7 @@ def read_key(folder: Path) -> bytes:
     path, key = folder / KEY, b""
     if not path.exists():
         raise UserError(f"{folder} holds no {KEY}, the secret of all peers; `fedem peer plan` makes one for all.")
-    with suppress(ValueError):
+    with suppress(ValueError, OSError):
         key = bytes.fromhex(path.read_text(encoding="ascii"))
     if len(key) != _KEY_BYTES:
         raise UserError(f"{path} is not a key; allowed: {2 * _KEY_BYTES} hexadecimal digits from `fedem peer plan`.")

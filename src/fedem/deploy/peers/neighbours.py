@@ -17,10 +17,16 @@ from torch import Tensor
 
 from fedem.core.errors import UserError, counted
 from fedem.core.random import client_keys
+from fedem.core.schema import Flag, Listed, Row, Table, Text, Whole, parse_json
 from fedem.graphs import Ring, Topology
 from fedem.graphs.weights import Edges, canonical, component_labels
 
 _Messages = dict[int, list[int]]  # whose models pass, as positions in the cohort, by the other process's rank
+
+
+_CLIENT = Row((Text(".+", "a name"), Whole(least=1), Whole(least=0), Text()))  # name, n_t, rounds done, run
+_NAMES = {"version": Text(), "plan": Text(), "new_run": Text(".+", "a name")}
+_TOLD = Table(_NAMES | {"met": Flag(), "clients": Listed(_CLIENT)})
 
 
 class PresentClient(NamedTuple):
@@ -34,6 +40,20 @@ class PresentClient(NamedTuple):
     run: str  # which run those rounds were of; empty where there were none
     met: bool  # whether its process has worked with others before, and is not a newcomer
     rank: int  # of its process in this meeting
+
+
+def read_present(messages: Sequence[bytes]) -> tuple[list[PresentClient], str]:
+    """Read what each process says of itself, by rank; returns the clients, and what the first would call a new run."""
+    present, new_run = [], ""
+    for rank, message in enumerate(messages):
+        who = f"What the peer of rank {rank} says of itself"
+        told = parse_json(message, who, _TOLD)
+        if not told["clients"]:
+            raise UserError(f"{who} can't be read: it has no clients; allowed: one or more.")
+        for name, samples, done, run in told["clients"]:
+            present.append(PresentClient(name, samples, done, told["version"], told["plan"], run, told["met"], rank))
+        new_run = new_run or told["new_run"]
+    return present, new_run
 
 
 def run_to_go_on_with(present: Sequence[PresentClient]) -> str:

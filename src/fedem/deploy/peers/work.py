@@ -33,7 +33,7 @@ from fedem.deploy.node import Node, combine_scores
 from fedem.deploy.peers import neighbours
 from fedem.deploy.peers.group import PeersChangedError, ProcessGroup, pack, unpack
 from fedem.deploy.peers.meeting import AgentFolder, Meeting, MeetingOverError, Notify, read_key, take_part
-from fedem.deploy.peers.neighbours import PeerGraph, PresentClient, routes
+from fedem.deploy.peers.neighbours import PeerGraph, routes
 from fedem.deploy.plan import Plan
 from fedem.graphs import File, Ring, Topology, among
 from fedem.methods import names_where
@@ -115,19 +115,14 @@ class Peer:
         met = folder.read("run")  # in which others accepted a worker of this agent before
         here = [(one.node.name, one.node.num_samples, one.round, met or one.run) for one in clients]
         process = {"version": VERSION, "plan": self.plan.fingerprint, "met": bool(met), "clients": here}
-        described = group.gather(process | {"new_run": secrets.token_hex(8)})
-        present = [
-            PresentClient(name, samples, done, other["version"], other["plan"], run, other["met"], rank)
-            for rank, other in enumerate(described)
-            for name, samples, done, run in other["clients"]
-        ]
+        present, new_run = neighbours.read_present(group.gather(process | {"new_run": secrets.token_hex(8)}))
         refused = neighbours.refusals(present, clients[0].path.parent)
         if group.rank in refused:
             raise UserError(refused[group.rank])
         if refused:
             raise PeersChangedError("somebody must leave")
         # Where nobody has done a round yet, the run is called what the first process proposes.
-        common_run = neighbours.run_to_go_on_with(present) or str(described[0]["new_run"])
+        common_run = neighbours.run_to_go_on_with(present) or new_run
         for client in clients:
             client.run = common_run
         folder.write("run", common_run)
