@@ -70,7 +70,7 @@ def _row(figures: Sequence[str], cell: Cell) -> Iterator[str]:
     yield "" if seconds is None else f"{seconds:.3f}"
     yield ", ".join(cell.devices)
     for size in sizes:
-        yield "" if size is None else f"{size / _MEGABYTE:,.1f}"
+        yield "" if size is None else f"{size / _MEGABYTE:,.{1 if size > 10 * _MEGABYTE else 3}f}"
 
 
 def _to_reference(cell: Cell, figure: str) -> str:
