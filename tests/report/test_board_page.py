@@ -47,8 +47,8 @@ def test_a_page_has_figures_costs_notes_and_commands(tmp_path: Path) -> None:
     assert "3 of 6 cells run. All on a made-up machine.\n" in page
     here, there = section(page, "Here"), section(page, "There")
     assert "2 of 3 cells run." in here
-    assert "| FedEM | 0, 1 | 71.0 ±1.4 | 70.0 |  | 71.0 ±1.4 |  | 0.250 | cpu | 2.0 | 3.5 |" in here
-    assert "| FedAvg | 0 | 75.0 | 60.0 |  | 65.0 | 50.0 | 0.250 | cpu | 2.0 | 3.5 |" in here, "other data: no pair"
+    assert "| FedEM | 0, 1 | 71.0 ±1.4 | 70.0 |  | 71.0 ±1.4 |  | 0.250 | cpu | 2.000 | 3.500 |" in here
+    assert "| FedAvg | 0 | 75.0 | 60.0 |  | 65.0 | 50.0 | 0.250 | cpu | 2.000 | 3.500 |" in here, "other data: no pair"
     assert "| Local |  |  |  |  |  |  |  |  |  |  |" in here
     assert here.index("| FedAvg |") < here.index("| FedEM |") < here.index("| Local |")
     assert "- FedAvg (+15.0, +15.0): Because it is made up.\n" in here
