@@ -244,7 +244,13 @@ def test_who_is_set_aside_stays_so_until_taken_back_in(tmp_path: Path, caplog: p
 def test_a_client_that_never_gave_a_good_answer_is_set_aside_by_the_name_it_is_registered_under(tmp_path: Path) -> None:
     there = Deployed(tmp_path, run={"rounds": 1, "evaluate_every": 0}, schedule={"name": "constant"})
     there.grid.keys = {node: (f"key {node}", own["client"]) for node, own in there.nodes.items()}
-    there.grid.spoil = _says("num_samples", 0)
+
+    def spoil(node: int, asked: Message, answer: Message) -> Message:
+        if node == 12:
+            answer.content.metric_records["metrics"]["num_samples"] = 0
+        return answer
+
+    there.grid.spoil = spoil
     there.serve(strikes=1)
     (entry,) = [entry for entry in _noticed(there)[0]["uploads"] if "left_out" in entry]
     assert len(entry["client"]) == 32, "a hash, and no number of a node"
