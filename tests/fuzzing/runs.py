@@ -261,38 +261,32 @@ class Checked(RunFiles):
 
     def damage(self, draw: Draw) -> str:
         self.repairs = draw.random() < 0.5
-        return super().damage(draw)
+        done = super().damage(draw)
+        self.round = self._found()
+        return done
+
+    def _found(self) -> int:
+        """Return the round of the newest checkpoint that is whole; -1 where there is none."""
+        loaded, _ = RunFolder(self.folder).saved.find()
+        return -1 if loaded is None else loaded.states["last"].round
 
     def read(self) -> object:
         command("check", self.folder, *(["--repair"] if self.repairs else []))
         return checking.check(self.folder)[1] if self.repairs else []
 
     def judge(self, found: Any) -> str:
-        """What was repaired stays so: a second look finds nothing new to repair."""
+        """What was repaired stays so, and no round is lost by it: what is removed can be made again."""
         if self.repairs:
             first = [str(finding.path) for finding in found]
             again = [str(finding.path) for run in checking.runs_below(self.folder) for finding in check_run(run, True)]
             if not set(again) <= set(first):
                 return f"Repaired, it was damaged in other files: {again}."
-        lost = [name for name in self.valid if name.endswith(".safetensors") and not self._is_kept(name)]
-        return f"Tensors are gone: {lost}." if lost and self.is_whole() else ""
-
-    def _is_kept(self, name: str) -> bool:
-        place = self.folder / name
-        return any(place.parent.glob(f"{place.name}*")) or place.is_symlink()
-
-    def is_whole(self) -> bool:
-        """Whether the manifests are as they were, so that all tensor files are named."""
-        names = [name for name in self.valid if name.startswith("checkpoints/checkpoint")]
-        return all(
-            (self.folder / name).is_file() and (self.folder / name).read_bytes() == self.valid[name] for name in names
-        )
+        return "" if self._found() == self.round else f"Of round {self.round} it is of round {self._found()} now."
 
 
 class Resumed(RunFiles):
     title = "runs: gone on with"
     slowness = 35.0
-
     touched = (".json", ".jsonl", ".csv", ".safetensors")
 
     def read(self) -> object:

@@ -189,14 +189,14 @@ class Checkpoints:
 
     def _load(self, name: str) -> Loaded:
         for _ in range(_TRIES):
-            content = (self.path / name).read_bytes()
+            content = self._content(name)
             try:
                 manifest = self._parse(name, content)
                 files = {entry["file"]: entry.get(_HASH) for entry in manifest["states"].values()}
                 read = {file: self._read(file, wanted) for file, wanted in files.items()}
             except DamagedError:
                 # Whoever trains meanwhile replaces manifests before it removes what they name.
-                if (self.path / name).read_bytes() == content:
+                if self._content(name) == content:
                     raise
                 continue
             states: dict[str, State] = {}
@@ -217,7 +217,15 @@ class Checkpoints:
 
     def manifest(self, name: str) -> Manifest:
         """Read a manifest, and not its files; one that is not there is a FileNotFoundError."""
-        return self._parse(name, (self.path / name).read_bytes())
+        return self._parse(name, self._content(name))
+
+    def _content(self, name: str) -> bytes:
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:  # a folder in its place, or a disk that fails
+            raise DamagedError(f"{self.path / name} can't be read: {error.strerror}.") from None
 
     def _parse(self, name: str, content: bytes) -> Manifest:
         path = self.path / name

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedem.core.deadline import StoppedError, Watch
-from fedem.core.errors import UserError, counted
+from fedem.core.errors import UserError, counted, naming
 from fedem.core.random import CURVATURE, choose
 from fedem.core.schema import Maybe, Number, Table, check
 from fedem.core.tree import tree_index
@@ -189,7 +189,8 @@ def _restore(trainer: Trainer, folder: RunFolder) -> Progress:
     if metadata["data"] != trainer.federation.fingerprint:
         raise UserError(f"The data are not those that the run in {folder.path} was trained on.")
     check(folder.checkpoints, metadata, _ORIGIN)
-    trainer.recipe.check_leaves(metadata.get("leaves"))
+    with naming(folder.checkpoints):
+        trainer.recipe.check_leaves(metadata.get("leaves"))
     last, best, started = states["last"], states.get("best"), time.perf_counter() - metadata["seconds"]
     for state in (last, *([best] if best else [])):
         clients, device = trainer.federation.num_clients, trainer.recipe.device
