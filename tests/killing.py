@@ -26,7 +26,7 @@ from fedem.runs.folder import RunFolder
 
 REFUSED = 2  # how a command ends that can't do what it is asked for
 KILLED = -signal.SIGKILL
-KILLS = int(os.environ.get("FEDEM_KILLS", "12"))
+KILLS = int(os.environ.get("FEDEM_KILLS", "6"))
 
 
 def one_in(share: int, least: int) -> int:

@@ -88,7 +88,7 @@ WAYS: list[dict[str, dict[str, Any]]] = [
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint_to_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chance, kills, runs, wanted = random.Random(4), 0, 0, one_in(2, least=6)
+    chance, kills, runs, wanted = random.Random(4), 0, 0, one_in(2, least=3)
     while kills < wanted:
         way, log = WAYS[runs % len(WAYS)], tmp_path / f"log-{runs}"
         whole, cut = (_deploy(tmp_path / f"{name}-{runs}", **way) for name in ("whole", "cut"))
@@ -156,7 +156,7 @@ class Replayed:
 def test_rounds_go_on_without_a_node_that_is_killed_and_it_takes_part_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chance, runs, wanted = random.Random(5), 0, one_in(2, least=6)
+    chance, runs, wanted = random.Random(5), 0, one_in(2, least=3)
     fates: list[str] = []
     while len(fates) < wanted:
         way = WAYS[runs % len(WAYS)]

@@ -65,7 +65,7 @@ def test_runs_that_are_killed_end_in_the_same_bits(tmp_path: Path, capsys: pytes
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chance, cuts, tries = random.Random(1), 0, one_in(10, least=4)
+    chance, cuts, tries = random.Random(1), 0, one_in(10, least=2)
     for number in range(tries):
         way = [*RUNS[number % len(RUNS)], "--seed", "0"]
         whole, cut, log = (tmp_path / f"{name}-{number}" for name in ("whole", "cut", "log"))
@@ -95,7 +95,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_later(tmp_path: Path, capsys: p
 
 
 def test_of_two_that_start_into_one_folder_one_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = one_in(10, least=4)
+    pairs = one_in(10, least=2)
     whole = tmp_path / "whole"
     assert Child.start(tmp_path / "log", _train(RUNS[0], whole)).wait() == 0
     for number in range(pairs):
