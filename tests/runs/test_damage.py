@@ -156,7 +156,7 @@ def test_a_state_that_is_not_finite_is_not_gone_on_with(place: Path) -> None:
     other = {name: leaf * float("nan") for name, leaf in states["last"].shared.items()}
     shutil.rmtree(saved.path)
     Checkpoints(saved.path).save({"last": replace(states["last"], shared=other)}, facts)
-    with pytest.raises(UserError, match="checkpoints has numbers in .* that are not finite"):
+    with pytest.raises(UserError, match=r"checkpoints has numbers in .* that are not finite"):
         small_run(place, resume=True)
 
 
