@@ -460,7 +460,8 @@ class Public(Pooled):
         except UserError:
             raise
         except _DAMAGED as error:
-            raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None
+            why = " ".join(f"{type(error).__name__}: {error}".split())  # in one line, whoever says it
+            raise UserError(f"{source} is damaged or of no known format ({why}).") from None
 
     @property
     def variant(self) -> str:
