@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 # What the fast lane leaves out: pyproject.toml says what each mark means.
 REST := network or processes or browser or site or benchmark or gallery or gpu or slow
 
-.PHONY: train test test-rest test-all install check format bench chaos docs clean
+.PHONY: train test test-rest test-all install check format bench chaos fuzz docs clean
 
 # FedEM on the paper's synthetic mixture beside FedAvg and Local; fewer test samples than the paper's 5,000 a client.
 train: $(INSTALLED)
@@ -64,6 +64,11 @@ KILLS ?= 1000
 chaos: export FEDEM_KILLS = $(KILLS)
 chaos: install
 	$(BIN)/python -m pytest -q tests/chaos
+
+# Damaged inputs for everything that reads, INPUTS in all, and a table of what came of them; `make test` tries some.
+INPUTS ?= 100000
+fuzz: install
+	scripts/fuzz --inputs $(INPUTS)
 
 # The banner that is silenced is about another program's plans.
 docs: install

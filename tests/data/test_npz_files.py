@@ -79,6 +79,12 @@ class TestNpz:
         with pytest.raises(UserError, match=r"samples\.npz is not an npz archive of plain arrays"):
             read_table(write_npz(tmp_path / "samples.npz", **arrays))
 
+    def test_numbers_that_stand_for_no_letter_are_refused(self, tmp_path: Path) -> None:
+        names = CLIENTS.copy()
+        names.view(np.uint32)[-1] = 0x110000  # numpy takes it, and Python's own texts do not
+        with pytest.raises(UserError, match=r"'client' has a letter 0x110000; allowed: up to 0x10ffff"):
+            read_table(write_npz(tmp_path / "samples.npz", x=INPUTS, y=TARGETS, client=names))
+
     def test_a_pickle_is_not_run(self, tmp_path: Path) -> None:
         marker = tmp_path / "marker"
         malicious = np.empty(1, dtype=object)

@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from flower_grid import Deployed, equal, simulated
 from flwr.app import Message
 
-from fedem.core.errors import UserError
+from fedem.core.errors import Notice, UserError
 from fedem.core.tree import Tree, tree_index
 from fedem.deploy.flower.messages import read_request, to_record, write_request
 from fedem.deploy.flower.server import first_server_state
@@ -185,6 +185,32 @@ def test_as_many_rounds_are_kept_as_asked_for(tmp_path: Path) -> None:
         rollback(folder, 2)
     states, _ = History(folder).at(4).load()
     equal(states["last"].shared, folder.load()[0]["last"].shared, 0)
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_that_of_another_round(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, {"keep": 5})
+    there.serve()
+    folder = RunFolder(there.run_folder)
+    saved = History(folder).at(2).checkpoints
+    # A file of its own: checkpoints share what they have in common.
+    (saved / "round-000002.safetensors").unlink()
+    (saved / "round-000002.safetensors").write_bytes(b"damaged")
+    with (
+        pytest.warns(Notice, match="The checkpoint before it is used"),
+        pytest.raises(UserError, match="that of round 2 is damaged, and the one before it is of round 1"),
+    ):
+        rollback(folder, 2)
+    assert folder.load().states["last"].round == 3
+
+
+def test_lines_of_uploads_that_are_damaged_are_named(tmp_path: Path) -> None:
+    there = Deployed(tmp_path, {"keep": 5})
+    there.serve()
+    path = there.run_folder / "uploads.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first.replace('"round"', '"rounds"', 1), *others]))
+    with pytest.raises(UserError, match=r"uploads\.jsonl, line 1 can't be read: round is missing"):
+        rollback(RunFolder(there.run_folder), 2)
 
 
 def test_the_command(tmp_path: Path, run: Run) -> None:

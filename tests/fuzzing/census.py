@@ -17,6 +17,7 @@ READING = frozenset(
         "ParquetFile",
         "Unpickler",
         "ZipFile",
+        "array.numpy",
         "csv.reader",
         "decompress",
         "extractfile",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from cryptography import x509
 from deployments import make_plan, write_sample
 from flower_grid import Deployed
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -425,7 +426,12 @@ class Authorities(FolderReader):
         make_certificates(folder, ["localhost"])
 
     def read(self) -> object:
-        return make_certificates(self.folder, ["localhost"])
+        make_certificates(self.folder, ["localhost"])
+        return x509.load_pem_x509_certificate((self.folder / "ca.crt").read_bytes())
+
+    def judge(self, found: object) -> str:
+        same = found == x509.load_pem_x509_certificate(self.valid["ca.crt"])
+        return "" if same else "The authority is not the one that was there."
 
 
 READERS: tuple[type[Reader], ...] = (

@@ -257,6 +257,7 @@ class Reported(RunFiles):
 
 class Checked(RunFiles):
     title = "runs: fedem check, also --repair"
+    refuses = False
     slowness = 6.0
 
     def damage(self, draw: Draw) -> str:

@@ -18,6 +18,7 @@ from fuzzing.mutations import Draw
 from fuzzing.readers import READERS, shares
 
 INPUTS = 2_500  # of all readers together
+_ENOUGH = 25  # inputs, for some to be refused and some to be accepted
 
 
 @pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
@@ -26,9 +27,9 @@ def test_damaged_inputs_are_refused_in_words_or_sane(kind: type[Reader], tmp_pat
     trial = Trial(kind, tmp_path / "reader").run(range(count))
     assert not trial.failures, f"{len(trial.failures)} of {count}: " + "\n".join(map(str, trial.failures[:5]))
     assert trial.counts.total() == count
-    # Or nothing was tried beyond the first check, or nothing was damaged.
-    assert trial.counts[ACCEPTED] >= 1
-    assert trial.counts[REFUSED] >= (1 if kind.refuses else 0)
+    if count >= _ENOUGH:  # or nothing was tried beyond the first check, or nothing was damaged
+        assert trial.counts[ACCEPTED] >= 1
+        assert trial.counts[REFUSED] >= (1 if kind.refuses else 0)
 
 
 def test_everything_that_reads_is_known() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import StopError, same_states, stop_at
 from small_runs import small_config, small_run
+from torch import Tensor
 
 import fedem
 from fedem.core.errors import Notice, UserError
@@ -128,6 +129,35 @@ def test_damage_that_nothing_stands_in_for_is_refused_by_name(place: Path) -> No
     for attempt in (lambda: fedem.Result.load(place), lambda: small_run(place, resume=True)):
         with pytest.raises(UserError, match=r"round-000006\.safetensors is damaged.*There is no other"):
             attempt()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda leaf: leaf[:-1], r"checkpoints has 'log_weights' of shape \[11, 3\] for 12 clients; allowed: a row"),
+        (lambda leaf: leaf[:, :-1], r"parameters in .*checkpoints are not those of the model 'linear'"),
+        (lambda leaf: leaf[:, 0], r"mixture weights in .*checkpoints are torch.float32 of shape \[\]"),
+    ],
+)
+def test_tensors_of_another_run_are_refused(place: Path, changed: Callable[[Tensor], Tensor], said: str) -> None:
+    saved = Checkpoints(place / "checkpoints")
+    states, facts = saved.load()
+    other = {"log_weights": changed(states["last"].personal["log_weights"]).contiguous()}
+    shutil.rmtree(saved.path)
+    Checkpoints(saved.path).save({"last": replace(states["last"], personal=other)}, facts)  # whole, with its hashes
+    for attempt in (lambda: fedem.Result.load(place), lambda: small_run(place, resume=True)):
+        with pytest.raises(UserError, match=said):
+            attempt()
+
+
+def test_a_state_that_is_not_finite_is_not_gone_on_with(place: Path) -> None:
+    saved = Checkpoints(place / "checkpoints")
+    states, facts = saved.load()
+    other = {name: leaf * float("nan") for name, leaf in states["last"].shared.items()}
+    shutil.rmtree(saved.path)
+    Checkpoints(saved.path).save({"last": replace(states["last"], shared=other)}, facts)
+    with pytest.raises(UserError, match=r"checkpoints has numbers in .* that are not finite"):
+        small_run(place, resume=True)
 
 
 def test_a_kill_at_any_write_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

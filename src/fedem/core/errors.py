@@ -44,6 +44,16 @@ def counted(number: int, one: str, several: str = "") -> str:
     return f"{number:,} {one if number == 1 else several or one + 's'}"
 
 
+def reason(error: BaseException) -> str:
+    r"""Return what another library's error says, in one line.
+
+    >>> reason(KeyError("x")), reason(RuntimeError("too large\nframe #0: ..."))
+    ("KeyError: 'x'", 'RuntimeError: too large')
+    """
+    said = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 @contextmanager
 def naming(what: object) -> Iterator[None]:
     """Say in an error what it is about, such as a file or one of many runs."""

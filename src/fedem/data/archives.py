@@ -1,6 +1,7 @@
 """Arrays in npz archives: what a header says is checked against what is there before any memory is taken for it."""
 
 import struct
+import sys
 import tokenize
 import warnings
 import zlib
@@ -42,12 +43,22 @@ def read_arrays(path: Path, names: Sequence[str], max_memory: float) -> tuple[di
             for name, info in wanted.items():
                 with archive.open(info) as file:
                     found[name] = np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+                _check_letters(path, name, found[name])
             return found, tuple(members)
     except UserError:
         raise
     except DAMAGED_HEADER as error:
         why = type(error).__name__
         raise UserError(f"{path} is not an npz archive of plain arrays, or it is damaged ({why}).") from None
+
+
+def _check_letters(path: Path, name: str, array: NDArray[Any]) -> None:
+    """Refuse text with numbers that stand for no letter: numpy takes any, and Python fails where it meets one."""
+    if array.dtype.kind == "U" and array.size and array.dtype.itemsize:
+        codes = np.ascontiguousarray(array).view(np.dtype(np.uint32).newbyteorder(array.dtype.byteorder))
+        if (largest := int(codes.max())) > sys.maxunicode:
+            said = f"{path} is not an npz archive of plain arrays: {name!r} has a letter {largest:#x}"
+            raise UserError(f"{said}; allowed: up to {sys.maxunicode:#x}. The file is damaged.")
 
 
 def _declared(path: Path, name: str, file: IO[bytes], size: int) -> int:

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedem.core.errors import UserError, counted, needed
+from fedem.core.errors import UserError, counted, needed, reason
 from fedem.core.files import locked, write_atomically, write_json
 from fedem.core.memory import free_host_bytes
 from fedem.core.random import client_keys
@@ -367,10 +367,10 @@ def download(
             except RequestException as error:
                 status = None if error.response is None else error.response.status_code
                 if not left or (status is not None and status < 500):
-                    reason = f"HTTP {status}" if status else _cause(error)
+                    why = f"HTTP {status}" if status else _cause(error)
                     remedy = f"Fetch {remote.file} by other means and put it at {path}, or name it with --from."
                     check_by = f" Its {remote.checksum.replace(':', ' is ')}." if remote.checksum else ""
-                    raise UserError(f"{remote.address} can't be downloaded ({reason}). {remedy}{check_by}") from None
+                    raise UserError(f"{remote.address} can't be downloaded ({why}). {remedy}{check_by}") from None
                 time.sleep(pause * (attempts - left - 1))
         check(part, remote, record_of(path))
         os.replace(part, path)
@@ -460,7 +460,7 @@ class Public(Pooled):
         except UserError:
             raise
         except _DAMAGED as error:
-            raise UserError(f"{source} is damaged or of no known format ({type(error).__name__}: {error}).") from None
+            raise UserError(f"{source} is damaged or of no known format ({reason(error)}).") from None
 
     @property
     def variant(self) -> str:

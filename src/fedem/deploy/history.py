@@ -133,7 +133,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         *whole, rest = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    lines = [parse_json(text, f"{path}, line {number}", _LINE) for number, text in enumerate(whole, start=1) if text]
+    lines = []
+    for number, text in enumerate(whole, start=1):
+        try:
+            lines += [parse_json(text, f"{path}, line {number}", _LINE)] if text else []
+        except UserError as error:
+            raise UserError(f"{error} Remove that line to go on without it.") from None
     with suppress(UserError):
         lines.append(parse_json(rest, path, _LINE))
     return lines

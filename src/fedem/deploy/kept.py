@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedem.core.errors import UserError, naming
+from fedem.core.errors import UserError, naming, reason
 from fedem.core.files import write_atomically
 from fedem.core.schema import Flag, Listed, Table, Text, Whole, parse_json
 from fedem.core.tree import Tree, add_prefix, take_prefix
@@ -159,7 +159,8 @@ class Kept:
         except FileNotFoundError:
             raise UserError(f"There is no kept file {path}.") from None
         except (OSError, ValueError, SafetensorError) as error:  # a user's error is one of values, too
-            problem = f"The kept file {path} can't be read ({error})"
+            why = str(error) if isinstance(error, UserError) else reason(error)
+            problem = f"The kept file {path} can't be read ({why})"
             raise UserError(f"{problem}; without it the client starts anew.") from None
 
 

@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader
 from torch import Tensor
 
 from fedem.core import VERSION
-from fedem.core.errors import UserError, naming
+from fedem.core.errors import UserError, naming, reason
 from fedem.core.files import write_atomically, write_json
 from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Table, Text, read_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
@@ -145,12 +145,12 @@ def load_exported(path: str | Path, model: ModelSource | None = None, device: st
         hint = " (export it with the format safetensors)" if (folder / _DESCRIPTION).is_file() else ""
         raise UserError(f"There is no exported model in {folder}: {error.filename} is missing{hint}.") from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"The exported model in {folder} can't be read ({type(error).__name__}: {error}).") from None
+        raise UserError(f"The exported model in {folder} can't be read ({reason(error)}).") from None
     except KeyError as error:
         raise UserError(f"{folder / _TENSORS} can't be read: it has no tensor {error}.") from None
     except (TypeError, AttributeError, RuntimeError) as error:  # the last from torch, of absurd sizes
         described = f"{folder / _DESCRIPTION} is not a description of a model"
-        raise UserError(f"{described} ({type(error).__name__}: {error}).") from None
+        raise UserError(f"{described} ({reason(error)}).") from None
     recipe.check_mixture(mixture, folder / _TENSORS)
     components, log_weights = tree_to(mixture.components, recipe.device), mixture.log_weights.to(recipe.device)
     return PersonalModel(recipe.model, Mixture(components, log_weights), recipe.format)

@@ -251,7 +251,7 @@ def _load(path: Path) -> NDArray[np.generic]:
 def _from_matrix(path: Path, matrix: NDArray[np.generic], count: int) -> Edges:
     if (shape := [*matrix.shape]) != [count, count]:
         raise UserError(f"{path} holds a matrix of shape {shape}; allowed: {[count, count]}, a row for each client.")
-    if matrix.dtype.kind == "V":
+    if matrix.dtype.kind not in "biuf":
         raise UserError(f"{path} holds values of type {matrix.dtype}; allowed: 0 and 1, the weights are found.")
     linked = matrix == 1
     if not bool((linked | (matrix == 0)).all()):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedem.core.errors import UserError, counted, notify
+from fedem.core.errors import UserError, counted, notify, reason
 from fedem.core.files import digest, file_digest, plain, remove_leftovers, to_json, write_atomically
 from fedem.core.schema import FILE_NAME, HASH, Flag, Listed, Maybe, Number, Table, Text, Whole, parse_json
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
@@ -75,8 +75,7 @@ def naming_tensors(place: Path) -> Iterator[None]:
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"The tensors in {place} are not those of its run ({why}).") from None
+        raise UserError(f"The tensors in {place} are not those of its run ({reason(error)}).") from None
 
 
 class Loaded(NamedTuple):
@@ -255,7 +254,7 @@ class Checkpoints:
         except FileNotFoundError:
             raise DamagedError(f"{path} is missing.") from None
         except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{path} can't be read: {error}.") from None
+            raise DamagedError(f"{path} can't be read ({reason(error)}).") from None
 
     def problems(self, name: str) -> dict[Path, str]:
         """Return what is wrong with the files of a checkpoint, by file."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
@@ -93,9 +93,11 @@ def _authority(path: Path, key_path: Path) -> tuple[Key, x509.Certificate]:
     try:
         signer = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
+        certificate.verify_directly_issued_by(certificate)  # which reads all of it, and finds any change
+        public = certificate.public_key()
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
         raise UserError(f"{path} and {key_path} can't be read as a certificate and its key.") from None
-    if not isinstance(signer, Key) or signer.public_key() != certificate.public_key():
+    if not isinstance(signer, Key) or signer.public_key() != public:
         raise UserError(f"{key_path} is not the key of {path}.")
     return signer, certificate
 

@@ -24,8 +24,8 @@ from fedem.graphs.weights import Edges, canonical, component_labels
 _Messages = dict[int, list[int]]  # whose models pass, as positions in the cohort, by the other process's rank
 
 
-_CLIENT = Row((Text(".+", "a name"), Whole(least=1), Whole(least=0), Text()))  # name, n_t, rounds done, run
-_NAMES = {"version": Text(), "plan": Text(), "new_run": Text(".+", "a name")}
+_CLIENT = Row((Text("(?s).+", "a name"), Whole(least=1), Whole(least=0), Text()))  # name, n_t, rounds done, run
+_NAMES = {"version": Text(), "plan": Text(), "new_run": Text("(?s).+", "a name")}
 _TOLD = Table(_NAMES | {"met": Flag(), "clients": Listed(_CLIENT)})
 
 
