@@ -78,6 +78,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "runs.checkpoints": ("runs: loaded, predicting, personalised", "runs: gone on with"),
     "runs.config": ("configurations: TOML", "settings given by --set"),
     "runs.folder": ("runs: shown and reported", "runs: gone on with"),
+    "studies.board": ("experiments: notes of the leaderboard",),
     "studies.checking": ("studies: comparison, search, trials, choice, theory",),
     "studies.experiments": ("experiments: TOML",),
     "studies.tuning": ("studies: comparison, search, trials, choice, theory",),

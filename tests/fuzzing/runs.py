@@ -19,7 +19,7 @@ from fedem.runs.checking import check_run
 from fedem.runs.config import Config, parse_assignment, read_toml
 from fedem.runs.folder import Failure, RunFolder
 from fedem.runs.result import Result
-from fedem.studies import checking, experiments
+from fedem.studies import board, checking, experiments
 from fedem.studies.tuning import Trial
 from fuzzing.harness import FolderReader, Reader
 from fuzzing.mutations import (
@@ -128,6 +128,35 @@ class Experiments(Reader):
         return (
             "" if found.seeds >= 1 and found.axes and finite else "It has no seeds or axes, or numbers that are none."
         )
+
+
+class Notes(Reader):
+    title = "experiments: notes of the leaderboard"
+    tree: ClassVar[dict[str, Any]] = {
+        "about": "Two cores.",
+        "partition": {"Here": "Yes."},
+        "why": {"Here": {"FedEM": "Other samples."}},
+        "published": [{"source": "A paper", "partition": "ours", "figures": {"Here": {"Theirs": [1.5]}}}],
+    }  # fmt: skip
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        (folder / "experiment.toml").write_text(
+            'title = "T"\nplace = "P"\nfigures = ["test_accuracy"]\n'
+            'axes.data.Here."data.name" = "synthetic"\naxes.method.FedEM."method.name" = "fedem"\n'
+        )
+        self.experiment = experiments.read(folder)
+
+    def damage(self, draw: Draw) -> str:
+        (self.folder / "notes.toml").write_bytes(damaged_toml(self.tree, draw))
+        return "notes.toml"
+
+    def read(self) -> object:
+        return board.read_notes(self.folder / "notes.toml", self.experiment)
+
+    def judge(self, found: Any) -> str:
+        known = found.partition.keys() | found.why.keys() | found.published.keys() <= {"Here"}
+        return "" if known else "It speaks of data sets that the experiment has not."
 
 
 # --- folders of runs
@@ -382,5 +411,5 @@ class NewRows(Reader):
 
 
 READERS: tuple[type[Reader], ...] = (
-    Configurations, Assignments, Experiments, Loaded, Unlabelled, Reported, Checked, Resumed, Studies, NewRows,
+    Configurations, Assignments, Experiments, Notes, Loaded, Unlabelled, Reported, Checked, Resumed, Studies, NewRows,
 )  # fmt: skip

@@ -105,7 +105,8 @@ class TestFolders:
         """As a deployed server leaves its run: an empty clients.csv, and no word of clients held out."""
         result = trained(tmp_path / "run", "fedem", 0, unseen=0.0)
         summary = {key: value for key, value in result.summary.items() if key != "num_unseen_clients"}
-        replace(result, names=(), clients=[], summary=summary).save(tmp_path / "server")
+        states = {role: replace(state, personal={}) for role, state in result.states.items()}
+        replace(result, names=(), clients=[], summary=summary, states=states).save(tmp_path / "server")
         page = build_page(gather([tmp_path / "server"]))
         assert "Scores against rounds" in page
         assert "Similarity of the components" in page
