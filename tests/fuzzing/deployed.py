@@ -7,7 +7,6 @@ import math
 import shutil
 import struct
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,7 +51,6 @@ from fuzzing.mutations import (
     damaged_cells,
     damaged_json,
     damaged_tensors,
-    damaged_toml,
     flipped,
     pick,
 )
@@ -69,11 +67,6 @@ class Plans(FolderReader):
         sample = write_sample(folder.parent)
         make_plan(sample)[0].save(folder)
         sample.unlink()
-
-    def damaged(self, name: str, content: bytes, draw: Draw) -> bytes:
-        if name.endswith(".toml"):
-            return damaged_toml(tomllib.loads(content.decode()), draw)
-        return super().damaged(name, content, draw)
 
     def read(self) -> object:
         plan = Plan.load(self.folder)
@@ -296,11 +289,6 @@ class Rollbacks(FolderReader):
             there = Deployed(Path(place))
             there.serve()
             shutil.copytree(there.run_folder, folder, dirs_exist_ok=True)
-
-    def damaged(self, name: str, content: bytes, draw: Draw) -> bytes:
-        if name.endswith(".toml"):
-            return damaged_toml(tomllib.loads(content.decode()), draw)
-        return super().damaged(name, content, draw)
 
     def damage(self, draw: Draw) -> str:
         done = super().damage(draw)

@@ -26,7 +26,17 @@ from zlib import crc32
 import numpy as np
 
 from fedem.core.errors import Notice, UserError
-from fuzzing.mutations import Damage, Draw, damaged_cells, damaged_json, damaged_lines, damaged_tensors, flipped, pick
+from fuzzing.mutations import (
+    Damage,
+    Draw,
+    damaged_cells,
+    damaged_json,
+    damaged_lines,
+    damaged_tensors,
+    damaged_toml_text,
+    flipped,
+    pick,
+)
 
 SECONDS = 30  # that reading one input may take, on a busy machine
 BYTES = 4 << 30  # of address space that reading may take beside what the process has
@@ -82,7 +92,7 @@ class FolderReader(Reader):
 
     damages: ClassVar[Mapping[str, Damage]] = {
         ".jsonl": damaged_lines, ".json": damaged_json, ".csv": damaged_cells, ".safetensors": damaged_tensors,
-        "": flipped,
+        ".toml": damaged_toml_text, "": flipped,
     }  # fmt: skip
     touched: ClassVar[tuple[str, ...]] = ("",)
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import struct
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -195,6 +196,11 @@ def damaged_toml(tree: Any, draw: Draw) -> bytes:
             lines.insert(0, f"{toml(str(key))} = {toml(value)}")
     text = "\n".join(lines).encode("utf-8", "surrogatepass")
     return flipped(text, draw) if chance < 0.25 else text
+
+
+def damaged_toml_text(content: bytes, draw: Draw) -> bytes:
+    """The same for a file that is there."""
+    return damaged_toml(tomllib.loads(content.decode()), draw)
 
 
 # --- tables of cells

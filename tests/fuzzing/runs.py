@@ -208,11 +208,6 @@ class RunFiles(FolderReader):
             for role, state in result.states.items()
         }
 
-    def damaged(self, name: str, content: bytes, draw: Draw) -> bytes:
-        if name.endswith(".toml"):
-            return damaged_toml(tomllib.loads(content.decode()), draw)
-        return super().damaged(name, content, draw)
-
     def damage(self, draw: Draw) -> str:
         done = super().damage(draw)
         self.is_forged = "checkpoints" in done and draw.random() < 0.5
