@@ -63,7 +63,7 @@ _SOLVERS = {
 _BATCHINGS = (
     Batching(0, local_epochs=2),
     Batching(1, local_steps=7),
-    Batching(3, local_steps=5),
+    Batching(3, local_steps=5, drop_short=True),
     Batching(4, local_epochs=2),
     Batching(100, local_epochs=3),
 )

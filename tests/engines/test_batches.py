@@ -42,6 +42,18 @@ def test_every_epoch_visits_every_sample_once(sizes: torch.Tensor, batch_size: i
             assert all(len(batch) == min(width, size) for batch in mine[:-1])
 
 
+@given(sizes, st.integers(0, 12), st.integers(1, 3))
+def test_short_batches_may_be_left_out(sizes: torch.Tensor, batch_size: int, epochs: int) -> None:
+    walked = [
+        _walk(_plan(Batching(batch_size, epochs, drop_short=drops), sizes, torch.arange(len(sizes))))
+        for drops in (False, True)
+    ]
+    for size, everything, kept in zip(sizes.tolist(), *walked, strict=True):
+        width = min(batch_size or size, size)
+        assert kept == [batch for batch in everything if len(batch) == width]
+        assert len(kept) == epochs * (size // width)
+
+
 @given(sizes, st.integers(1, 12), st.integers(1, 9))
 def test_steps_are_counted_exactly(sizes: torch.Tensor, batch_size: int, steps: int) -> None:
     plan = _plan(Batching(batch_size, local_steps=steps), sizes, torch.arange(len(sizes)))

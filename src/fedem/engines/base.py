@@ -70,21 +70,30 @@ class Batching(Settings):
         local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller. 0 chooses
             likewise; with a given learning rate it is 1.
         local_steps: when above 0, exactly this many steps instead, passing over the samples as often as that takes.
+        drop_short: leave out the last batch of a pass where it is smaller than the others, as networks want it whose
+            batch normalisation would have the statistics of a few samples. The next pass shuffles anew, so that its
+            samples have their turn. Who has fewer samples than a batch takes them all.
     """
 
     batch_size: int = field(default=128, metadata={"min": -1})
     local_epochs: int = field(default=1, metadata={"min": 0})
     local_steps: int = field(default=0, metadata={"min": 0})
+    drop_short: bool = field(default=False, metadata={"came_later": True})
 
     def widths(self, sizes: Tensor) -> Tensor:
         """Return the size of a full batch of each client, ``[C]``."""
         return sizes if self.batch_size == 0 else sizes.clamp(max=self.batch_size)
 
+    def steps_per_pass(self, sizes: Tensor) -> Tensor:
+        """Return how many batches each client has, ``[C]``."""
+        widths = self.widths(sizes)
+        return sizes // widths if self.drop_short else _ceil_divide(sizes, widths)
+
     def num_steps(self, sizes: Tensor) -> Tensor:
         """Return how many steps each client takes in a round, ``[C]``."""
         if self.local_steps:
             return torch.full_like(sizes, self.local_steps)
-        return self.local_epochs * _ceil_divide(sizes, self.widths(sizes))
+        return self.local_epochs * self.steps_per_pass(sizes)
 
 
 class Work(NamedTuple):
@@ -166,7 +175,7 @@ class BatchPlan:
     def __init__(self, batching: Batching, sizes: Tensor, keys: Tensor, device: torch.device):
         # What decides on shapes stays on the CPU: asking a GPU would wait for all that it has still to do.
         self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
-        self._steps_per_epoch = _ceil_divide(sizes, self._widths)
+        self._steps_per_epoch = batching.steps_per_pass(sizes)
         self.steps = batching.num_steps(sizes)
         self.keys = keys.to(device)
         epochs = _ceil_divide(self.steps, self._steps_per_epoch)

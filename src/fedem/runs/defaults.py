@@ -32,7 +32,7 @@ def settle_batches(batching: Batching, sizes: Tensor, by_data: bool = True) -> B
     was given had larger ones in mind.
 
     >>> settle_batches(Batching(-1, 0), torch.tensor([20, 30, 600]))
-    Batching(batch_size=8, local_epochs=2, local_steps=0)
+    Batching(batch_size=8, local_epochs=2, local_steps=0, drop_short=False)
     """
     if not by_data:
         usual = Batching()

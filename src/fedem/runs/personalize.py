@@ -5,7 +5,7 @@ Shapes: T clients, K starting points of an unseen client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -132,7 +132,8 @@ class Personalizer:
         if not len(able):
             return where, {}, {}
         cohort = Cohort(start.shared, start.reads[able], tree_index(start.personal, where), samples.take(able))
-        work = Work(Batching(self.batching.batch_size, epochs), derive(names[able], FINE_TUNE, self.run.seed), rate)
+        walk = replace(self.batching, local_epochs=epochs, local_steps=0)
+        work = Work(walk, derive(names[able], FINE_TUNE, self.run.seed), rate)
         finished = list(self.engine.train_dealt(algorithm, cohort, work, names[able]))
         order = torch.cat([chunk.positions for chunk in finished]).argsort().to(device)
         _, uploads, personal = zip(*finished, strict=True)

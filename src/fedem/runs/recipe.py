@@ -243,12 +243,15 @@ class Recipe:
         if not self.model.normalises_batches:
             return
         sizes = federation.train.sizes
-        widths = self.config.batching.widths(sizes)
-        lonely = (sizes % widths == 1) | (widths == 1)
+        batching = self.config.batching
+        widths = batching.widths(sizes)
+        alone, left_over = widths == 1, sizes % widths.clamp(min=1) == 1
+        lonely = alone if batching.drop_short else alone | left_over
         if bool(lonely.any()):
-            name = federation.names[int(lonely.nonzero()[0])]
+            which = int(lonely.nonzero()[0])
             mend = "another batching.batch_size is needed, or a model without batch normalisation, which can't take it"
-            raise UserError(f"Client {name!r} would train on a batch of one sample; {mend}.")
+            mend = mend if alone[which] else f"batching.drop_short = true leaves it out; else {mend}"
+            raise UserError(f"Client {federation.names[which]!r} would train on a batch of one sample; {mend}.")
 
     def check_leaves(self, leaves: Mapping[str, list[int]] | None) -> None:
         """Refuse a model with other parameters than those that were trained; what it does with them can't be seen."""
