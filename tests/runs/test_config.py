@@ -18,7 +18,7 @@ from fedem.data import DATA, FromFile, Synthetic
 from fedem.data.partitions import Dirichlet, Natural
 from fedem.engines import Batching
 from fedem.methods import METHODS
-from fedem.models import Linear
+from fedem.models import MLP, MODELS, Linear
 from fedem.models.losses import SquaredError
 from fedem.runs.config import Config, RunSettings
 from fedem.solvers import SGD, Adam, Newton
@@ -123,7 +123,8 @@ class TestPresets:
         write(
             tmp_path / "presets" / "synthetic.toml",
             '[all.run]\nrounds = 11\n[all.solver]\nname = "adam"\nbeta1 = 0.5\n'
-            "[all.schedule]\nlearning_rate = 0.25\n[fedavg.schedule]\nlearning_rate = 0.75\n",
+            "[all.schedule]\nlearning_rate = 0.25\n[fedavg.schedule]\nlearning_rate = 0.75\n"
+            '[all.model]\nname = "mlp"\n[with.mlp.all.model]\nhidden = 7\n[with.mlp.fedavg.schedule]\nlearning_rate = 0.5\n',
         )
         return tmp_path / "presets"
 
@@ -134,11 +135,23 @@ class TestPresets:
 
     @pytest.mark.parametrize(("method", "rate"), [("fedem", 0.25), ("fedavg", 0.75), ("local", 0.25)])
     def test_what_holds_for_one_method_wins(self, presets: Path, method: str, rate: float) -> None:
-        assert Config.build({"method": {"name": method}}).schedule.learning_rate == rate
+        config = Config.build({"method": {"name": method}, "model": {"name": "linear"}})
+        assert config.schedule.learning_rate == rate
+
+    @pytest.mark.parametrize(("method", "rate"), [("fedem", 0.25), ("fedavg", 0.5)])
+    def test_what_holds_with_a_model_wins_where_that_is_the_model(
+        self, presets: Path, method: str, rate: float
+    ) -> None:
+        chosen = {"method": {"name": method}}
+        for layer in ({}, {"model": {"name": "mlp"}}):
+            config = Config.build(chosen, layer)
+            assert config.model == MLP(hidden=7)
+            assert config.schedule.learning_rate == rate
+        assert Config.build(chosen, {"model": {"name": "linear"}}).model == Linear()
 
     def test_the_last_layer_decides_the_method(self, presets: Path) -> None:
         config = Config.build({"method": {"name": "fedem"}}, {"method": {"name": "fedavg"}})
-        assert config.schedule.learning_rate == 0.75
+        assert config.schedule.learning_rate == 0.5
 
     def test_other_data_have_no_preset(self, presets: Path) -> None:
         layer = {"data": {"name": "file", "path": "here.csv"}}
@@ -159,13 +172,21 @@ class TestPresets:
         config = Config.build({"data": {"name": data}, "method": {"name": method}})
         assert (config.name("data"), config.name("method")) == (data, method)
 
+    @pytest.mark.parametrize("model", ["mobilenet_v2", "resnet18", "cnn"])
+    def test_images_may_have_another_model_than_the_presets_with_nothing_left_of_it(self, model: str) -> None:
+        config = Config.build({"data": {"name": "cifar10"}, "model": {"name": model}})
+        assert config.model == MODELS[model]()
+
     def test_every_shipped_preset_is_for_known_data_and_methods(self) -> None:
         for resource in files("fedem.runs.presets").iterdir():
             if resource.name.endswith(".toml"):
                 content = tomllib.loads(resource.read_text(encoding="utf-8"))
                 assert resource.name.removesuffix(".toml") in (*DATA, "default", "own")
-                assert set(content) <= {"all", *METHODS}
-                assert {section for sections in content.values() for section in sections} <= SECTIONS
+                special = content.pop("with", {})
+                assert set(special) <= set(MODELS)
+                for each in (content, *special.values()):
+                    assert set(each) <= {"all", *METHODS}
+                    assert {section for sections in each.values() for section in sections} <= SECTIONS
 
     def test_the_shipped_presets_are_used(self) -> None:
         """What holds for any data, and on top of it what holds for this one."""

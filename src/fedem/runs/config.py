@@ -262,7 +262,7 @@ class Config:
         chosen = overlay({"data": DEFAULTS["data"], "method": DEFAULTS["method"]}, asked)
         method = str(chosen["method"].get("name"))
         find_method(method)
-        ground = _preset(chosen["data"].get("name"), method) if preset else {}
+        ground = _preset(chosen["data"].get("name"), method, chosen.get("model", {}).get("name")) if preset else {}
         solver = chosen.get("solver", {}).get("name", ground.get("solver", {}).get("name"))
         if preset and isinstance(solver, str) and solver in SOLVERS and solver != ground["solver"]["name"]:
             # Learning rates and decays are shipped for one solver and mean nothing to another.
@@ -477,12 +477,18 @@ def route(options: Mapping[str, Any], method: str) -> Sections:
     return chosen
 
 
-def _preset(data: Any, method: str) -> Sections:
-    """Return the shipped settings for a method on a data set: for any data, for a user's own, then for this one."""
+def _preset(data: Any, method: str, model: Any) -> Sections:
+    """Return the shipped settings for a method on a data set: for any data, for a user's own, then for this one.
+
+    What a file has ``with`` a model is for that model alone: weights and rates of one mean nothing to another.
+    """
     layers: list[Layer] = []
     for name in ("default", *(["own"] if data in ("file", GIVEN) else []), data):
         resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
         if resource.is_file():
             content = tomllib.loads(resource.read_text(encoding="utf-8"))
             layers += [content.get("all", {}), content.get(method, {})]
+            chosen = model or overlay(*layers).get("model", {}).get("name")
+            special = content.get("with", {}).get(chosen, {}) if isinstance(chosen, str) else {}
+            layers += [special.get("all", {}), special.get(method, {})]
     return overlay(*layers)
