@@ -31,15 +31,11 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
     },
     "cifar10": {
         "partition": {"share": 0.003, "num_clients": 3},
-        "model": {"name": "efficientnet_lite0", "weights": "imagenet"},
         "batching": {"batch_size": 32},
-        "schedule": {"learning_rate": 0.02},
     },
     "cifar100": {
         "partition": {"num_clients": 3, "samples_per_client": 60},
-        "model": {"name": "efficientnet_lite0", "weights": "imagenet"},
         "batching": {"batch_size": 32},
-        "schedule": {"learning_rate": 0.02},
     },
     "shakespeare": {
         "partition": {"share": 1.0, "max_clients": 3, "min_samples": 1000},
