@@ -13,6 +13,7 @@ from declared import SMALL, declare, nobody_watches
 import fedem
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
+from fedem.report.console import console
 from fedem.report.studies import experiment_markdown
 from fedem.runs.config import Config
 from fedem.runs.rounds import RoundCosts, State, Training
@@ -250,6 +251,15 @@ def test_every_declared_experiment_is_sound_and_has_a_readme(name: str, tmp_path
     assert all(entry.config.run.rounds <= 2 for entry in quick)
     text = (DECLARED / name / "README.md").read_text()
     assert f"fedem experiment run {name}" in text
+
+
+def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "width", 80)
+    code, out, _ = run("experiment", "table", "table2", "--data", "EMNIST", "--experiments", DECLARED)
+    assert code == 0
+    assert "…" not in out
+    words = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert {word for name in find(DECLARED, "table2").axes["method"] for word in name.split()[:1]} <= words
 
 
 @pytest.mark.slow

@@ -392,7 +392,7 @@ def run(
     if len(failed) == len(entries):
         raise UserError(f"No run came to an end. {' '.join(reports.experiment_remarks(experiment, lines))}")
     if not quiet:
-        display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
+        display(*reports.experiment_tables(experiment, lines), *reports.experiment_remarks(experiment, lines))
     _tell_failed(len(failed), len(entries), "run", folder)
     if stopped:
         titles: dict[str, list[str]] = {}  # of the runs with which the same went wrong
@@ -432,7 +432,7 @@ def table(asked: _Asked) -> None:
     """
     experiment, (entries, folder) = asked.experiment, asked.found()
     lines = experiments.tabulate(experiment, entries)
-    display(reports.experiment_table(experiment, lines), *reports.experiment_remarks(experiment, lines))
+    display(*reports.experiment_tables(experiment, lines), *reports.experiment_remarks(experiment, lines))
     say(f"Runs: {folder}")
 
 

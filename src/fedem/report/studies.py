@@ -15,7 +15,7 @@ from fedem.core.errors import UserError, counted
 from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
-from fedem.report.console import Rows, errors, rendered, score_text, simple_table, words
+from fedem.report.console import Rows, console, errors, rendered, score_text, simple_table, words
 from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config, assignment
@@ -69,11 +69,19 @@ def model_in_words(trainer: Trainer) -> str:
 
 
 def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str], whole: str = "") -> Table:
-    """Return a table; columns are aligned to the right but for those in ``left``, and ``whole`` is never wrapped."""
+    """Return a table; columns are aligned to the right but for those in ``left``, and ``whole`` is never wrapped.
+
+    In a narrow terminal those in ``left`` are as wide as their longest word, so that none is cut and taken for another.
+    """
+    rows = list(rows)
     table = simple_table(*headings, rows=rows, title=title, whole=(whole,))
     table.show_edge, table.title_style = False, None
-    for column in table.columns:
-        column.justify = "left" if column.header in left else "right"
+    is_wide = console.measure(table, options=console.options.update(width=1000)).maximum > console.width
+    for index, column in enumerate(table.columns):
+        is_left = column.header in left
+        column.justify = "left" if is_left else "right"
+        if is_left and is_wide and column.header != whole:
+            column.width = max(len(word) for text in (column.header, *(row[index] for row in rows)) for word in text.split())
     return table
 
 
@@ -309,10 +317,19 @@ def status_table(entries: Sequence[Entry]) -> Table:
     return _table("", headings, rows, headings)
 
 
-def experiment_table(experiment: Experiment, lines: Sequence[Line]) -> Table:
-    """Return one row for each choice: ours, the paper's, and the difference."""
+def experiment_tables(experiment: Experiment, lines: Sequence[Line]) -> list[Table]:
+    """Return one row for each choice: ours, the paper's, and the difference.
+
+    Of several axes each choice on the first has a table of its own, which leaves room for the others in a terminal.
+    """
     title = f"{experiment.title} ({experiment.place or 'not in the paper'})"
-    return _table(title, _headings(experiment, lines), _experiment_rows(experiment, lines), experiment.axes)
+    headings, rows = _headings(experiment, lines), list(_experiment_rows(experiment, lines))
+    if len(experiment.axes) == 1:
+        return [_table(title, headings, rows, experiment.axes)]
+    parts: dict[str, list[list[str]]] = {}
+    for label, *cells in rows:
+        parts.setdefault(label, []).append(cells)
+    return [_table(f"{title}: {label}", headings[1:], part, experiment.axes) for label, part in parts.items()]
 
 
 def experiment_markdown(experiment: Experiment, lines: Sequence[Line]) -> str:
