@@ -1,4 +1,4 @@
-"""``python -m benchmarks.published_labels``: the synthetic mixture with labels as the paper's published code leaves them.
+"""``python -m benchmarks.published_labels``: the synthetic mixture with labels as the published code leaves them.
 
 That code draws how many samples n_m a client has of each component, labels the first n_m rows by component m, and never
 moves on: the next component writes over the same rows, and those beyond the largest n_m keep the label 0. Each method

@@ -184,10 +184,10 @@ def test_unknown_kinds_of_batch_norm_refuse_batches_of_one_by_the_clients_name()
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(DIMENSION, 6), Own(6), nn.Linear(6, 1))
 
-    with pytest.raises(UserError, match="Client 'bob' would train on a batch of one sample; batching.drop_short = true"):
+    with pytest.raises(UserError, match="Client 'bob' would train on a batch of one sample; batching"):
         fedem.train(make_federation(sizes=(8, 9)), model=build, batch_size=4, rounds=1)
     fedem.train(make_federation(sizes=(8, 9)), model=build, batch_size=4, rounds=1, drop_short=True, fine_tune_epochs=1)
-    with pytest.raises(UserError, match="Client 'bob' would train on a batch of one sample; another batching.batch_size"):
+    with pytest.raises(UserError, match="Client 'bob' would train on a batch of one sample; another"):
         fedem.train(make_federation(sizes=(8, 1)), model=build, batch_size=4, rounds=1, drop_short=True)
 
 

@@ -124,7 +124,8 @@ class TestPresets:
             tmp_path / "presets" / "synthetic.toml",
             '[all.run]\nrounds = 11\n[all.solver]\nname = "adam"\nbeta1 = 0.5\n'
             "[all.schedule]\nlearning_rate = 0.25\n[fedavg.schedule]\nlearning_rate = 0.75\n"
-            '[all.model]\nname = "mlp"\n[with.mlp.all.model]\nhidden = 7\n[with.mlp.fedavg.schedule]\nlearning_rate = 0.5\n',
+            '[all.model]\nname = "mlp"\n[with.mlp.all.model]\nhidden = 7\n'
+            "[with.mlp.fedavg.schedule]\nlearning_rate = 0.5\n",
         )
         return tmp_path / "presets"
 

@@ -73,15 +73,16 @@ def _table(title: str, headings: Iterable[str], rows: Rows, left: Container[str]
 
     In a narrow terminal those in ``left`` are as wide as their longest word, so that none is cut and taken for another.
     """
-    rows = list(rows)
-    table = simple_table(*headings, rows=rows, title=title, whole=(whole,))
+    lines = [list(row) for row in rows]
+    table = simple_table(*headings, rows=lines, title=title, whole=(whole,))
     table.show_edge, table.title_style = False, None
     is_wide = console.measure(table, options=console.options.update(width=1000)).maximum > console.width
     for index, column in enumerate(table.columns):
         is_left = column.header in left
         column.justify = "left" if is_left else "right"
         if is_left and is_wide and column.header != whole:
-            column.width = max(len(word) for text in (column.header, *(row[index] for row in rows)) for word in text.split())
+            texts = (str(column.header), *(line[index] for line in lines))
+            column.width = max(len(word) for text in texts for word in text.split())
     return table
 
 
