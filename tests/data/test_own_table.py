@@ -107,7 +107,7 @@ def test_names_and_probabilities_must_fit(run: Run, tmp_path: Path, ending: str)
 def test_numbers_come_back_in_their_own_units(run: Run, tmp_path: Path) -> None:
     columns = (*COLUMNS[:-1], "units")
     shops, tomorrow = write_shops(tmp_path / "shops.csv", OLD, columns), write_shops(tmp_path / "t.csv", NEW, columns)
-    code, told, err = run("train", "--data", shops, *NAMED, "units", "--out", tmp_path / "r")
+    code, told, err = run("train", "--data", shops, *NAMED, "units", "--rounds", "40", "--out", tmp_path / "r")
     assert code == 0, err
     assert run("predict", tmp_path / "r", "--data", tomorrow, "--out", tmp_path / "p.csv", "-q")[0] == 0
     rows = read(tmp_path / "p.csv")
@@ -128,7 +128,7 @@ def test_numbers_come_back_in_their_own_units(run: Run, tmp_path: Path) -> None:
 
 def test_newcomers_are_named_and_personalised(run: Run, tmp_path: Path) -> None:
     others = make_shops(20, seed=5, names=("Yves", "Zoe"))
-    train(run, write_shops(tmp_path / "shops.csv", OLD), "sold", tmp_path / "r", "-q")
+    train(run, write_shops(tmp_path / "shops.csv", OLD), "sold", tmp_path / "r", "--rounds", "40", "-q")
     path = write_shops(tmp_path / "others.csv", others)
     code, _, err = run("predict", tmp_path / "r", "--data", path, "--out", tmp_path / "p.csv")
     assert code == 2
