@@ -15,7 +15,10 @@ from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
 from benchmarks.methods import main as time_methods
+from benchmarks.published_labels import published
 from torch import Tensor
+
+from fedem.data import Synthetic
 
 pytestmark = pytest.mark.benchmark
 
@@ -248,3 +251,17 @@ def test_defences_are_timed_and_compared(tmp_path: Path, capsys: pytest.CaptureF
     ]
     assert all(line["round"] > 0 for line in found)
     assert "the same bits" in capsys.readouterr().out
+
+
+def test_labels_as_published_are_of_the_first_rows_and_zero_at_the_end() -> None:
+    """With one component that a client has all of, every row is labelled; else some rows at the end are not."""
+    settings = {"num_clients": 40, "dimension": 20, "noise_scale": 0.0, "num_test": 200, "min_samples": 200}
+    whole = Synthetic(num_components=1, **settings).make(0)
+    shares = [float(each.federation.test.targets.double().mean()) for each in (whole, published(whole, 1))]
+    assert shares == pytest.approx([0.5, 0.5], abs=0.02)
+    mixed = Synthetic(num_components=3, dirichlet=1e6, **settings).make(0)  # a third of each, but for chance
+    drawn, left = (each.federation.test for each in (mixed, published(mixed, 1)))
+    assert torch.equal(left.inputs, drawn.inputs)
+    labels = left.targets.reshape(40, 200).double()
+    assert not labels[:, 100:].any()
+    assert float(labels[:, :50].mean()) == pytest.approx(0.5, abs=0.06)  # of 2,000 rows, five standard deviations
