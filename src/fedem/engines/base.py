@@ -70,9 +70,9 @@ class Batching(Settings):
         local_epochs: passes over the client's samples in a round. The last batch of a pass may be smaller. 0 chooses
             likewise; with a given learning rate it is 1.
         local_steps: when above 0, exactly this many steps instead, passing over the samples as often as that takes.
-        drop_short: leave out the last batch of a pass where it is smaller than the others, as networks want it whose
-            batch normalisation would have the statistics of a few samples. The next pass shuffles anew, so that its
-            samples have their turn. Who has fewer samples than a batch takes them all.
+        drop_short: leave out the last batch of a pass where it is smaller than the others: a few samples have poor
+            statistics for batch normalisation. The next pass shuffles anew, so that all samples have their turn. A
+            client with fewer samples than a batch takes them all.
     """
 
     batch_size: int = field(default=128, metadata={"min": -1})
