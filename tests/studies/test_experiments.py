@@ -108,6 +108,45 @@ def test_runs_that_differ_in_what_unseen_clients_have_train_once(
         assert {k: v for k, v in mine.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
 
 
+def test_what_acts_after_training_needs_none_even_in_a_later_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedAvg+ is FedAvg until it is fine-tuned, and kNN-Per until samples are asked."""
+    text = """
+title = "A small one"
+figures = ["test_accuracy"]
+
+[settings]
+"data.name" = "synthetic"
+"data.num_clients" = 4
+"run.rounds" = 2
+"run.evaluate_every" = 0
+
+[axes.method]
+"FedAvg" = { "method.name" = "fedavg" }
+"FedAvg+" = { "method.name" = "fedavg+" }
+"kNN-Per" = { "method.name" = "fedavg", "run.neighbours" = 2 }
+"""
+    experiment, trained, real = declare(tmp_path, text), list[int](), Training.step
+
+    def step(training: Training, state: State) -> tuple[State, RoundCosts]:
+        trained.append(state.round)
+        return real(training, state)
+
+    monkeypatch.setattr(Training, "step", step)
+    for label in ("FedAvg", "FedAvg+", "kNN-Per"):
+        (entry,) = plan(experiment, tmp_path / "out", [0], {"method": [label]})
+        assert work_off([entry], nobody_watches, SharedData()) == {}
+        (tmp_path / "out" / "damaged").mkdir(exist_ok=True)
+        (tmp_path / "out" / "damaged" / "config.toml").write_text("[run")  # is nobody's business here
+        (tmp_path / "out" / "damaged" / "summary.json").write_text("{}")
+        assert trained == [0, 1], "once for all three"
+        alone = fedem.run(entry.config, entry.config.make_data()).summary
+        del trained[2:]
+        mine = entry.folder.summary() or {}
+        assert mine["test_accuracy"] == alone["test_accuracy"]
+
+
 def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_path: Path) -> None:
     entries = plan(small, tmp_path / "out", [0])
     (tmp_path / "out" / ".claims").mkdir(parents=True)

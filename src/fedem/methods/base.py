@@ -216,6 +216,10 @@ class Method:
         rest = {key: value for key, value in settings.items() if key not in for_mixer}
         return self.algorithm(model, solver, **rest), self.mixer(**for_mixer)
 
+    def trains_as(self, other: "Method") -> bool:
+        """Whether the two differ in their settings alone, as FedAvg and FedAvg+ do."""
+        return all(getattr(self, part) == getattr(other, part) for part in ("algorithm", "mixer", "local_layers"))
+
     def layers_kept(self, asked: str) -> str:
         """Return which layers stay with clients: what a run asks for or, if that is "none", what the row says."""
         return self.local_layers if asked == "none" else asked

@@ -356,6 +356,8 @@ class Config:
         """Whether a run of the other is this one until it is over; scores on the way are part of it."""
         on_the_way = any(map(self.run.is_scored, range(1, self.run.rounds)))
         same = {place for place, where in self.acting_later.items() if where == "unseen" or not on_the_way}
+        if find_method(self.method.name).trains_as(find_method(other.method.name)):
+            same.add("method.name")
         return set(self.differences(other)) <= same
 
     def to_toml(self) -> str:

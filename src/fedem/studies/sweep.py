@@ -26,7 +26,7 @@ from fedem.data.dataset import Dataset
 from fedem.models.metrics import find_metric
 from fedem.runs.config import Config, Layer, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
-from fedem.runs.folder import DIVERGED, Failure, RunFolder
+from fedem.runs.folder import CONFIG, DIVERGED, Failure, RunFolder
 from fedem.runs.rounds import DivergedError
 from fedem.runs.trainer import Listener, Trainer, carry_out
 
@@ -331,7 +331,8 @@ def work_off(
                 with watch(entry) as listener:
                     # What is made at a run's start, such as a graph, was tried when all were checked.
                     trainer = Trainer.prepare(entry.config, dataset, fresh=False)
-                    begun = is_begun(entry, trainer, entries)
+                    beside = (RunFolder(path.parent) for path in entry.folder.path.parent.glob(f"*/{CONFIG}"))
+                    begun = is_begun(entry, trainer, beside)
                     carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
             except DivergedError:  # its folder says so, and the others can go on without it
                 continue
@@ -359,16 +360,23 @@ def check_failed(entries: Iterable[Entry]) -> None:
                 raise UserError(f"{error} It failed; --retry-failed trains it with the settings asked for.") from None
 
 
-def is_begun(entry: Entry, trainer: Trainer, others: Iterable[Entry]) -> bool:
+def is_begun(entry: Entry, trainer: Trainer, others: Iterable[RunFolder]) -> bool:
     """Whether a run can be gone on with; one of the others that is complete and trains alike lends it its training."""
     if entry.folder.exists():
         return True
     for other in others:
-        # Both with what the data decided.
-        if other.is_complete and other.folder.config().trains_as(trainer.config):
-            trainer.take_over(other.folder, entry.folder)
+        if _can_lend(other, trainer.config):
+            trainer.take_over(other, entry.folder)
             return True
     return False
+
+
+def _can_lend(folder: RunFolder, config: Config) -> bool:
+    """Whether a run is complete, has states, and trains as ``config``, both with what the data decided."""
+    try:
+        return folder.summary() is not None and folder.saved.newest() is not None and folder.config().trains_as(config)
+    except UserError:  # it can't be read, which whoever asks for it is told
+        return False
 
 
 def outcomes(entries: Iterable[Entry]) -> dict[tuple[str, ...], dict[int, Record]]:

@@ -431,7 +431,7 @@ def _end(
     if summary is None:
         with _failing(UserError):
             trainer = Trainer.prepare(entry.config, data.of(entry.config), fresh=not entry.folder.exists())
-        begun = sweep.is_begun(entry, trainer, others)
+        begun = sweep.is_begun(entry, trainer, (other.folder for other in others))
         with _failing(DivergedError):
             summary = carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener).summary
     if (failure := entry.failure) is not None:
