@@ -12,8 +12,9 @@ from kept import declare_made_up, keep
 from scipy import stats
 
 from fedem.core.errors import UserError
+from fedem.report.board import board_page
 from fedem.runs.folder import RunFolder
-from fedem.studies.board import Board, Cell, client_scores, gather
+from fedem.studies.board import Board, Cell, Plain, client_scores, gather
 from fedem.studies.experiments import Experiment, kept
 from fedem.studies.sweep import Gap
 
@@ -163,19 +164,36 @@ def test_mistakes_in_notes_are_told(tmp_path: Path, notes: str, message: str) ->
     assert "notes.toml" in str(error.value)
 
 
-def test_what_a_board_can_not_be_made_of_is_told(tmp_path: Path) -> None:
+def test_experiments_on_something_else_are_there_as_their_tables_are(tmp_path: Path) -> None:
     declare_made_up(tmp_path)
     declare_made_up(tmp_path, name="other")
     path = tmp_path / "other/experiment.toml"
-    path.write_text(path.read_text().replace('FedEM = { "method.name" = "fedem" }', "").split("[paper]")[0])
+    text = path.read_text().replace('FedEM = { "method.name" = "fedem" }', "").split("[paper]")[0]
+    path.write_text(text)
     assert gather(tmp_path) == [], "nothing is kept"
     declare_made_up(tmp_path, "about = 'Soon.'")
     (board,) = gather(tmp_path)
+    assert isinstance(board, Board)
     assert (board.about, board.counts) == ("Soon.", (0, 6))
-    with pytest.raises(UserError, match=r"'other' has no method FedEM.*; allowed: made-up"):
-        gather(tmp_path, ["other"])
-    with pytest.raises(UserError, match="has the axes data, share"):
-        gather(EXPERIMENTS, ["unseen_samples"])
+    (other,) = gather(tmp_path, ["other"])
+    assert isinstance(other, Plain)
+    assert (other.lines, other.num_lines) == ([], 4)
+    keep(other.experiment, tmp_path / "other/results", "Here", "FedAvg", [0.625] * 4, 3)
+    both = gather(tmp_path)
+    assert [each.experiment.name for each in both] == ["made-up", "other"], "boards first"
+    page = board_page(both)
+    assert "0 of 6 cells run" in page
+    assert "1 of 4 lines run, by `fedem experiment run other`." in page
+    assert "| Here | FedAvg | 3 | 62.5 |" in page
+    (tmp_path / "other/notes.toml").write_text("about = 'Nobody would see it.'")
+    with pytest.raises(
+        UserError, match=r"notes.toml is of an experiment with the axes data, method; allowed: notes where"
+    ):
+        gather(tmp_path)
+
+
+def test_experiments_that_are_not_there_are_told(tmp_path: Path) -> None:
+    declare_made_up(tmp_path)
     with pytest.raises(UserError, match="Unknown experiment 'table9'"):
         gather(tmp_path, ["table9"])
     with pytest.raises(UserError, match="the experiments are none; allowed: one"):

@@ -6,9 +6,9 @@ from typing import Any
 
 from fedem.core.errors import counted
 from fedem.report.console import rendered
-from fedem.report.studies import figure_heading, gap_text, made_with, markdown_table, spread_text
+from fedem.report.studies import experiment_markdown, figure_heading, gap_text, made_with, markdown_table, spread_text
 from fedem.runs.config import assignment
-from fedem.studies.board import COSTS, DATA, METHOD, REFERENCE, TOLERANCE, Board, Cell, Section
+from fedem.studies.board import COSTS, DATA, METHOD, REFERENCE, TOLERANCE, Board, Cell, Plain, Section
 from fedem.studies.experiments import Experiment, in_percent, metric_of
 from fedem.studies.sweep import reason
 
@@ -16,16 +16,26 @@ _MEGABYTE = 1e6
 _AUTO = "auto"  # the device that is found, and need not be asked for
 
 
-def board_page(boards: Sequence[Board]) -> str:
-    """Return all boards as one page in Markdown."""
+def board_page(found: Sequence[Board | Plain]) -> str:
+    """Return all boards, then all plain tables, as one page in Markdown."""
+    boards = [each for each in found if isinstance(each, Board)]
     run, cells = (sum(each) for each in zip(*(board.counts for board in boards), strict=True)) if boards else (0, 0)
     shown = [
         {"experiment": board.experiment, "about": board.about, "counts": board.counts}
         | {"sections": [_section(board.experiment, section) for section in board.sections]}
         for board in boards
     ]
-    facts = {"reference": REFERENCE, "tolerance": f"{TOLERANCE:g}", "run": run, "cells": cells}
+    plain = [_plain(each) for each in found if isinstance(each, Plain)]
+    facts = {"reference": REFERENCE, "tolerance": f"{TOLERANCE:g}", "run": run, "cells": cells, "plain": plain}
     return rendered("leaderboard.md", boards=shown, **facts).rstrip("\n") + "\n"
+
+
+def _plain(found: Plain) -> dict[str, Any]:
+    return {
+        "experiment": found.experiment,
+        "count": f"{len(found.lines)} of {counted(found.num_lines, 'line')} run",
+        "table": experiment_markdown(found.experiment, found.lines).rstrip("\n") if found.lines else "",
+    }
 
 
 def _section(experiment: Experiment, section: Section) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The leaderboard: what is kept of the paper's tables, each method beside FedEM and beside the paper.
 
 A cell is a method on a data set. It is paired with FedEM's: seed by seed where two or more seeds have both, else client
-by client. Why a cell is not the paper's is a sentence in a file beside the experiment, ``notes.toml``.
+by client. Why a cell is not the paper's is a sentence in a file beside the experiment, ``notes.toml``. Experiments on
+something else, such as the number of components, are there as their tables are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,34 +117,54 @@ class Board:
         return sum(cell.is_run for cell in cells), len(cells)
 
 
-def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> list[Board]:
-    """Read the kept runs of the experiments called ``names`` in ``place``; without names, of all with runs or notes."""
+@dataclass(frozen=True)
+class Plain:
+    """The kept runs of an experiment that does not set methods beside FedEM on data sets."""
+
+    experiment: Experiment
+    lines: Sequence[Line]  # that were run
+    num_lines: int  # ... and all
+
+
+def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> list[Board | Plain]:
+    """Read the kept runs of the experiments called ``names`` in ``place``; without names, of all with runs or notes.
+
+    Boards come first, and what is called a table in the paper before its figures and appendices.
+    """
     check_known("experiment", names, known := experiments.listed(place))
     if out is not None and len(names) != 1:
         given = ", ".join(names) or "none"
         raise UserError(
             f"--out is where the runs of one experiment are, and the experiments are {given}; allowed: one."
         )
-    for name in names:
-        if problem := _unfit(experiments.read(place / name)):
-            raise UserError(f"Experiment {name!r} {problem}; allowed: {', '.join(_suited(place, known)) or 'none'}.")
     belonging = {path.parent.name for kept in (experiments.RESULTS, NOTES) for path in place.glob(f"*/{kept}")}
-    chosen = names or [name for name in _suited(place, known) if name in belonging]
-    return [_board(place / name, out or place / name / experiments.RESULTS) for name in chosen]
+    chosen = [experiments.read(place / name) for name in names or [name for name in known if name in belonging]]
+    found = [
+        (_board if _is_of_methods(each) else _plain)(place / each.name, out or place / each.name / experiments.RESULTS)
+        for each in chosen
+    ]
+    return sorted(found, key=_rank)
 
 
-def _suited(place: Path, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not _unfit(experiments.read(place / name))]
+def _rank(found: Board | Plain) -> tuple[bool, bool, str]:
+    place = found.experiment.place
+    return isinstance(found, Plain), not place.startswith("Table"), place
 
 
-def _unfit(experiment: Experiment) -> str:
-    """Say what a board can't be made of, if so."""
-    if set(experiment.axes) != {DATA, METHOD}:
-        return f"has the axes {', '.join(experiment.axes)}, and a board those of {DATA} and {METHOD}"
-    if REFERENCE not in experiment.axes[METHOD]:
-        return f"has no method {REFERENCE}, which a board compares with"
+def _is_of_methods(experiment: Experiment) -> bool:
+    """Whether it sets methods beside FedEM on data sets, by a score in percent."""
     first = experiment.figures[0]
-    return "" if metric_of(first) and in_percent(first) else f"is of {first}, and a board of a score in percent"
+    has_cells = set(experiment.axes) == {DATA, METHOD} and REFERENCE in experiment.axes[METHOD]
+    return has_cells and metric_of(first) is not None and in_percent(first)
+
+
+def _plain(folder: Path, out: Path) -> Plain:
+    experiment = experiments.read(folder)
+    if (folder / NOTES).exists():
+        axes, allowed = ", ".join(experiment.axes), f"notes where methods are set beside {REFERENCE} on data sets"
+        raise UserError(f"{folder / NOTES} is of an experiment with the axes {axes}; allowed: {allowed}.")
+    lines = tabulate(experiment, experiments.kept(experiment, out))
+    return Plain(experiment, [line for line in lines if line.seeds or line.failed], len(lines))
 
 
 def _board(folder: Path, out: Path) -> Board:
