@@ -31,6 +31,8 @@ from fedem.runs.rounds import Training
 from fedem.runs.trainer import Trainer
 
 REFERENCE = "fedavg"
+LINEAR, LAYERED = "linear", "mlp"  # the second where a method tells layers apart
+TIMED = [name for name in METHODS if name != "fedbn"]  # which takes networks that normalise batches, for images
 _FORWARD = 1 / 3
 """cost of a pass without a gradient: of three matrix products one remains"""
 
@@ -53,9 +55,15 @@ class CountingModel(Model):
         return super().losses(parameters, inputs, targets)
 
 
-def prepare(method: str, dataset: Dataset) -> Training:
+def model_of(method: str) -> str:
+    """Return the model that a method is timed with."""
+    return LAYERED if METHODS[method].needs_layers else LINEAR
+
+
+def prepare(method: str, model: str, dataset: Dataset) -> Training:
     """Prepare a method with the settings shipped for it."""
     given = {"run": {"device": "cpu"}, "data": {"name": "synthetic"}, "method": {"name": method}}
+    given["model"] = {"name": model}
     return Trainer.prepare(Config.build(given), dataset).training
 
 
@@ -85,22 +93,24 @@ def time_rounds(training: Training, effort: Effort) -> Timing:
 def run_all(source: Synthetic, effort: Effort, names: Sequence[str], console: Console) -> dict[str, Any]:
     """Time and count all methods, each beside FedAvg at that moment; print and return the figures."""
     dataset = source.make(SEED)
-    reference = prepare(REFERENCE, dataset)
-    unit = count_gradients(reference, [0])
+    references = {model: prepare(REFERENCE, model, dataset) for model in (LINEAR, LAYERED)}
+    units = {model: count_gradients(reference, [0]) for model, reference in references.items()}
     rounds = range(effort.warm_up, effort.warm_up + effort.repeats)
     disturbance, figures = Disturbance(), {}
     for name in names:
-        training = prepare(name, dataset)
+        model = model_of(name)
+        training = prepare(name, model, dataset)
         state = training.init()
         # Where the number of steps is drawn for each round, all timed rounds are counted.
         varying = (
             training.mixer.plan(state.shared, state.memory, training.round(0, training.sample(0))).num_steps is not None
         )
-        gradients = count_gradients(training, rounds if varying else [0]) / unit
-        beside = time_rounds(reference, effort)
+        gradients = count_gradients(training, rounds if varying else [0]) / units[model]
+        beside = time_rounds(references[model], effort)
         timing = time_rounds(training, effort)
         seconds = sum(timing.repeats) / len(timing.repeats) if varying else timing.median
         figures[name] = {
+            "model": model,
             "seconds": seconds,
             "fedavg_seconds": beside.median,
             "gradients": gradients,
@@ -110,14 +120,16 @@ def run_all(source: Synthetic, effort: Effort, names: Sequence[str], console: Co
     return {"environment": environment(), "methods": figures, "cores_busy_with_others": disturbance.cores()}
 
 
-def _print(console: Console, figures: dict[str, dict[str, float]]) -> None:
+def _print(console: Console, figures: dict[str, dict[str, Any]]) -> None:
     table = Table(title="A round beside FedAvg's, per gradient", box=box.ASCII2, title_justify="left")
     table.add_column("method")
+    table.add_column("model")
     for heading in ("seconds", "FedAvg's", "gradients", "ratio"):
         table.add_column(heading, justify="right")
     for name, row in figures.items():
         table.add_row(
             name,
+            row["model"],
             f"{row['seconds']:.4f}",
             f"{row['fedavg_seconds']:.4f}",
             f"{row['gradients']:.2f}",
@@ -130,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print and, if asked, write the figures to a file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run on tiny data; its figures mean nothing")
-    parser.add_argument("--methods", default=",".join(METHODS), help="only these, separated by commas")
+    parser.add_argument("--methods", default=",".join(TIMED), help="only these, separated by commas")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
     source = Synthetic(num_validation=0, num_test=0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers import advance, distance, make_training
+from torch import Tensor
 
+from fedem.core.tree import Tree
 from fedem.data.federation import Federation
 from fedem.engines import Batching, OneByOne, Stacked
 from fedem.engines.device import products
@@ -89,3 +92,30 @@ def test_loop_equals_stacked(name: str, device: str, dtype: torch.dtype, toleran
         apart = (leaf - states[1].shared[name]).abs() / leaf.abs().clamp(min=1)
         assert float(apart.max()) < tolerance
     assert distance(replace(states[0], shared={}), replace(states[1], shared={})) < tolerance
+
+
+def test_components_of_a_network_are_trained_in_turn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution keeps the cores busy by itself; stacked ones take longer, and give the same."""
+    federation, passes, real, states = _federation("cnn"), list[None](), Model.training_losses, []
+
+    def counted(model: Model, *arguments: Any) -> tuple[Tensor, Tree]:
+        passes.append(None)
+        return real(model, *arguments)
+
+    monkeypatch.setattr(Model, "training_losses", counted)
+    for is_large, passes_a_step in ((True, 2), (False, 1)):
+        monkeypatch.setattr(Model, "is_large", is_large)
+        model = Model(partial(MODELS["cnn"]().build, SHAPES["cnn"], 3), CrossEntropy(), torch.float64)
+        training = make_training(
+            "fedem",
+            federation,
+            model=model,
+            engine=OneByOne(),
+            batching=Batching(batch_size=5),
+            schedule=Constant(0.001),
+            num_components=2,
+        )
+        passes.clear()
+        states.append(advance(training, 1))
+        assert len(passes) == 3 * passes_a_step, "nine samples and five, in batches of five"
+    assert distance(*states) < 1e-9

@@ -10,15 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import attacks, busy, components, defences, images, many_clients, neighbours, plain_loop, tables
+from benchmarks import (
+    attacks,
+    busy,
+    components,
+    defences,
+    images,
+    many_clients,
+    methods,
+    neighbours,
+    plain_loop,
+    published_labels,
+    tables,
+)
 from benchmarks.__main__ import QUICK, TITLES, main
 from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
-from benchmarks.methods import main as time_methods
-from benchmarks.published_labels import published
 from torch import Tensor
 
 from fedem.data import Synthetic
+from fedem.methods import METHODS
 
 pytestmark = pytest.mark.benchmark
 
@@ -114,13 +125,22 @@ def test_both_loops_pass_over_every_sample_once() -> None:
 
 def test_every_method_is_timed_beside_its_gradients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    time_methods(["--quick", "--methods", "fedavg,fedem,pfedme,ditto,ifca,l2sgd", "--out", str(out)])
+    methods.main(["--quick", "--methods", "fedavg,fedem,pfedme,ditto,ifca,l2sgd,fedem-heads", "--out", str(out)])
     figures = json.loads(out.read_text())["methods"]
     # M gradients and M passes alone; five inner steps; two models; K passes and one gradient.
     counted = {name: figures[name]["gradients"] for name in ("fedavg", "fedem", "pfedme", "ditto", "ifca")}
     assert counted == pytest.approx({"fedavg": 1, "fedem": 4, "pfedme": 5, "ditto": 2, "ifca": 2})
+    assert {figures[name]["model"] for name in counted} == {"linear"}
+    assert figures["fedem-heads"]["model"] == "mlp"
     assert all(math.isfinite(number) and number > 0 for number in numbers(figures))
     assert "gradients" in capsys.readouterr().out
+
+
+def test_every_method_that_is_to_be_timed_can_be() -> None:
+    dataset = Synthetic(num_clients=3, dimension=4, max_samples=60, num_validation=0, num_test=0).make(0)
+    for name in methods.TIMED:
+        methods.prepare(name, methods.model_of(name), dataset)
+    assert {*METHODS} - {*methods.TIMED} == {"fedbn"}
 
 
 def test_ways_of_waiting_are_timed_beside_competitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,11 +152,11 @@ def test_ways_of_waiting_are_timed_beside_competitors(tmp_path: Path, capsys: py
     assert "competitors" in capsys.readouterr().out
 
 
-def test_images_are_timed_stacked_and_in_a_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_timed_one_by_one_and_in_a_plain_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     images.main(["--quick", "--device", "cpu", "--out", str(out)])
     figures = json.loads(out.read_text())
-    assert set(figures["rounds"]) == {"stacked, float32", images.PLAIN}
+    assert set(figures["rounds"]) == {"one by one, float32", images.PLAIN}
     for row in figures["rounds"].values():
         assert all(math.isfinite(number) and number > 0 for number in numbers(row))
         assert row["images_per_second"] * row["seconds"] == pytest.approx(figures["data"]["num_images"])
@@ -188,7 +208,7 @@ def test_every_table_says_how_it_is_made_and_is_the_same_again() -> None:
 @pytest.mark.parametrize(("name", "broken"), [("responsibilities", not_a_number), ("MOMENTUM", 0.0)])
 def test_agreement_on_images_catches_a_broken_loop(monkeypatch: pytest.MonkeyPatch, name: str, broken: object) -> None:
     monkeypatch.setattr(images, name, broken)
-    with pytest.raises(DisagreementError, match="plain loop and the stacked engine differ"):
+    with pytest.raises(DisagreementError, match="plain loop and fedem's engine differ"):
         images.check_agreement(torch.device("cpu"))
 
 
@@ -257,11 +277,22 @@ def test_labels_as_published_are_of_the_first_rows_and_zero_at_the_end() -> None
     """With one component that a client has all of, every row is labelled; else some rows at the end are not."""
     settings = {"num_clients": 40, "dimension": 20, "noise_scale": 0.0, "num_test": 200, "min_samples": 200}
     whole = Synthetic(num_components=1, **settings).make(0)
-    shares = [float(each.federation.test.targets.double().mean()) for each in (whole, published(whole, 1))]
+    shares = [
+        float(each.federation.test.targets.double().mean()) for each in (whole, published_labels.published(whole, 1))
+    ]
     assert shares == pytest.approx([0.5, 0.5], abs=0.02)
     mixed = Synthetic(num_components=3, dirichlet=1e6, **settings).make(0)  # a third of each, but for chance
-    drawn, left = (each.federation.test for each in (mixed, published(mixed, 1)))
+    drawn, left = (each.federation.test for each in (mixed, published_labels.published(mixed, 1)))
     assert torch.equal(left.inputs, drawn.inputs)
     labels = left.targets.reshape(40, 200).double()
     assert not labels[:, 100:].any()
     assert float(labels[:, :50].mean()) == pytest.approx(0.5, abs=0.06)  # of 2,000 rows, five standard deviations
+
+
+@pytest.mark.parametrize(("table", "paper"), [("table2", "74.7 / 66.7"), ("table3", "73.0 / 74.1")])
+def test_both_kinds_of_labels_stand_beside_the_paper(
+    table: str, paper: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published_labels.main([f"--table={table}", "--seeds=1", "--rounds=1", "--clients=10", "--test=20"])
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| FedEM |"))
+    assert row.endswith(f"| {paper} |")

@@ -145,6 +145,7 @@ figures = ["test_accuracy"]
         del trained[2:]
         mine = entry.folder.summary() or {}
         assert mine["test_accuracy"] == alone["test_accuracy"]
+        assert entry.departures == {}, "what the data decided, such as the loss, is none"
 
 
 def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_path: Path) -> None:

@@ -314,12 +314,10 @@ class Model:
     def over_components(
         self, function: Callable[..., Any], in_dims: tuple[int | None, ...], one_by_one: bool = False
     ) -> Callable[..., Any]:
-        """Return a step of one component as one of M stacked ones, by vmap where the module allows it.
+        """Return a step of one component as one of M stacked ones, by vmap where the module allows it and it pays.
 
         ``in_dims`` says for each argument whether it is stacked (0) or common to all components (None).
         """
-        if not one_by_one and self.not_stackable is None:
-            return vmap(function, in_dims=in_dims)
 
         def loop(*arguments: Any) -> Any:
             pairs = list(zip(arguments, in_dims, strict=True))
@@ -327,7 +325,11 @@ class Model:
             each = ([x if dim is None else pytree_map(itemgetter(m), x) for x, dim in pairs] for m in components)
             return pytree_map(lambda *leaves: torch.stack(leaves), *(function(*own) for own in each))
 
-        return loop
+        def either(*arguments: Any) -> Any:
+            on_cpu = tree_leaves(arguments[in_dims.index(0)])[0].device.type == "cpu"
+            return (loop if on_cpu and self.is_large else vmap(function, in_dims=in_dims))(*arguments)
+
+        return loop if one_by_one or self.not_stackable is not None else either
 
     def check(self, inputs: Tensor, targets: Tensor) -> None:
         """Try a few samples; refuse a module whose output does not fit the loss or the inputs."""

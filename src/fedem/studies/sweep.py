@@ -69,10 +69,11 @@ class Entry(NamedTuple):
         """What the run was made with in place of the settings planned, by ``section.key``; None: it lacks that key."""
         if not self.folder.exists():
             return {}
-        made = self.folder.config().sections
-        # Nobody sets the hash: it is found, and says who owns which samples.
-        places = (place for place in self.folder.departures(self.config) if place != "run.partition_hash")
-        return {place: made[place.partition(".")[0]].get(place.partition(".")[2]) for place in places}
+        made = self.folder.config()
+        # Nobody sets what the data decided, such as the hash that says who owns which samples.
+        planned = self.config.settled_like(made)
+        places = (place for place in self.folder.departures(planned) if place != "run.partition_hash")
+        return {place: made.sections[place.partition(".")[0]].get(place.partition(".")[2]) for place in places}
 
     @property
     def clients_key(self) -> tuple[Any, ...]:
