@@ -180,6 +180,7 @@ def test_a_plan_from_before_a_section_or_a_setting_came_is_read_and_keeps_its_ha
     assert (old["config"]["data"].pop("max_memory"), old["config"]["data"].pop("clip_outliers")) == (0.0, False)
     assert old["config"]["run"].pop("keep_momentum") is False
     assert old["config"]["batching"].pop("drop_short") is False
+    assert old["config"]["method"].pop("own_speed") == 1
     assert Plan(plan.config.replace("data", clip_outliers=True), plan.format).fingerprint != plan.fingerprint
     digest = hashlib.blake2b(json.dumps(old, sort_keys=True).encode(), digest_size=16)
     assert Plan.from_json(old).fingerprint == plan.fingerprint == digest.hexdigest()

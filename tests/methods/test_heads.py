@@ -35,7 +35,7 @@ from fedem.models import Model
 from fedem.models.losses import Logistic
 from fedem.runs import measures
 from fedem.runs.rounds import Training
-from fedem.solvers import SGD
+from fedem.solvers import SGD, Newton
 
 SIZES = (7, 4, 12)
 PLAIN = SGD(0.0, momentum=0.0)
@@ -121,11 +121,37 @@ def test_equal_heads_leave_the_body_to_all_samples() -> None:
     torch.testing.assert_close(moves.sum(1), way)
 
 
+def test_equal_heads_at_the_pace_of_their_number_are_fedavg() -> None:
+    """Each has 1/M of all samples, and M times its gradient: so body and heads are a single model's, round by round."""
+    heads = _training(num_components=3, own_speed=3.0, initial_weights="uniform")
+    plain = _training("fedavg")
+    start = heads.init()
+    equal = {name: leaf[:, :1].repeat_interleave(leaf.shape[1], 1) for name, leaf in start.shared.items()}
+    one = replace(plain.init(), shared={name: leaf[:, 0] for name, leaf in equal.items()})
+    moved, single = advance(heads, 3, replace(start, shared=equal)), advance(plain, 3, one)
+    for name, leaf in single.shared.items():
+        torch.testing.assert_close(moved.shared[name], leaf[:, None].expand_as(moved.shared[name]))
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "message"),
+    [
+        ("fedem", {}, "method.own_speed is 3.0, but components share no layers; allowed: 1, or method.shared_layers"),
+        ("fedem-heads", {"solver": Newton()}, "at different speeds, but Newton takes its own steps; allowed: solvers"),
+        ("bfedem", {"solver": Newton(), "shared_layers": "body", "own_speed": 1.0}, "is 'body' for Balanced FedEM, by"),
+    ],
+)
+def test_speeds_that_would_mean_nothing_are_refused(method: str, how: dict[str, Any], message: str) -> None:
+    training = _training(method, **{"own_speed": 3.0} | how)
+    with pytest.raises(UserError, match=message):
+        training.algorithm.check(training.federation.train.inputs[:5])
+
+
 @pytest.mark.parametrize("build", [_build, _normalised], ids=["plain", "normalised"])
 @pytest.mark.parametrize(
     ("method", "how"),
     [
-        ("fedem-heads", {}),
+        ("fedem-heads", {"own_speed": 2.5}),
         ("fedem", {"shared_layers": "0"}),
         ("bfedem", {"shared_layers": "body"}),
         ("dfedem", {"shared_layers": "body"}),

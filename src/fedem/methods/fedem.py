@@ -47,6 +47,8 @@ class FedEM(Surrogate):
         shared_layers: layers that the components have in common, with commas between: "body" for all but the last one,
             which leaves M heads on one network; "50%" for the first half; or names of layers and parameters, in which *
             stands for anything. "none": components are whole models, as in the paper.
+        own_speed: where layers are shared, what the gradients of the others are multiplied by. A component's own layers
+            learn from its share of the samples, 1/M on average; so with M they keep pace with the shared ones.
         initial_weights: "random" draws each client's mixture weights uniformly from the simplex, as the paper does;
             "uniform" starts all at 1/M.
         sharpness: s, the power that likelihoods have in the responsibilities. 1 is the paper's; smaller ones let the
@@ -67,6 +69,7 @@ class FedEM(Surrogate):
     initial_components: int = field(default=8, metadata={"min": 1})
     least_gain: float = field(default=0.01, metadata={"min": 0})
     shared_layers: str = field(default=NONE_SHARED, metadata={"each": str.strip})
+    own_speed: float = field(default=1.0, metadata={"above": 0, "came_later": True})
     initial_weights: str = field(default="random", metadata={"choices": ("random", "uniform")})
     sharpness: float = field(default=1.0, metadata={"above": 0})
     unseen_prior: float = field(default=1.0, metadata={"min": 0, "acts": "scores"})
@@ -175,7 +178,13 @@ class FedEM(Surrogate):
 
     def speeds(self, local: Local, batch: Batch) -> Tensor:
         """What the gradients of each component's own leaves are multiplied by, ``[M]``."""
-        return torch.ones_like(local.personal["log_weights"])
+        return torch.full_like(local.personal["log_weights"], self.own_speed)
+
+    def check_speeds(self, said: str) -> None:
+        """Refuse solvers that would minimise a function, where layers have speeds of their own and there is none."""
+        if not self.solver.obeys_rate:
+            taken = f"but {type(self.solver).__name__} takes its own steps"
+            raise UserError(f"{said}, by which layers step at different speeds, {taken}; allowed: solvers sgd and adam.")
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
@@ -193,6 +202,11 @@ class FedEM(Surrogate):
 
         Layers must be there to be shared, and statistics of a shared layer must be those of shared inputs.
         """
+        if self.own_speed != 1:
+            said = f"method.own_speed is {self.own_speed}"
+            if not self.common:
+                raise UserError(f"{said}, but components share no layers; allowed: 1, or method.shared_layers.")
+            self.check_speeds(said)
         if self.common <= self.model.trainable or self.model.not_stackable is not None:
             return
         shared, key = tree_to(self.init_shared(0), inputs.device), torch.tensor(0, device=inputs.device)
@@ -225,7 +239,7 @@ class BalancedFedEM(FedEM):
         So a batch with most of a component's responsibilities never counts for more than a mean over samples.
         """
         here = (batch.samples["log_responsibilities"].exp() * batch.weights).sum(1)
-        return 1 / torch.maximum(self._mass(local), here)
+        return super().speeds(local, batch) / torch.maximum(self._mass(local), here)
 
     def _mass(self, local: Local) -> Tensor:
         """The client's mixture weights ``[M]``, as they are divided by."""
@@ -242,9 +256,8 @@ class BalancedFedEM(FedEM):
 
     def check(self, inputs: Tensor) -> None:
         """With shared layers, no one function is minimised: they step on all samples, the others on their own share."""
-        if self.common and not self.solver.obeys_rate:
-            said = f"method.shared_layers is {self.shared_layers!r}, but Balanced FedEM's steps then follow gradients"
-            raise UserError(f"{said}, and {type(self.solver).__name__} takes its own; allowed: solvers sgd and adam.")
+        if self.common:
+            self.check_speeds(f"method.shared_layers is {self.shared_layers!r} for Balanced FedEM")
         super().check(inputs)
 
 
