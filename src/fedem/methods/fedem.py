@@ -184,7 +184,9 @@ class FedEM(Surrogate):
         """Refuse solvers that would minimise a function, where layers have speeds of their own and there is none."""
         if not self.solver.obeys_rate:
             taken = f"but {type(self.solver).__name__} takes its own steps"
-            raise UserError(f"{said}, by which layers step at different speeds, {taken}; allowed: solvers sgd and adam.")
+            raise UserError(
+                f"{said}, by which layers step at different speeds, {taken}; allowed: solvers sgd and adam."
+            )
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
