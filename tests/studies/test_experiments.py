@@ -14,7 +14,7 @@ import fedem
 from fedem.core.errors import UserError
 from fedem.methods import METHODS
 from fedem.report.console import console
-from fedem.report.studies import experiment_markdown
+from fedem.report.studies import experiment_markdown, experiments_table
 from fedem.runs.config import Config
 from fedem.runs.rounds import RoundCosts, State, Training
 from fedem.studies.experiments import (
@@ -279,6 +279,16 @@ def test_a_label_with_an_equals_sign_has_settings_of_its_own(tmp_path: Path) -> 
     experiment = declare(tmp_path, SMALL.replace("fast = {", '"rate = 0.5" = {').replace("/ fast", "/ rate = 0.5"))
     shared, own = sort_settings(experiment, ["rate = 0.5:run.rounds=3", "run.evaluate_every=4"])
     assert (shared, own) == ([{"run": {"evaluate_every": 4}}], {"rate = 0.5": [{"run": {"rounds": 3}}]})
+
+
+def test_a_list_of_experiments_fills_the_width_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_width", 80)
+    with console.capture() as captured:
+        console.print(experiments_table([find(DECLARED, name) for name in listed(DECLARED)]))
+    lines = captured.get().splitlines()
+    assert max(len(line.rstrip()) for line in lines) > 70
+    for name in listed(DECLARED):
+        assert any(line.split()[:1] == [name] for line in lines)
 
 
 @pytest.mark.parametrize("name", listed(DECLARED))

@@ -297,12 +297,13 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
 
 def experiments_table(experiments: Sequence[Experiment]) -> Table:
     """Return one row per experiment."""
-    headings, rows = ("name", "in the paper", "what", "runs"), []
+    headings, rows = ("name", "what, and where in the paper"), []
     for experiment in experiments:
         sizes = " x ".join(f"{len(choices)} {axis}" for axis, choices in experiment.axes.items())
         runs = f"{sizes} x {counted(experiment.seeds, 'seed')}"
-        rows.append((experiment.name, experiment.place, experiment.title, runs))
-    return _table("", headings, rows, headings, "name")
+        place = f"{experiment.place}: " if experiment.place else ""
+        rows.append((experiment.name, f"{place}{experiment.title} ({runs})"))
+    return simple_table(*headings, rows=rows, whole=("name",))
 
 
 def status_table(entries: Sequence[Entry]) -> Table:
