@@ -49,7 +49,7 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
     return {
         "data": section.data,
         "count": f"{run} of {counted(len(section.cells), 'cell')} run",
-        "table": markdown_table(headings, rows, [METHOD]),
+        "table": markdown_table(headings, rows, [METHOD]) if run else [],
         "partition": section.partition,
         "sentences": list(_sentences(figures, section)),
         "published": [
