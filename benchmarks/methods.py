@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fedem.runs.trainer import Trainer
 
 REFERENCE = "fedavg"
 LINEAR, LAYERED = "linear", "mlp"  # the second where a method tells layers apart
+MODELS: dict[str, dict[str, Any]] = {LINEAR: {}, LAYERED: {"hidden": 20, "layers": 1}}
 TIMED = [name for name in METHODS if name != "fedbn"]  # which takes networks that normalise batches, for images
 _FORWARD = 1 / 3
 """cost of a pass without a gradient: of three matrix products one remains"""
@@ -63,7 +64,7 @@ def model_of(method: str) -> str:
 def prepare(method: str, model: str, dataset: Dataset) -> Training:
     """Prepare a method with the settings shipped for it."""
     given = {"run": {"device": "cpu"}, "data": {"name": "synthetic"}, "method": {"name": method}}
-    given["model"] = {"name": model}
+    given["model"] = {"name": model, **MODELS[model]}
     return Trainer.prepare(Config.build(given), dataset).training
 
 
@@ -90,15 +91,16 @@ def time_rounds(training: Training, effort: Effort) -> Timing:
     return measure(advance, effort)
 
 
-def run_all(source: Synthetic, effort: Effort, names: Sequence[str], console: Console) -> dict[str, Any]:
+def run_all(source: Synthetic, efforts: Mapping[str, Effort], names: Sequence[str], console: Console) -> dict[str, Any]:
     """Time and count all methods, each beside FedAvg at that moment; print and return the figures."""
     dataset = source.make(SEED)
     references = {model: prepare(REFERENCE, model, dataset) for model in (LINEAR, LAYERED)}
     units = {model: count_gradients(reference, [0]) for model, reference in references.items()}
-    rounds = range(effort.warm_up, effort.warm_up + effort.repeats)
     disturbance, figures = Disturbance(), {}
     for name in names:
         model = model_of(name)
+        effort = efforts[model]
+        rounds = range(effort.warm_up, effort.warm_up + effort.repeats)
         training = prepare(name, model, dataset)
         state = training.init()
         # Where the number of steps is drawn for each round, all timed rounds are counted.
@@ -146,10 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
     source = Synthetic(num_validation=0, num_test=0)
-    effort = Effort(20, 30)  # recordings are made on the way
+    effort = {LINEAR: Effort(20, 30), LAYERED: Effort(5, 8)}  # recordings are made on the way
     if options.quick:
         source = Synthetic(num_clients=5, dimension=6, max_samples=200, num_validation=0, num_test=0)
-        effort = Effort(1, 2)
+        effort = dict.fromkeys(effort, Effort(1, 2))
     figures = run_all(source, effort, options.methods.split(","), Console(highlight=False))
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
