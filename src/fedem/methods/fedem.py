@@ -180,14 +180,6 @@ class FedEM(Surrogate):
         """What the gradients of each component's own leaves are multiplied by, ``[M]``."""
         return torch.full_like(local.personal["log_weights"], self.own_speed)
 
-    def check_speeds(self, said: str) -> None:
-        """Refuse solvers that would minimise a function, where layers have speeds of their own and there is none."""
-        if not self.solver.obeys_rate:
-            taken = f"but {type(self.solver).__name__} takes its own steps"
-            raise UserError(
-                f"{said}, by which layers step at different speeds, {taken}; allowed: solvers sgd and adam."
-            )
-
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return Mixture(shared, personal["log_weights"])
 
@@ -208,7 +200,9 @@ class FedEM(Surrogate):
             said = f"method.own_speed is {self.own_speed}"
             if not self.common:
                 raise UserError(f"{said}, but components share no layers; allowed: 1, or method.shared_layers.")
-            self.check_speeds(said)
+            if not self.solver.follows_gradients:
+                taken = f"{type(self.solver).__name__}'s steps are not as long as gradients are"
+                raise UserError(f"{said}, by which gradients are multiplied, and {taken}; allowed: solver sgd.")
         if self.common <= self.model.trainable or self.model.not_stackable is not None:
             return
         shared, key = tree_to(self.init_shared(0), inputs.device), torch.tensor(0, device=inputs.device)
@@ -258,8 +252,9 @@ class BalancedFedEM(FedEM):
 
     def check(self, inputs: Tensor) -> None:
         """With shared layers, no one function is minimised: they step on all samples, the others on their own share."""
-        if self.common:
-            self.check_speeds(f"method.shared_layers is {self.shared_layers!r} for Balanced FedEM")
+        if self.common and not self.solver.obeys_rate:
+            said = f"method.shared_layers is {self.shared_layers!r}, but Balanced FedEM's steps then follow gradients"
+            raise UserError(f"{said}, and {type(self.solver).__name__} takes its own; allowed: solvers sgd and adam.")
         super().check(inputs)
 
 

@@ -332,8 +332,8 @@ def work_off(
                 with watch(entry) as listener:
                     # What is made at a run's start, such as a graph, was tried when all were checked.
                     trainer = Trainer.prepare(entry.config, dataset, fresh=False)
-                    beside = (RunFolder(path.parent) for path in entry.folder.path.parent.glob(f"*/{CONFIG}"))
-                    begun = is_begun(entry, trainer, beside)
+                    beside = sorted(entry.folder.path.parent.glob(f"*/{CONFIG}"))
+                    begun = is_begun(entry, trainer, (RunFolder(path.parent) for path in beside))
                     carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
             except DivergedError:  # its folder says so, and the others can go on without it
                 continue
