@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -74,19 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drawn = Synthetic(num_clients=given.clients, num_test=given.test).make(seed)
         left = published(drawn, seed)
         zeros.append([float((each.federation.test.targets == 0).double().mean()) for each in (drawn, left)])
-        entries = experiments.plan(experiment, Path("runs"), [seed], {"data": [DATA], "method": methods})
+        with TemporaryDirectory() as nowhere:  # no run is written, nor one taken for it
+            entries = experiments.plan(experiment, Path(nowhere), [seed], {"data": [DATA], "method": methods})
         for entry in entries:
             config = entry.config.replace("run", rounds=given.rounds, evaluate_every=0)
-            for name, dataset in (("drawn", drawn), ("left", left)):
+            for kind, dataset in (("drawn", drawn), ("left", left)):
                 summary = dict(run(config, dataset).summary)
-                figures = [100 * (figure_of(summary, figure) or 0) for figure in experiment.figures]
-                found.setdefault((entry.labels["method"], name), []).append(figures)
-                print(f"{entry.title}, {name}: {_cell(figures)}", flush=True)
+                figures = [
+                    100 * value for name in experiment.figures if (value := figure_of(summary, name)) is not None
+                ]
+                assert len(figures) == len(experiment.figures)
+                found.setdefault((entry.labels["method"], kind), []).append(figures)
+                print(f"{entry.title}, {kind}: {_cell(figures)}", flush=True)
     shares = " and ".join(f"{100 * share:.0f}%" for share in np.mean(zeros, axis=0))
     print(f"\n{', '.join(experiment.figures)}, %. Labels that are 0: {shares}.\n")
     print("| | labels drawn for all rows | as published | the paper |\n| --- | ---: | ---: | ---: |")
     for method in methods:
-        ours = [np.mean(found[method, name], axis=0) for name in ("drawn", "left")]
+        ours = [np.mean(found[method, kind], axis=0) for kind in ("drawn", "left")]
         paper = experiment.paper[SLASH.join((DATA, method))]
         print(f"| {method} | {' | '.join(map(_cell, (*ours, paper)))} |")
 
