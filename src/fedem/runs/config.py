@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
@@ -486,11 +486,19 @@ def _preset(data: Any, method: str, model: Any) -> Sections:
     """
     layers: list[Layer] = []
     for name in ("default", *(["own"] if data in ("file", GIVEN) else []), data):
-        resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
-        if resource.is_file():
-            content = tomllib.loads(resource.read_text(encoding="utf-8"))
+        for content in _shipped(name):
             layers += [content.get("all", {}), content.get(method, {})]
             chosen = model or overlay(*layers).get("model", {}).get("name")
             special = content.get("with", {}).get(chosen, {}) if isinstance(chosen, str) else {}
             layers += [special.get("all", {}), special.get(method, {})]
     return overlay(*layers)
+
+
+def _shipped(name: Any) -> Iterator[dict[str, Any]]:
+    """Return a preset's file, if there is one, after the one that it is ``like``."""
+    resource = files("fedem.runs").joinpath("presets", f"{name}.toml")
+    if resource.is_file():
+        content = tomllib.loads(resource.read_text(encoding="utf-8"))
+        if "like" in content:
+            yield from _shipped(content["like"])
+        yield content
