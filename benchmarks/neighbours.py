@@ -18,7 +18,7 @@ from fedem.data.dataset import Dataset
 from fedem.data.files import from_frame
 from fedem.data.synthetic import Synthetic
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.neighbours import Neighbours, choose_weights, features_of, losses_by_weight, predict, scale_of
+from fedem.runs.neighbours import Neighbours, choose_weights, features_of, losses_by_weight, scale_of, with_votes
 from fedem.runs.trainer import Progress, Trainer
 
 STRENGTHS = (0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 1e9)
@@ -57,9 +57,7 @@ def validation_losses(data: str, method: str, number: int, rounds: int) -> list[
             mixture = found.of(trainer.recipe.algorithm, position)
             features = features_of(own, mixture, inputs)
             near = Neighbours(features, targets, scale_of(features), 1.0, number)
-            predictions = predict(own, mixture, asked)
-            votes = near.vote(own, features_of(own, mixture, asked), predictions.shape[1])
-            losses.append(losses_by_weight(own, predictions, votes, wanted))
+            losses.append(losses_by_weight(own, *with_votes(own, mixture, asked, near), wanted))
     return losses
 
 

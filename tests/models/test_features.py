@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from fedem.core.errors import UserError
+from fedem.core.tree import tree_stack
 from fedem.models import LSTM, MLP, Linear, Model
+from fedem.models.base import component_of
 from fedem.models.losses import CrossEntropy
 
 
@@ -65,6 +67,37 @@ def test_features_depend_on_the_body_alone() -> None:
     assert torch.equal(model.features(other, inputs), before)
     body = {name: leaf if name in head else leaf + 1 for name, leaf in parameters.items()}
     assert not torch.equal(model.features(body, inputs), before)
+
+
+def test_a_last_normalisation_gets_what_the_convolution_before_it_makes() -> None:
+    """To score, the two are folded into one layer; the features are those of the network as it was built."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    model = Model(build, CrossEntropy(), torch.float64)
+    assert model.head_layer == "1"
+    parameters, inputs = model.init(0), _samples((2, 5, 5), torch.float64)
+    parameters["1.running_mean"] += 2
+    outputs, features = model.outputs_and_features(parameters, inputs)
+    expected = torch.conv2d(inputs, parameters["0.weight"], parameters["0.bias"])
+    torch.testing.assert_close(features, expected.flatten(1))
+    torch.testing.assert_close(outputs, model.outputs(parameters, inputs))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("case", ["cnn", "mlp"])
+def test_components_seen_together_are_those_seen_alone(case: str, *, shared: bool) -> None:
+    _, spec, loss, shape, dtype, outputs = CASES[case]
+    model = Model(lambda: spec.build(shape, outputs), loss)
+    components, inputs = tree_stack([model.init(seed) for seed in range(3)]), _samples(shape, dtype)
+    if shared:
+        components = {name: leaf[:1] if name in model.body else leaf for name, leaf in components.items()}
+    together = model.component_outputs_and_features(components, inputs)
+    for m in range(3):
+        alone = model.outputs_and_features(component_of(components, m), inputs)
+        for some, own in zip(together, alone, strict=True):
+            torch.testing.assert_close(some[m], own, rtol=1e-4, atol=1e-5)
 
 
 class _Bypassed(nn.Module):

@@ -207,14 +207,21 @@ class Model:
 
         Where that layer is the first one, these are the inputs.
         """
+        return self.outputs_and_features(parameters, inputs)[1]
+
+    def outputs_and_features(self, parameters: Tree, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`outputs` and :meth:`features`, ``[n, K]`` and ``[n, F]``, by one pass."""
         given: list[Any] = []
 
         def notice(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             given.extend((*arguments, *named.values())[:1])
 
-        hook = self.evaluation.get_submodule(self.head_layer).register_forward_pre_hook(notice, with_kwargs=True)
+        # A layer that is folded into the one before gets something else than it got.
+        has_head = all(fold.normalisation != self.head_layer for fold in self._folds)
+        module = self._scoring if has_head else self.evaluation
+        hook = module.get_submodule(self.head_layer).register_forward_pre_hook(notice, with_kwargs=True)
         try:
-            self.unfolded_outputs(parameters, inputs)
+            outputs = (self.outputs if has_head else self.unfolded_outputs)(parameters, inputs)
         finally:
             hook.remove()
         found = given[-1] if given else None
@@ -224,7 +231,7 @@ class Model:
                 f"The model's last trained layer, {self.head_layer!r}, gets {got} for {counted(len(inputs), 'sample')}"
             )
             raise UserError(f"{said}; allowed for features: a layer that is called with [n, ...].")
-        return found.flatten(1).to(self.dtype)
+        return outputs, found.flatten(1).to(self.dtype)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
@@ -274,6 +281,10 @@ class Model:
         A leaf with one row is common to all M. What it does to the inputs is done once.
         """
         return self.each_component(components, self.outputs, self.is_large)(inputs)
+
+    def component_outputs_and_features(self, components: Tree, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return also what their last layers get, ``[M, n, F]``; likewise."""
+        return self.each_component(components, self.outputs_and_features, self.is_large)(inputs)
 
     def component_losses(self, components: Tree, inputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of each sample under each of M models, ``[M, n]``; likewise."""

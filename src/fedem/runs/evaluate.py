@@ -24,7 +24,7 @@ from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import METRICS, Metric, find_metric, known_metric
-from fedem.runs.neighbours import PREDICT_ROWS, Memory, Neighbours, features_of, predict
+from fedem.runs.neighbours import PREDICT_ROWS, Memory, Neighbours, predict, seen
 from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
@@ -121,12 +121,17 @@ def _judge(
     To the loss neighbours are one more component. ``own`` ``[n]`` are the places of the samples among those that the
     client remembers, if they are some of them: a sample is not its own neighbour.
     """
-    outputs = model.component_outputs(mixture.components, inputs)
+    if neighbours is None or not neighbours.is_heard(own):
+        outputs, features = model.component_outputs(mixture.components, inputs), None
+    elif own is None:
+        outputs, features = seen(model, mixture, inputs)
+    else:
+        outputs, features = model.component_outputs(mixture.components, inputs), neighbours.features[own]
     losses = vmap(model.loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
     predictions = mix(model.loss.probabilities(outputs), mixture.log_weights)
     per_sample = {"loss": negative_log_likelihood(losses, mixture.log_weights)}
-    if neighbours is not None and neighbours.is_heard(own):
-        votes = neighbours.vote(model, features_of(model, mixture, inputs), predictions.shape[1], own)
+    if neighbours is not None and features is not None:
+        votes = neighbours.vote(model, features, predictions.shape[1], own)
         both = torch.stack([per_sample["loss"], model.loss.surprise(votes, targets)])
         shares = predictions.new_tensor([1 - neighbours.weight, neighbours.weight])
         per_sample["loss"] = negative_log_likelihood(both, shares.log())

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedem.core.em import mix
 from fedem.data.samples import Samples
 from fedem.methods.base import Mixture
-from fedem.models.base import Model, component_of
+from fedem.models.base import Model
 from fedem.runs.rounds import State
 
 PREDICT_ROWS = 1 << 13  # samples that a model predicts at once
@@ -111,24 +111,44 @@ def features_of(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
     So a squared distance is the mean of the components' squared distances by their weights, and a component that has no
     weight does not count. ``[n, ...] -> [n, F]``.
     """
-    roots = (mixture.log_weights / 2).exp()
+    return torch.cat([seen(model, mixture, some).features for some in inputs.split(PREDICT_ROWS)])
+
+
+class Seen(NamedTuple):
+    """What a client's models make of n samples."""
+
+    outputs: Tensor  # [M, n, K], of each component
+    features: Tensor  # [n, F], of all together
+
+
+def seen(model: Model, mixture: Mixture, inputs: Tensor) -> Seen:
+    """Let a mixture of models look at samples once; the features are those of :func:`features_of`."""
+    outputs, features = model.component_outputs_and_features(mixture.components, inputs)
     if all(len(mixture.components[name]) == 1 for name in model.body):
         # All components have the same features, and their weights sum to one.
-        roots = torch.ones_like(roots[:1])
-    pieces = []
-    for some in inputs.split(PREDICT_ROWS):
-        own = (root * model.features(component_of(mixture.components, m), some) for m, root in enumerate(roots))
-        pieces.append(torch.cat(list(own), 1))
-    return torch.cat(pieces)
+        return Seen(outputs, features[0])
+    roots = (mixture.log_weights / 2).exp()
+    return Seen(outputs, (roots[:, None, None] * features).transpose(0, 1).flatten(1))
 
 
 def predict(model: Model, mixture: Mixture, inputs: Tensor, neighbours: Neighbours | None = None) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed, and its neighbours'. [n, K]."""
-    outputs = (model.component_outputs(mixture.components, some) for some in inputs.split(PREDICT_ROWS))
-    found = torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
     if neighbours is None or not len(inputs):
-        return found
-    return neighbours.mixed(found, neighbours.vote(model, features_of(model, mixture, inputs), found.shape[1]))
+        outputs = (model.component_outputs(mixture.components, some) for some in inputs.split(PREDICT_ROWS))
+        return torch.cat([mix(model.loss.probabilities(each), mixture.log_weights) for each in outputs])
+    found, votes = with_votes(model, mixture, inputs, neighbours)
+    return neighbours.mixed(found, votes)
+
+
+def with_votes(model: Model, mixture: Mixture, inputs: Tensor, neighbours: Neighbours) -> tuple[Tensor, Tensor]:
+    """Return one client's predictions and its neighbours', ``[n, K]`` each."""
+    pairs = []
+    for some in inputs.split(PREDICT_ROWS):
+        outputs, features = seen(model, mixture, some)
+        found = mix(model.loss.probabilities(outputs), mixture.log_weights)
+        pairs.append((found, neighbours.vote(model, features, found.shape[1])))
+    predictions, votes = zip(*pairs, strict=True)
+    return torch.cat(predictions), torch.cat(votes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,9 +256,7 @@ def scale_of(features: Tensor) -> float:
 
 def _losses_by_weight(model: Model, mixture: Mixture, alone: Neighbours, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the summed losses of a client's samples by lambda, ``[L]``."""
-    predictions = predict(model, mixture, inputs)
-    votes = alone.vote(model, features_of(model, mixture, inputs), predictions.shape[1])
-    return losses_by_weight(model, predictions, votes, targets).sum(1)
+    return losses_by_weight(model, *with_votes(model, mixture, inputs, alone), targets).sum(1)
 
 
 def losses_by_weight(model: Model, predictions: Tensor, votes: Tensor, targets: Tensor) -> Tensor:
