@@ -4,7 +4,7 @@ That code draws how many samples n_m a client has of each component, labels the 
 moves on: the next component writes over the same rows, and those beyond the largest n_m keep the label 0. Each method
 is trained on the samples drawn as the paper says and on the same ones with such labels, with the settings shipped. The
 methods and the paper's figures are those of ``experiments/table2``, or of another experiment: ``--table table3`` for
-clients held out, ``mocha`` or ``decentralised``.
+clients held out, ``mocha``, ``decentralised`` or ``time_constrained``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published_labels", description=__doc__)
     parser.add_argument("--table", default="table2", help="which experiment")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, help="as many as the experiment has by default")
     parser.add_argument("--clients", type=int, default=300)
     parser.add_argument("--test", type=int, default=5000, help="test samples of each client")
     given = parser.parse_args(arguments)
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with TemporaryDirectory() as nowhere:  # no run is written, nor one taken for it
             entries = experiments.plan(experiment, Path(nowhere), [seed], {"data": [DATA], "method": methods})
         for entry in entries:
-            config = entry.config.replace("run", rounds=given.rounds, evaluate_every=0)
+            rounds = given.rounds or entry.config.run.rounds
+            config = entry.config.replace("run", rounds=rounds, evaluate_every=0)
             for kind, dataset in (("drawn", drawn), ("left", left)):
                 summary = dict(run(config, dataset).summary)
                 figures = [
