@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import fedem
 from fedem.core.tree import tree_index
 from fedem.engines import Batching, OneByOne, Stacked
 from fedem.methods import METHODS
+from fedem.report.console import remarks
 from fedem.runs.personalize import Personalizer
 from fedem.runs.rounds import Training
 from fedem.runs.trainer import reassess
@@ -139,6 +141,37 @@ def test_a_run_fine_tunes_at_the_rate_it_is_told() -> None:
     plain = loss(fine_tune_epochs=0)
     assert loss(fine_tune_rate=1e-12) == pytest.approx(plain, rel=1e-9)
     assert loss() < plain - 1e-3
+
+
+@pytest.mark.parametrize(
+    ("method", "rate", "is_worse"), [("fedavg", 1e-9, False), ("fedavg", 1000.0, True), ("fedem", 1000.0, True)]
+)
+def test_a_run_says_what_fine_tuning_brought(method: str, rate: float, *, is_worse: bool) -> None:
+    """What it was before is what the same training has without fine-tuning."""
+    data = {**SMALL, "num_validation": 40}
+
+    def scored(**settings: float) -> dict[str, Any]:
+        run = {"rounds": 3, "dtype": "float64"} | settings
+        config = fedem.Config.build({"method": {"name": method}, "data": data, "run": run})
+        return dict(fedem.run(config, config.data.make(0)).summary)
+
+    plain, tuned = scored(), scored(fine_tune_epochs=1, fine_tune_rate=rate)
+    before, after = plain["validation_accuracy"], tuned["validation_accuracy"]
+    assert tuned["fine_tuning"] == {"epochs": 1, "rate": rate, "validation_accuracy_before": before}
+    (said,) = (line for line in remarks(tuned) if line.startswith("Fine-tuning at the rate"))
+    assert f"{before:.4f} before, {after:.4f} after." in said
+    assert ("By that it does harm" in said) == is_worse == (after < before)
+    assert "fine_tuning" not in plain
+    assert not any("Fine-tuning" in line for line in remarks(plain))
+
+
+def test_without_validation_samples_there_is_no_telling_what_fine_tuning_brought() -> None:
+    run = {"rounds": 2, "fine_tune_epochs": 1}
+    sections = {"method": {"name": "perfedavg", "inner_rate": 0.05}, "data": {**SMALL, "num_validation": 0}, "run": run}
+    config = fedem.Config.build(sections)
+    summary = fedem.run(config, config.data.make(0)).summary
+    assert summary["fine_tuning"] == {"epochs": 1, "rate": 0.05}
+    assert not any("Fine-tuning" in line for line in remarks(summary))
 
 
 def test_local_clients_fine_tune_their_own_models() -> None:

@@ -122,7 +122,7 @@ class Node:
     def fit(self, shared: Tree) -> Tree:
         """Return the personal tree of a client that never trained, fitted beside ``shared``."""
         # What fine-tuning makes belongs to a predictor, not to what is kept.
-        plain = replace(self._personalizer, run=replace(self.plan.config.run, fine_tune_epochs=0))
+        plain = self._personalizer.untuned
         with torch.no_grad(), self.plan.products():
             found = plain.personalize(State(0, self._one(shared), {}), self._own.train, self._own.keys)
         return tree_index(found.personal, 0)

@@ -95,6 +95,18 @@ class Personalizer:
     def _tuning(self) -> FineTuned:
         return FineTuned.of(self.algorithm)
 
+    @property
+    def tuning_rate(self) -> float:
+        """The learning rate of fine-tuning: the run's, or else the method's own, or else that of the first round."""
+        setting = self.algorithm.fine_tune_setting
+        own_rate = float(getattr(self.algorithm, setting)) if setting else -1.0
+        return float(self.run.fine_tune_rate) or (own_rate if own_rate >= 0 else self.learning_rate)
+
+    @property
+    def untuned(self) -> Personalizer:
+        """The same without fine-tuning."""
+        return replace(self, run=replace(self.run, fine_tune_epochs=0))
+
     def predictors(self, state: State, federation: Federation, took_part: Tensor | None = None) -> Predictors:
         """Return the predictors of a run's clients; ``took_part`` ``[T]`` says who has trained, None that all have.
 
@@ -141,11 +153,8 @@ class Personalizer:
 
     def _fine_tuned(self, start: Predictors, samples: Samples, keys: Tensor, epochs: int) -> Predictors:
         """Return each client's own tree, fine-tuned on its samples; those without samples keep theirs."""
-        setting = self.algorithm.fine_tune_setting
-        own_rate = float(getattr(self.algorithm, setting)) if setting else -1.0
-        own, rate = Predictors.apart(start.own, start.personal), self.run.fine_tune_rate
-        rate = rate or (own_rate if own_rate >= 0 else self.learning_rate)
-        where, shared, personal = self._train(self._tuning, own, samples, keys, epochs, rate)
+        own = Predictors.apart(start.own, start.personal)
+        where, shared, personal = self._train(self._tuning, own, samples, keys, epochs, self.tuning_rate)
         return own._replace(shared=_put(own.shared, where, shared), personal=_put(own.personal, where, personal))
 
     def personalize(

@@ -607,7 +607,7 @@ class Trainer:
         weights = found["last"].log_weights(algorithm)
         memory = found["last"].memory
         summary = self._summary(progress, found["last"], scores) | name_weights(self._of_honest(weights))
-        summary |= name_memory(memory) | self._harm(found["last"])
+        summary |= name_memory(memory) | self._harm(found["last"]) | self._tuning(progress.state)
         hostile = None if self.attackers is None else self.attackers.are
         clients = client_rows("train", federation.names, scores["last"], weights, memory, hostile)
         statistics = self.statistics(progress) if run.unlabelled else {}
@@ -643,6 +643,20 @@ class Trainer:
         return Result(
             self.recipe, states, federation.names, summary, history, clients, origin, tuned, memories, statistics
         )
+
+    def _tuning(self, state: State) -> Record:
+        """Say how clients fine-tuned and, by validation, how good they were before; nothing where they did not."""
+        if not self.config.run.fine_tune_epochs:
+            return {}
+        known: Record = {"epochs": self.config.run.fine_tune_epochs, "rate": self.personalizer.tuning_rate}
+        samples, metric = self.federation.validation, self.recipe.metrics[0]
+        if len(samples):
+            with torch.no_grad():
+                found = self.personalizer.untuned.predictors(state, self.federation, self._took_part(state))
+            honest = None if self.attackers is None else self.attackers.honest
+            how = (self.recipe.algorithm, self.engine, found, samples, (metric,), self.federation.train.sizes)
+            known[f"validation_{metric.name}_before"] = evaluate_part(*how, counted=honest).average
+        return {"fine_tuning": known}
 
     def _harm(self, found: Predictors) -> Record:
         """Say how many clients are hostile and, where they want labels of their own given, how often they get them."""
