@@ -20,8 +20,9 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts" / "keep", tmp_path / "scripts")
     (tmp_path / "experiments" / "mine" / "experiment.toml").touch()
     finished = tmp_path / "runs" / "first_seed0"
-    for name in ("summary.json", "config.toml", "metrics.jsonl"):
+    for name in ("summary.json", "config.toml"):
         (finished / name).write_text(name)
+    (finished / "metrics.jsonl").write_text('{"round": 1, "seconds": 1}\n{"round": 2, "test_loss": 1}\n')
     (tmp_path / "runs" / "second_seed0" / "config.toml").touch()
     rows = [
         "client,role,train_samples,test_loss",
@@ -45,6 +46,15 @@ def test_a_finished_run_is_kept_with_figures_of_nine_digits(project: Path) -> No
     *_, first, second = (kept / "first_seed0" / "clients.csv").read_text().splitlines()
     assert first == '"0123456789.75, b",train,1234567890123,0.123456789'
     assert second == "x,unseen,3,"
+
+
+def test_rounds_are_kept_where_their_scores_make_a_curve(project: Path) -> None:
+    metrics = project / "runs" / "first_seed0" / "metrics.jsonl"
+    lines = ['{"round": 1, "train_loss": 2}', '{"round": 2, "seconds": 1}', '{"round": 3, "train_loss": 1}']
+    metrics.write_text("\n".join(lines) + "\n")
+    assert _keep(project, "mine", "runs").returncode == 0
+    kept = project / "experiments" / "mine" / "results" / "first_seed0" / "metrics.jsonl"
+    assert kept.read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize(
