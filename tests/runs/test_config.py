@@ -179,15 +179,28 @@ class TestPresets:
         assert config.model == MODELS[model]()
 
     def test_every_shipped_preset_is_for_known_data_and_methods(self) -> None:
-        for resource in files("fedem.runs.presets").iterdir():
-            if resource.name.endswith(".toml"):
-                content = tomllib.loads(resource.read_text(encoding="utf-8"))
-                assert resource.name.removesuffix(".toml") in (*DATA, "default", "own")
-                special = content.pop("with", {})
-                assert set(special) <= set(MODELS)
-                for each in (content, *special.values()):
-                    assert set(each) <= {"all", *METHODS}
-                    assert {section for sections in each.values() for section in sections} <= SECTIONS
+        shipped = {
+            resource.name.removesuffix(".toml"): tomllib.loads(resource.read_text(encoding="utf-8"))
+            for resource in files("fedem.runs.presets").iterdir()
+            if resource.name.endswith(".toml")
+        }
+        likes = {content.pop("like") for content in shipped.values() if "like" in content}
+        assert likes <= set(shipped)
+        assert set(shipped) <= {*DATA, "default", "own", *likes}
+        for content in shipped.values():
+            special = content.pop("with", {})
+            assert set(special) <= set(MODELS)
+            for each in (content, *special.values()):
+                assert set(each) <= {"all", *METHODS}
+                assert {section for sections in each.values() for section in sections} <= SECTIONS
+
+    def test_a_preset_lies_on_top_of_the_one_it_is_like(self) -> None:
+        ten, hundred = (
+            Config.build({"data": {"name": name}, "method": {"name": "fedem"}}) for name in ("cifar10", "cifar100")
+        )
+        assert ten.model == hundred.model
+        assert ten.schedule.learning_rate == hundred.schedule.learning_rate == 0.01
+        assert (ten.name("partition"), hundred.name("partition")) == ("dirichlet", "pachinko")
 
     def test_the_shipped_presets_are_used(self) -> None:
         """What holds for any data, and on top of it what holds for this one."""
