@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from torch import library
 
 try:
-    import torchvision  # noqa: F401  # to see whether it loads: fluke imports it
+    import_module("torchvision")  # which fluke imports
 except RuntimeError:
     # Its compiled part is for another build of torch. fluke needs only the rest, which asks for these names alone.
     _NAMES = library.Library("torchvision", "DEF")

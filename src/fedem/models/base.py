@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import combinations
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from textwrap import shorten
 from typing import Any
 
@@ -217,11 +217,11 @@ class Model:
             given.extend((*arguments, *named.values())[:1])
 
         # A layer that is folded into the one before gets something else than it got.
-        has_head = all(fold.normalisation != self.head_layer for fold in self._folds)
-        module = self._scoring if has_head else self.evaluation
+        is_there = all(fold.normalisation != self.head_layer for fold in self._folds)
+        module = self._scoring if is_there else self.evaluation
         hook = module.get_submodule(self.head_layer).register_forward_pre_hook(notice, with_kwargs=True)
         try:
-            outputs = (self.outputs if has_head else self.unfolded_outputs)(parameters, inputs)
+            outputs = (self.outputs if is_there else self.unfolded_outputs)(parameters, inputs)
         finally:
             hook.remove()
         found = given[-1] if given else None
@@ -395,10 +395,12 @@ def rebuilder(source: nn.Module) -> Builder:
             so = "so components could not start differently; pass a function that builds the module instead"
             raise UserError(f"{said}, {so}.")
 
+    afresh = methodcaller("reset_parameters")
+
     def rebuild() -> nn.Module:
         module = deepcopy(source)
         for name in own:
-            module.get_submodule(name).reset_parameters()  # type: ignore[operator]  # its presence is checked above
+            afresh(module.get_submodule(name))
         return module
 
     return rebuild

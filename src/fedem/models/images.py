@@ -306,7 +306,9 @@ class _Joined(nn.Sequential):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, C', H', W']``."""
-        outputs = super().forward(inputs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        outputs = inputs
+        for layer in self:
+            outputs = layer(outputs)
         return inputs + outputs if self.joined else outputs
 
 

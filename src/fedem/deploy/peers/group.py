@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in its list
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
-from fedem.deploy.peers.meeting import open_store
+from fedem.deploy.peers.meeting import join_store, open_store
 
 _LONGEST = 1 << 30  # bytes of what a process says of its clients
 
@@ -31,10 +30,9 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         with _loss_noticed():
-            limit = timedelta(seconds=timeout)
             # The first opens the store, perhaps while the others wait for it.
-            first = self.rank == 0
-            store = open_store(host, port, timeout) if first else TCPStore(host, port, is_master=False, timeout=limit)
+            store = (join_store if self.rank else open_store)(host, port, timeout)
+            limit = timedelta(seconds=timeout)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -112,6 +112,11 @@ def open_store(host: str, port: int, seconds: float = 300.0) -> Any:
     return TCPStore(host, chosen, is_master=True, wait_for_workers=False, master_listen_fd=file, timeout=timeout)
 
 
+def join_store(host: str, port: int, seconds: float) -> Any:
+    """Join the store that another process opens; torch's error when it is not there in time."""
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+
+
 def make_key(folder: Path) -> None:
     """Write a new key into the folder of a plan; only this user may read it."""
     descriptor = os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
