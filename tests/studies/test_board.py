@@ -123,14 +123,18 @@ def test_a_cell_differs_from_the_paper_by_more_than_a_point_in_any_figure(made_u
 
 def test_runs_of_other_settings_are_shown_with_them(made_up: Experiment, tmp_path: Path) -> None:
     keep(made_up, tmp_path / "out", "Here", "FedEM", [0.5] * 4, run_rounds=9, run_device="cuda", run_chunk_size=7)
-    keep(made_up, tmp_path / "out", "Here", "FedAvg", [0.5] * 4, seed=3)
+    keep(made_up, tmp_path / "out", "Here", "FedAvg", [0.5] * 4, seed=3, run_fine_tune_rate=0.2)
     entries = kept(made_up, tmp_path / "out", only={"data": ["Here"]})
     found = {entry.labels["method"]: entry for entry in entries}
     assert found["FedEM"].departures == {"run.rounds": 9}, "where and how it is worked off does not matter"
-    assert (found["FedAvg"].departures, found["FedAvg"].seed) == ({}, 3)
+    assert (found["FedAvg"].departures, found["FedAvg"].seed) == ({}, 3), "its clients don't fine-tune, at whatever rate"
     assert not found["Local"].is_complete
     seldom = kept(made_up, tmp_path / "out", [0], {"method": ["FedAvg"]})
     assert not any(entry.is_complete for entry in seldom), "with this seed it was not run"
+    tuned = {"run_fine_tune_epochs": 1, "run_fine_tune_rate": 0.2}
+    keep(made_up, tmp_path / "out", "Here", "Local", [0.5] * 4, **tuned)
+    (local,) = kept(made_up, tmp_path / "out", only={"data": ["Here"], "method": ["Local"]})
+    assert local.departures == {"run.fine_tune_epochs": 1, "run.fine_tune_rate": 0.2}
 
 
 def test_seeds_of_different_settings_make_no_mean(made_up: Experiment, tmp_path: Path) -> None:
