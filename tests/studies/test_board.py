@@ -127,7 +127,9 @@ def test_runs_of_other_settings_are_shown_with_them(made_up: Experiment, tmp_pat
     entries = kept(made_up, tmp_path / "out", only={"data": ["Here"]})
     found = {entry.labels["method"]: entry for entry in entries}
     assert found["FedEM"].departures == {"run.rounds": 9}, "where and how it is worked off does not matter"
-    assert (found["FedAvg"].departures, found["FedAvg"].seed) == ({}, 3), "its clients don't fine-tune, at whatever rate"
+    assert (found["FedAvg"].departures, found["FedAvg"].seed) == ({}, 3), (
+        "its clients don't fine-tune, at whatever rate"
+    )
     assert not found["Local"].is_complete
     seldom = kept(made_up, tmp_path / "out", [0], {"method": ["FedAvg"]})
     assert not any(entry.is_complete for entry in seldom), "with this seed it was not run"
