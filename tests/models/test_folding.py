@@ -1,6 +1,8 @@
-"""In evaluation mode a convolution and its normalisation are one convolution."""
+"""A convolution and its normalisation are one in evaluation mode; fixed statistics and a rectifier always."""
 
 from __future__ import annotations
+
+from copy import deepcopy
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from torch.func import vmap
 from fedem.core.tree import tree_stack
 from fedem.models import MODELS
 from fedem.models.base import Model, leaves_of
-from fedem.models.folding import find_folds
+from fedem.models.folding import find_folds, join_activations
+from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy
+from fedem.models.normalisation import FixedBatchNorm, normalised_by
+from fedem.models.stackable import make_stackable
 
 
 def _settled(module: nn.Module) -> nn.Module:
@@ -36,6 +41,25 @@ def test_shipped_networks_put_out_the_same_with_all_folded(name: str) -> None:
     state = {name: leaf.detach() for name, leaf in leaves_of(plain).items()}
     with torch.no_grad():
         torch.testing.assert_close(model.outputs(state, inputs), plain(inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "joined"), [("mobilenet_v2", 35), ("efficientnet_lite0", 33), ("resnet18", 1)])
+def test_networks_whose_rectifiers_are_joined_are_the_same(name: str, joined: int) -> None:
+    """Of ResNet-18 only the stem's rectifier is called once."""
+    plain = _settled(normalised_by("fixed", MODELS[name]().build((3, 32, 32), 4)))
+    other = join_activations(deepcopy(plain))
+    layers = [part for part in other.modules() if isinstance(part, FixedBatchNorm)]
+    assert sum(part.bounds[0] == 0 for part in layers) == joined
+    inputs, slopes = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0)), []
+    for network in (plain, other):
+        make_stackable(network).train()
+        with training_pass(None, torch.zeros((), dtype=torch.int64)):
+            slopes.append(torch.autograd.grad(network(inputs).square().sum(), list(network.parameters())))
+    torch.testing.assert_close(slopes[0], slopes[1])
+    model = Model(lambda: deepcopy(other), CrossEntropy())
+    assert len(find_folds(model.evaluation)) == len(layers)
+    with torch.no_grad():
+        torch.testing.assert_close(model.outputs(leaves_of(other), inputs), plain.eval()(inputs), rtol=1e-4, atol=1e-4)
 
 
 class _Own(nn.Module):

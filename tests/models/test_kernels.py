@@ -23,6 +23,7 @@ from fedem.engines.device import products
 from fedem.models import convolutions, kernels, layers
 from fedem.models.base import Model
 from fedem.models.convolutions import Geometry, Pair, StackableConv2d
+from fedem.models.folding import join_activations
 from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy
 from fedem.models.normalisation import normalised_by
@@ -192,9 +193,16 @@ def test_a_normalisation_is_torchs_over_the_rows_that_count(padded: bool, affine
             torch.testing.assert_close(after[name][model], leaf, **CLOSE)
 
 
-def test_a_normalisation_by_fixed_statistics_is_torchs_in_evaluation() -> None:
-    layer = make_stackable(normalised_by("fixed", nn.Sequential(nn.BatchNorm2d(3)))).to(DEVICE).train()
-    models, inputs, outer = 4, 2 * _draw(4, 5, 3, 2, 2) + 3, _draw(4, 5, 3, 2, 2, seed=2)
+# What is put out lies around 3 and spreads as far; 50 samples are more rows than a program passes over.
+@pytest.mark.parametrize("samples", [5, 50])
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.ReLU(), nn.ReLU6()])
+def test_a_normalisation_by_fixed_statistics_is_torchs_in_evaluation(
+    activation: nn.Module, samples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_tile", lambda rows, columns: (8, 2))
+    network = normalised_by("fixed", nn.Sequential(nn.BatchNorm2d(3), activation))
+    layer = make_stackable(join_activations(network)).to(DEVICE).train()
+    models, inputs, outer = 4, 2 * _draw(4, samples, 3, 2, 2) + 3, _draw(4, samples, 3, 2, 2, seed=2)
     statistics = {"0.running_mean": _draw(models, 3, seed=3), "0.running_var": _draw(models, 3, seed=4).exp()}
     trained = {"0.weight": _draw(models, 3), "0.bias": _draw(models, 3, seed=1)}
 
@@ -208,7 +216,7 @@ def test_a_normalisation_by_fixed_statistics_is_torchs_in_evaluation() -> None:
     for model in range(models):
         leaves = [leaf[model].clone().requires_grad_() for leaf in (inputs, *trained.values())]
         running = [leaf[model] for leaf in statistics.values()]
-        expected = batch_norm(leaves[0], *running, *leaves[1:], training=False)
+        expected = activation(batch_norm(leaves[0], *running, *leaves[1:], training=False))
         torch.testing.assert_close(outputs[model], expected, **CLOSE)
         slopes = torch.autograd.grad((expected * outer[model]).sum(), leaves)
         for ours, slope in zip((ours_inputs, *ours_trained.values()), slopes, strict=True):

@@ -1,19 +1,21 @@
-"""Batch normalisations folded into the convolutions before them: in evaluation mode the two are one convolution."""
+"""Layers made one with the layer behind them: convolutions with normalisations, normalisations with activations."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
 from fedem.core.tree import Tree
-from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.normalisation import FixedBatchNorm, MaskedBatchNorm
 
 
 class Fold(NamedTuple):
-    """A convolution and the normalisation of what it puts out, by their names."""
+    """A convolution and the normalisation of what it puts out, by their names: in evaluation the two are one."""
 
     convolution: str
     normalisation: str
@@ -40,26 +42,48 @@ class _Tracer(fx.Tracer):
         return not any(m.children())
 
 
-def find_folds(module: nn.Module) -> list[Fold]:
-    """Return what can be folded; nothing where what a network does depends on its inputs, and can't be followed."""
+def _pairs(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield a layer and the one that alone sees its outputs, by their names; those that are called twice are left out.
+
+    Nothing where what a network does depends on its inputs, and can't be followed.
+    """
     try:
         nodes = list(_Tracer().trace(module).nodes)
     except Exception:  # a user's forward may raise anything on a stand-in for its inputs
-        return []
-    parts: dict[str, nn.Module] = dict(module.named_modules())
+        return
     calls = [node for node in nodes if node.op == "call_module"]
-    # A layer that is called twice is left as it is.
     once = {str(node.target) for node in calls if sum(other.target == node.target for other in calls) == 1}
-    found = []
     for node in calls:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
             continue
         name, before = str(node.target), str(source.target)
-        layer, convolution = parts[name], parts[before]
-        if isinstance(layer, MaskedBatchNorm) and isinstance(convolution, nn.Conv2d) and {name, before} <= once:
+        if {name, before} <= once:
+            yield before, name
+
+
+def find_folds(module: nn.Module) -> list[Fold]:
+    """Return the convolutions and normalisations that can be folded."""
+    found = []
+    for before, name in _pairs(module):
+        convolution, layer = module.get_submodule(before), module.get_submodule(name)
+        if isinstance(layer, MaskedBatchNorm) and isinstance(convolution, nn.Conv2d):
             found.append(Fold(before, name, layer.eps, layer.affine))
     return found
+
+
+def join_activations(module: nn.Module) -> nn.Module:
+    """Let normalisations by fixed statistics do what the rectifiers behind them did; changes ``module`` in place.
+
+    So a number is read and written once, forwards and backwards, where it was twice and more.
+    """
+    for before, name in list(_pairs(module)):
+        layer, activation = module.get_submodule(before), module.get_submodule(name)
+        if isinstance(layer, FixedBatchNorm) and isinstance(activation, nn.ReLU | nn.Hardtanh):
+            is_bounded = isinstance(activation, nn.Hardtanh)
+            layer.bounds = (activation.min_val, activation.max_val) if is_bounded else (0.0, inf)
+            module.set_submodule(name, nn.Identity())
+    return module
 
 
 def without(module: nn.Module, folds: list[Fold]) -> nn.Module:
@@ -69,7 +93,9 @@ def without(module: nn.Module, folds: list[Fold]) -> nn.Module:
         convolution = module.get_submodule(fold.convolution)
         assert isinstance(convolution, nn.Conv2d), "find_folds() has seen to it"
         convolution.bias = nn.Parameter(convolution.weight.new_zeros(convolution.out_channels))
-        module.set_submodule(fold.normalisation, nn.Identity())
+        layer = module.get_submodule(fold.normalisation)
+        is_joined = isinstance(layer, FixedBatchNorm) and layer.bounds != FixedBatchNorm.bounds
+        module.set_submodule(fold.normalisation, nn.Hardtanh(*layer.bounds) if is_joined else nn.Identity())
     return module
 
 

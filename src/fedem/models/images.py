@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
 from fedem.models.convolutions import convolve
+from fedem.models.folding import join_activations
 from fedem.models.layers import KeyedAugmentation
 from fedem.models.normalisation import NORMALISATIONS, normalised_by
 from fedem.models.pooling import max_pool
@@ -210,7 +211,7 @@ class Pretrainable(ModelSpec):
         """Draw the network afresh, then lay the file's weights over all but its head."""
         _, height, width = _image_shape(self.title, input_shape, channels=(1, 3))
         size = height * self.enlarge, width * self.enlarge
-        module = normalised_by(self.normalisation, self.network(size, num_outputs))
+        module = join_activations(normalised_by(self.normalisation, self.network(size, num_outputs)))
         for part in module.modules():
             if isinstance(part, nn.BatchNorm2d):
                 part.momentum = self.statistics_rate

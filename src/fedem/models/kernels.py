@@ -16,7 +16,7 @@ latter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedem.models.convolutions import Geometry, Pair
 
+_LONGEST = 16  # tiles that a program passes over where it adds up, if others have as much to do
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
 
@@ -279,7 +280,7 @@ def _filter_gradient(
     num_seen = num_rows // (high * wide) * height * width
     images += model * num_seen * channels
     gradient += model * num_rows * channels
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # added up over its rows once, in the end
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         seen, there = _seen(
@@ -288,9 +289,9 @@ def _filter_gradient(
         kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
         pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
         slope = tl.load(gradient + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-        total += tl.sum(pixel.to(tl.float32) * slope.to(tl.float32), axis=0)
+        total += pixel.to(tl.float32) * slope.to(tl.float32)
     found += (model * KERNEL_H * KERNEL_W + place) * channels
-    tl.store(found + channel, total, mask=channel < channels)
+    tl.store(found + channel, tl.sum(total, axis=0), mask=channel < channels)
 
 
 @_launches
@@ -469,17 +470,17 @@ def _sums(
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     place, known = model * channels + channel, channel < channels
     middle = tl.load(mean + place, mask=known, other=0.0)
-    first_sum, second_sum = tl.zeros((COLUMNS,), dtype=tl.float32), tl.zeros((COLUMNS,), dtype=tl.float32)
+    first_sum, second_sum = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, num_rows, ROWS):
         row = first + tl.arange(0, ROWS)
         where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
         kept = (row < num_rows)[:, None] & known[None, :]
         pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
         slope = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
-        first_sum += tl.sum(slope, axis=0)
-        second_sum += tl.sum(slope * (pixel - middle[None, :]), axis=0)
-    tl.store(plain + place, first_sum, mask=known)
-    tl.store(crossed + place, second_sum, mask=known)
+        first_sum += slope
+        second_sum += slope * (pixel - middle[None, :])
+    tl.store(plain + place, tl.sum(first_sum, axis=0), mask=known)
+    tl.store(crossed + place, tl.sum(second_sum, axis=0), mask=known)
 
 
 @_launches
@@ -517,6 +518,92 @@ def _normalise_back(
         weight = tl.load(mask + model * num_rows + row, mask=row < num_rows, other=0).to(tl.float32)
         through = through * weight[:, None]
     tl.store(outputs + where, own * factor[None, :] - through, mask=kept)
+
+
+@_launches
+def rescale(rows: Tensor, leaves: Sequence[Tensor], eps: float, bounds: tuple[float, float]) -> Tensor:
+    """Normalise rows by what is given: ``(rows - mean) / sqrt(variance + eps) * weight + bias``, between two bounds.
+
+    ``leaves`` are means, variances, weights and biases, ``[S, C]``; rows are ``[S, R, C]``, and so is what is returned.
+    """
+    models, num_rows, channels = rows.shape
+    outputs = torch.empty_like(rows)
+    high, across = _tile(num_rows, channels)
+    grid = triton.cdiv(num_rows, high), triton.cdiv(channels, across), models
+    _rescale[grid](rows, *leaves, outputs, eps, *bounds, num_rows, channels, ROWS=high, COLUMNS=across)
+    return outputs
+
+
+@triton.jit
+def _line(mean, variance, weight, bias, place, known, eps):
+    """Return the middle of some channels and what is multiplied and added once it is taken off."""
+    middle, spread = tl.load(mean + place, mask=known, other=0.0), tl.load(variance + place, mask=known, other=1.0)
+    inverse = 1 / tl.sqrt(spread + eps)
+    factor, level = tl.load(weight + place, mask=known, other=0.0), tl.load(bias + place, mask=known, other=0.0)
+    return middle, inverse, factor * inverse, level
+
+
+@triton.jit
+def _rescale(
+    images, mean, variance, weight, bias, outputs, eps, low, high, num_rows, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    model = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = channel < channels
+    middle, _, scale, level = _line(mean, variance, weight, bias, model * channels + channel, known, eps)
+    where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
+    kept = (row < num_rows)[:, None] & known[None, :]
+    pixel = tl.load(images + where, mask=kept, other=0.0).to(tl.float32)
+    found = (pixel - middle[None, :]) * scale[None, :] + level[None, :]
+    found = tl.where(found < low, low, tl.where(found > high, high, found))  # what is not a number is passed on
+    tl.store(outputs + where, found, mask=kept)
+
+
+@_launches
+def rescale_back(
+    gradient: Tensor, rows: Tensor, leaves: Sequence[Tensor], eps: float, bounds: tuple[float, float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the rows ``[S, R, C]``, of the weights and of the biases ``[S, C]``, in one pass."""
+    models, num_rows, channels = rows.shape
+    outputs = torch.empty_like(rows)
+    high, across = _tile(num_rows, channels)
+    tiles = triton.cdiv(num_rows, high)
+    steps = max(1, min(_LONGEST, tiles // _LONGEST))
+    grid = triton.cdiv(tiles, steps), triton.cdiv(channels, across), models
+    parts = torch.empty(2, models, grid[0], channels, dtype=torch.float32, device=rows.device)
+    how = {"ROWS": high, "COLUMNS": across}
+    _rescale_back[grid](rows, gradient, *leaves, outputs, parts, eps, *bounds, steps, num_rows, channels, **how)
+    of_weight, of_bias = parts.sum(2)
+    return outputs, of_weight, of_bias
+
+
+@triton.jit
+def _rescale_back(
+    images, gradient, mean, variance, weight, bias, outputs, parts, eps, low, high, steps, num_rows, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    part, model = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = channel < channels
+    middle, inverse, scale, level = _line(mean, variance, weight, bias, model * channels + channel, known, eps)
+    crossed, plain = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for step in range(steps):
+        row = (part * steps + step) * ROWS + tl.arange(0, ROWS)
+        where = model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :]
+        kept = (row < num_rows)[:, None] & known[None, :]
+        away = tl.load(images + where, mask=kept, other=0.0).to(tl.float32) - middle[None, :]
+        slope = tl.load(gradient + where, mask=kept, other=0.0).to(tl.float32)
+        found = away * scale[None, :] + level[None, :]
+        slope = tl.where((found <= low) | (found >= high), 0.0, slope)
+        tl.store(outputs + where, slope * scale[None, :], mask=kept)
+        crossed += slope * away
+        plain += slope
+    spot = (model * tl.num_programs(0) + part) * channels + channel
+    tl.store(parts + spot, tl.sum(crossed, axis=0) * inverse, mask=known)
+    num_models = tl.num_programs(2).to(tl.int64)
+    tl.store(parts + num_models * tl.num_programs(0) * channels + spot, tl.sum(plain, axis=0), mask=known)
 
 
 @_launches

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, hardtanh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedem.core.errors import UserError
@@ -71,7 +71,9 @@ class MaskedBatchNorm(_BatchNorm):
 
     def _tracked_by_kernels(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
         """Normalise by the statistics of the rows in ``mask`` ``[n]`` (None: all), and track these."""
-        outputs, mean, variance = self._by_kernels(inputs, mask, own=True)
+        stacked = (leaf[None] for leaf in (inputs, *self._scales, self.running_mean, self.running_var))
+        found = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps)
+        outputs, mean, variance = (leaf.squeeze(0) for leaf in found)
         rows = mean.new_full((), len(inputs)) if mask is None else mask.sum().to(mean.dtype)
         count = rows * inputs.shape[2:].numel()
         lonely = count <= 1
@@ -79,14 +81,11 @@ class MaskedBatchNorm(_BatchNorm):
         self._track(mean, unbiased, lonely)
         return outputs
 
-    def _by_kernels(self, inputs: Tensor, mask: Tensor | None, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalise in the inputs' type; return also the means and variances that it was done by."""
-        kept = self.running_mean, self.running_var
-        scales = (self.weight, self.bias) if self.affine else (torch.ones_like(kept[0]), torch.zeros_like(kept[0]))
-        stacked = (leaf[None] for leaf in (inputs, *scales, *kept))
-        found = call(_Normalisation, *stacked, None if mask is None else mask[None], self.eps, own)
-        outputs, mean, variance = (leaf.squeeze(0) for leaf in found)
-        return outputs, mean, variance
+    @property
+    def _scales(self) -> tuple[Tensor, Tensor]:
+        """What normalised numbers are multiplied by, and what is added to them."""
+        like = self.running_mean
+        return (self.weight, self.bias) if self.affine else (torch.ones_like(like), torch.zeros_like(like))
 
     def _track(self, mean: Tensor, variance: Tensor, lonely: Tensor) -> None:
         """Bring the running statistics forward by a batch's, unless it was ``lonely``."""
@@ -101,14 +100,20 @@ class MaskedBatchNorm(_BatchNorm):
 class FixedBatchNorm(MaskedBatchNorm):
     """Batch normalisation by running statistics that stay as they are, such as those of a file's weights.
 
-    Samples do not see each other, and evaluation does what training did.
+    Samples do not see each other, and evaluation does what training did. The activation behind it may be its own
+    (:func:`~fedem.models.folding.join_activations`): ``bounds`` are what it cuts its outputs off at.
     """
+
+    bounds: tuple[float, float] = (-math.inf, math.inf)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
         if self.training and layers.has_kernels(inputs):
-            return self._by_kernels(inputs, None, own=False)[0]
-        return self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
+            given = (leaf[None] for leaf in (inputs, *self._scales, self.running_mean, self.running_var))
+            outputs: Tensor = call(_Rescaling, *given, self.eps, *self.bounds)
+            return outputs.squeeze(0)
+        outputs = self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
+        return outputs if self.bounds == FixedBatchNorm.bounds else hardtanh(outputs, *self.bounds)
 
 
 NORMALISATIONS = ("batch", "group", "fixed")
@@ -128,10 +133,10 @@ def normalised_by(kind: str, module: nn.Module) -> nn.Module:
 
 
 class _Normalisation(torch.autograd.Function):
-    """Normalise ``[S, n, C, ...]`` by the statistics of its rows in ``mask`` ``[S, n]``, or not by its ``own``.
+    """Normalise ``[S, n, C, ...]`` by the statistics of its rows in ``mask`` ``[S, n]``.
 
-    Takes scales, shifts and running statistics ``[S, C]``, which stand in for its own, and where a model has a single
-    row. Returns also the means and variances that it was normalised by.
+    Takes scales, shifts and running statistics ``[S, C]``, which stand in where a model has a single row. Returns also
+    the means and variances that it was normalised by.
     """
 
     @staticmethod
@@ -140,15 +145,15 @@ class _Normalisation(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        images, weight, _, _, _, mask, *ctx.how = inputs
+        images, weight, _, _, _, mask, ctx.eps = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(images, weight, mask, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         images, weight, mask, mean, variance = ctx.saved_tensors
-        given = gradient, images, weight, mean, variance, mask, *ctx.how
-        return *call(_NormalisationGradient, *given), None, None, None, None, None
+        given = gradient, images, weight, mean, variance, mask, ctx.eps
+        return *call(_NormalisationGradient, *given), None, None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
@@ -168,24 +173,72 @@ class _NormalisationGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise UserError(
-            "The gradient of a batch normalisation was differentiated again; allowed: methods of first derivatives."
-        )
+        _refuse_again()
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
         return _stacked(_NormalisationGradient, info.batch_size, dims, *given)
 
 
-def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> tuple[Any, tuple[int, ...]]:
-    """Call ``function`` once for a mapped dimension, as more models; the last two arguments are no tensors."""
-    *leaves, eps, own = given
-    pairs = zip(leaves, dims[:-2], strict=True)
-    models = [
-        leaf if leaf is None else leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
-        for leaf, dim in pairs
-    ]
-    found = call(function, *(leaf if leaf is None else leaf.flatten(0, 1) for leaf in models), eps, own)
+class _Rescaling(torch.autograd.Function):
+    """Normalise ``[S, n, C, ...]`` by given means and variances ``[S, C]``, scale, shift, and cut off at two bounds."""
+
+    @staticmethod
+    def forward(*given: Any) -> Tensor:
+        return torch.ops.fedem.rescale(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *leaves, eps, low, high = inputs
+        ctx.how = eps, low, high
+        ctx.save_for_backward(*leaves)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *call(_RescalingGradient, gradient, *ctx.saved_tensors, *ctx.how), *(None,) * 5
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
+        return _stacked(_Rescaling, info.batch_size, dims, *given)
+
+
+class _RescalingGradient(torch.autograd.Function):
+    """Its backward pass: the gradients of the inputs, of the scales and of the shifts."""
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.fedem.rescale_back(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        _refuse_again()
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
+        return _stacked(_RescalingGradient, info.batch_size, dims, *given)
+
+
+def _refuse_again() -> None:
+    raise UserError(
+        "The gradient of a batch normalisation was differentiated again; allowed: methods of first derivatives."
+    )
+
+
+def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> Any:
+    """Call ``function`` once for a mapped dimension, as more models."""
+
+    def models(leaf: Any, dim: int | None) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return (leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)).flatten(0, 1)
+
+    found = call(function, *map(models, given, dims))
+    if isinstance(found, Tensor):
+        return found.unflatten(0, (size, -1)), 0
     return tuple(leaf.unflatten(0, (size, -1)) for leaf in found), (0,) * len(found)
 
 
@@ -215,15 +268,12 @@ def _normalise(
     running_variance: Tensor,
     mask: Tensor | None,
     eps: float,
-    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedem.models import kernels
 
-    rows, mean, variance = _rows(images), running_mean.clone(), running_variance.clone()
-    if own:
-        counted, count = _counted(images, mask)
-        means, variances = kernels.moments(rows, counted)
-        mean, variance = torch.where(count > 1, means, mean), torch.where(count > 1, variances, variance)
+    rows, (counted, count) = _rows(images), _counted(images, mask)
+    means, variances = kernels.moments(rows, counted)
+    mean, variance = torch.where(count > 1, means, running_mean), torch.where(count > 1, variances, running_variance)
     scale = weight * torch.rsqrt(variance + eps)
     return _like(kernels.normalise(rows, mean, scale, bias.contiguous()), images), mean, variance
 
@@ -236,7 +286,6 @@ def _normalise_back(
     variance: Tensor,
     mask: Tensor | None,
     eps: float,
-    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedem.models import kernels
 
@@ -244,11 +293,50 @@ def _normalise_back(
     inverse = torch.rsqrt(variance + eps)
     plain, crossed = kernels.sums(rows, slopes, mean)
     # Where statistics are given, as for a model with a single row, nothing flows back through them.
-    scale, share = weight * inverse, torch.where(count > 1, float(own) / count, 0.0)
+    scale, share = weight * inverse, torch.where(count > 1, 1 / count, 0.0)
     level, slope = scale * share * plain, scale * share * inverse.square() * crossed
     back = kernels.normalise_back(rows, slopes, counted, mean, scale, level, slope)
     return _like(back, images), crossed * inverse, plain
 
 
+def _rescale(
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    low: float,
+    high: float,
+) -> Tensor:
+    from fedem.models import kernels
+
+    return _like(kernels.rescale(_rows(images), _dense(mean, variance, weight, bias), eps, (low, high)), images)
+
+
+def _rescale_back(
+    gradient: Tensor,
+    images: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    eps: float,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from fedem.models import kernels
+
+    leaves = _dense(mean, variance, weight, bias)
+    back, of_weight, of_bias = kernels.rescale_back(_rows(gradient), _rows(images), leaves, eps, (low, high))
+    return _like(back, images), of_weight, of_bias
+
+
+def _dense(*leaves: Tensor) -> tuple[Tensor, ...]:
+    return tuple(leaf.contiguous() for leaf in leaves)
+
+
 define("normalise", _normalise)
 define("normalise_back", _normalise_back)
+define("rescale", _rescale)
+define("rescale_back", _rescale_back)
