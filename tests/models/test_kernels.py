@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.functional import batch_norm, conv2d
+from torch.nn.functional import batch_norm, conv2d, pad
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -45,7 +45,7 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
 
 
-# Models, samples, channels, outputs, pixels; window, stride and padding; whether each channel is by itself.
+# Models, samples, channels, outputs, pixels; window, stride and padding; whether each channel is by itself; more padding.
 CASES = {
     "3x3": (2, 3, 5, 7, (6, 5), Geometry((3, 3), (1, 1), (1, 1), False)),
     "uneven": (2, 2, 4, 9, (7, 8), Geometry((3, 2), (2, 1), (1, 0), False)),
@@ -55,6 +55,9 @@ CASES = {
     "depthwise, stride 2": (2, 3, 5, 5, (7, 6), Geometry((3, 3), (2, 2), (1, 1), True)),
     "depthwise 5x5": (2, 2, 6, 6, (6, 6), Geometry((5, 5), (1, 1), (2, 2), True)),
     "one model": (1, 2, 3, 4, (9, 9), Geometry((7, 7), (2, 2), (3, 3), False)),
+    "one model, more below": (1, 2, 3, 4, (8, 7), Geometry((3, 3), (2, 2), (0, 1), False, (1, 0))),
+    "more below and right": (2, 2, 5, 3, (8, 6), Geometry((3, 3), (2, 2), (0, 0), False, (1, 1))),
+    "depthwise 5x5, more on the right": (2, 2, 6, 6, (7, 8), Geometry((5, 5), (2, 2), (2, 1), True, (0, 1))),
 }
 
 
@@ -64,7 +67,9 @@ def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(case: str
     inputs = _draw(models, samples, channels, *size).requires_grad_()
     weight = _draw(models, outputs, 1 if geometry.depthwise else channels, *geometry.window).requires_grad_()
     how = (None, geometry.stride, geometry.padding, 1, channels if geometry.depthwise else 1)
-    expected = torch.stack([conv2d(own, each, *how) for own, each in zip(inputs, weight, strict=True)])
+    below, right = geometry.more
+    padded = pad(inputs, (0, right, 0, below))
+    expected = torch.stack([conv2d(own, each, *how) for own, each in zip(padded, weight, strict=True)])
     found = convolutions._Convolution.apply(inputs, weight, geometry)
     torch.testing.assert_close(found, expected, **CLOSE)
     outer = _draw(*expected.shape, seed=1)

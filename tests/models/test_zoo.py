@@ -188,12 +188,10 @@ def test_convolutions_start_with_he_variance_of_what_flows_backwards(name: str) 
 
 @given(size=st.tuples(st.integers(1, 40), st.integers(1, 40)), kernel=st.sampled_from((3, 5)), stride=st.integers(1, 2))
 def test_same_padding_divides_the_size_by_the_stride_rounded_up(size, kernel: int, stride: int) -> None:
-    uneven, padding = _same(size, kernel, stride)
-    layer = nn.Conv2d(1, 1, kernel, stride, padding, device="meta")
-    padded = uneven(torch.empty(1, 1, *size, device="meta"))
-    assert layer(padded).shape[-2:] == tuple(math.ceil(side / stride) for side in size)
-    added = [full + 2 * each - side for full, each, side in zip(padded.shape[-2:], padding, size, strict=True)]
-    assert all(0 <= more < kernel for more in added)  # no more than a kernel can overlap
+    layer = _same(1, 1, kernel, stride, size).to("meta")
+    assert layer(torch.empty(1, 1, *size, device="meta")).shape[-2:] == tuple(math.ceil(side / stride) for side in size)
+    added = [2 * each + more for each, more in zip(layer.padding, layer.more, strict=True)]
+    assert all(0 <= zeros < kernel for zeros in added)  # no more than a kernel can overlap
 
 
 @pytest.mark.parametrize(

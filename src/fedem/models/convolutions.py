@@ -11,6 +11,7 @@ Shapes: S stacked models, n samples of a batch, padding included, C input and O 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,23 +26,27 @@ Pair = tuple[int, int]
 
 
 class Geometry(NamedTuple):
-    """Of a convolution, each down and across; ``depthwise`` where each channel is convolved by itself."""
+    """Of a convolution, each down and across; ``depthwise`` where each channel is convolved by itself.
+
+    There is the same padding on all sides, and ``more`` below and on the right.
+    """
 
     window: Pair
     stride: Pair
     padding: Pair
     depthwise: bool
+    more: Pair = (0, 0)
 
     def shrink(self, size: Pair) -> Pair:
         """Return the size of what is put out for images of ``size``."""
-        sides = zip(size, *self[:3], strict=True)
-        height, width = ((side + 2 * pad - window) // stride + 1 for side, window, stride, pad in sides)
+        sides = zip(size, *self[:3], self.more, strict=True)
+        height, width = ((side + 2 * pad + more - window) // stride + 1 for side, window, stride, pad, more in sides)
         return height, width
 
     @property
     def is_pointwise(self) -> bool:
         """Whether each pixel is put out by itself: a product of matrices."""
-        return not self.depthwise and self[:3] == ((1, 1), (1, 1), (0, 0))
+        return self == Geometry((1, 1), (1, 1), (0, 0), depthwise=False)
 
     def cropped(self, size: Pair) -> tuple[Geometry, tuple[slice, slice]]:
         """Leave out the edges of the window that see nothing but padding of images of ``size``; say what is left."""
@@ -57,7 +62,12 @@ class Geometry(NamedTuple):
 
 
 class StackableConv2d(nn.Conv2d):
-    """``nn.Conv2d`` by kernels of our own where there are some."""
+    """``nn.Conv2d`` by kernels of our own where there are some.
+
+    There may be ``more`` zeros below and on the right than there are on all sides.
+    """
+
+    more: Pair = (0, 0)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, H, W] -> [n, O, H', W']``."""
@@ -74,7 +84,7 @@ def convolve(layer: nn.Conv2d, inputs: Tensor, weight: Tensor) -> Tensor:
         return _by_torch(layer, inputs, weight, None)
     if torch.is_autocast_enabled(kind):
         inputs, weight = (leaf.to(torch.get_autocast_dtype(kind)) for leaf in (inputs, weight))
-    geometry, (down, across) = _cropped(layer, inputs)
+    geometry, (down, across) = _cropped(layer, inputs, _more(layer))
     # Squeezed, whose gradient is a view: to select is to fill zeros, and to copy, on the way back.
     return call(_Convolution, inputs[None], weight[None, ..., down, across], geometry).squeeze(0)
 
@@ -84,19 +94,28 @@ def _by_torch(layer: nn.Conv2d, inputs: Tensor, weight: Tensor, bias: Tensor | N
 
     In bfloat16 on some CPUs torch does not write the gradient there, and what it returns is whatever was in memory.
     """
+    inputs = _padded(inputs, _more(layer))
     if inputs.ndim == 4 and is_plain(layer):
-        geometry, (down, across) = _cropped(layer, inputs)
+        geometry, (down, across) = _cropped(layer, inputs, (0, 0))
         if geometry.window != layer.kernel_size:
             how = (geometry.stride, geometry.padding, 1, layer.groups)
             return conv2d(inputs, weight[..., down, across], bias, *how)
     return layer._conv_forward(inputs, weight, bias)
 
 
-def _cropped(layer: nn.Conv2d, inputs: Tensor) -> tuple[Geometry, tuple[slice, slice]]:
+def _more(layer: nn.Conv2d) -> Pair:
+    return layer.more if isinstance(layer, StackableConv2d) else (0, 0)
+
+
+def _padded(images: Tensor, more: Sequence[int]) -> Tensor:
+    return pad(images, (0, more[1], 0, more[0])) if any(more) else images
+
+
+def _cropped(layer: nn.Conv2d, inputs: Tensor, more: Pair) -> tuple[Geometry, tuple[slice, slice]]:
     """Return a plain layer's geometry for these images, and the part of its window that sees them."""
     assert not isinstance(layer.padding, str), "is_plain() has seen to it"
     window, stride, padding = ((pair[0], pair[1]) for pair in (layer.kernel_size, layer.stride, layer.padding))
-    return Geometry(window, stride, padding, layer.groups > 1).cropped((inputs.shape[2], inputs.shape[3]))
+    return Geometry(window, stride, padding, layer.groups > 1, more).cropped((inputs.shape[2], inputs.shape[3]))
 
 
 def is_plain(layer: nn.Conv2d) -> bool:
@@ -204,14 +223,20 @@ def _alone(images: Tensor) -> Tensor:
 
 
 def _convolve(
-    inputs: Tensor, weight: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
+    inputs: Tensor,
+    weight: Tensor,
+    window: list[int],
+    stride: list[int],
+    padding: list[int],
+    depthwise: bool,
+    more: list[int],
 ) -> Tensor:
-    geometry = _geometry(window, stride, padding, depthwise)
+    geometry = _geometry(window, stride, padding, depthwise, more)
     if geometry.is_pointwise:
         found = torch.bmm(_rows(inputs), weight.flatten(2).mT)
         return found.unflatten(1, (inputs.shape[1], *inputs.shape[-2:])).movedim(-1, 2)
     if len(inputs) == 1 and not depthwise:
-        return conv2d(_alone(inputs), weight[0], None, stride, padding)[None]
+        return conv2d(_padded(_alone(inputs), more), weight[0], None, stride, padding)[None]
     from fedem.models import kernels
 
     return kernels.convolve(_last(inputs), weight, geometry).movedim(-1, 2)
@@ -225,36 +250,46 @@ def _convolve_back(
     stride: list[int],
     padding: list[int],
     depthwise: bool,
+    more: list[int],
 ) -> Tensor:
-    geometry = _geometry(window, stride, padding, depthwise)
+    geometry = _geometry(window, stride, padding, depthwise, more)
     if geometry.is_pointwise:
         found = torch.bmm(_rows(gradient), weight.flatten(2))
         return found.unflatten(1, (gradient.shape[1], *size)).movedim(-1, 2)
     if len(gradient) == 1 and not depthwise:
-        shape = [gradient.shape[1], weight.shape[2], *size]
-        return conv2d_input(shape, weight[0], _alone(gradient), stride, padding)[None]
+        shape = [gradient.shape[1], weight.shape[2], size[0] + more[0], size[1] + more[1]]
+        found = conv2d_input(shape, weight[0], _alone(gradient), stride, padding)
+        return found[None, ..., : size[0], : size[1]]
     from fedem.models import kernels
 
     return kernels.convolve_back(_last(gradient), weight, (size[0], size[1]), geometry).movedim(-1, 2)
 
 
 def _convolve_weight(
-    inputs: Tensor, gradient: Tensor, window: list[int], stride: list[int], padding: list[int], depthwise: bool
+    inputs: Tensor,
+    gradient: Tensor,
+    window: list[int],
+    stride: list[int],
+    padding: list[int],
+    depthwise: bool,
+    more: list[int],
 ) -> Tensor:
-    geometry = _geometry(window, stride, padding, depthwise)
+    geometry = _geometry(window, stride, padding, depthwise, more)
     if geometry.is_pointwise:
         return torch.bmm(_rows(gradient).mT, _rows(inputs))[..., None, None]
     if len(inputs) == 1 and not depthwise:
         shape = [gradient.shape[2], inputs.shape[2], *window]
-        return conv2d_weight(_alone(inputs), shape, _alone(gradient), stride, padding)[None]
+        return conv2d_weight(_padded(_alone(inputs), more), shape, _alone(gradient), stride, padding)[None]
     from fedem.models import kernels
 
     return kernels.weight_gradient(_last(inputs), _last(gradient), geometry).contiguous()
 
 
-def _geometry(window: list[int], stride: list[int], padding: list[int], depthwise: bool) -> Geometry:
-    first, second, third = ((pair[0], pair[1]) for pair in (window, stride, padding))
-    return Geometry(first, second, third, depthwise)
+def _geometry(
+    window: list[int], stride: list[int], padding: list[int], depthwise: bool, more: list[int]
+) -> Geometry:
+    first, second, third, last = ((pair[0], pair[1]) for pair in (window, stride, padding, more))
+    return Geometry(first, second, third, depthwise, last)
 
 
 define("convolve", _convolve)

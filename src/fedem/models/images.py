@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
-from fedem.models.convolutions import convolve
+from fedem.models.convolutions import StackableConv2d, convolve
 from fedem.models.folding import join_activations
 from fedem.models.layers import KeyedAugmentation
 from fedem.models.normalisation import NORMALISATIONS, normalised_by
@@ -428,12 +428,14 @@ def _shrink(size: Size, stride: int) -> Size:
     return -(-size[0] // stride), -(-size[1] // stride)
 
 
-def _same(size: Size, kernel: int, stride: int) -> tuple[nn.Module, Size]:
-    """Return what to add at the bottom and right, and the padding of all sides, for H' = ceil(H / stride)."""
-    shrunk = _shrink(size, stride)
-    height, width = (max((small - 1) * stride + kernel - large, 0) for large, small in zip(size, shrunk, strict=True))
-    uneven = nn.ZeroPad2d((0, width % 2, 0, height % 2)) if width % 2 or height % 2 else nn.Identity()
-    return uneven, (height // 2, width // 2)
+def _same(channels: int, outputs: int, kernel: int, stride: int, size: Size, groups: int = 1) -> nn.Conv2d:
+    """Return a convolution of images of ``size`` that puts out ceil(H / stride) by ceil(W / stride) pixels."""
+    pairs = zip(size, _shrink(size, stride), strict=True)
+    height, width = (max((small - 1) * stride + kernel - large, 0) for large, small in pairs)
+    padding = height // 2, width // 2
+    layer = StackableConv2d(channels, outputs, kernel, stride, padding, groups=groups, bias=False)
+    layer.more = height % 2, width % 2
+    return layer
 
 
 def _batch_norm(channels: int) -> nn.BatchNorm2d:
@@ -448,8 +450,7 @@ def _efficient_block(channels: int, outputs: int, kernel: int, stride: int, expa
     if expansion != 1:
         widening = nn.Conv2d(channels, wide, 1, bias=False)
         layers = {"_expand_conv": widening, "_bn0": _batch_norm(wide), "relu0": nn.ReLU6()}
-    layers["uneven"], padding = _same(size, kernel, stride)
-    layers["_depthwise_conv"] = nn.Conv2d(wide, wide, kernel, stride, padding, groups=wide, bias=False)
+    layers["_depthwise_conv"] = _same(wide, wide, kernel, stride, size, groups=wide)
     layers |= {"_bn1": _batch_norm(wide), "relu1": nn.ReLU6()}
     layers |= {"_project_conv": nn.Conv2d(wide, outputs, 1, bias=False), "_bn2": _batch_norm(outputs)}
     return _Joined(layers, joined=stride == 1 and channels == outputs)
@@ -476,8 +477,7 @@ class EfficientNetLite0(Pretrainable):
     def network(self, size: Size, num_outputs: int) -> nn.Module:
         # The Lite variant has no squeeze-and-excitation and no stochastic depth; it was trained on (byte - 127) / 128.
         body: dict[str, nn.Module] = {"images": Images((127 / 255,) * 3, (128 / 255,) * 3)}
-        body["uneven"], padding = _same(size, 3, self.stem_stride)
-        body["_conv_stem"] = nn.Conv2d(3, _STEM, 3, self.stem_stride, padding, bias=False)
+        body["_conv_stem"] = _same(3, _STEM, 3, self.stem_stride, size)
         body |= {"_bn0": _batch_norm(_STEM), "relu0": nn.ReLU6()}
         body["_blocks"] = blocks = nn.Sequential()
         size = _shrink(size, self.stem_stride)

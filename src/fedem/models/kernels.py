@@ -48,7 +48,7 @@ def _launches(function: Callable[P, R]) -> Callable[P, R]:
 
 def _constants(geometry: Geometry) -> dict[str, int]:
     """Return what a kernel is compiled for."""
-    (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w), _ = geometry
+    (kernel_h, kernel_w), (stride_h, stride_w), (pad_h, pad_w) = geometry[:3]
     strides = {"STRIDE_H": stride_h, "STRIDE_W": stride_w, "PAD_H": pad_h, "PAD_W": pad_w}
     return {"KERNEL_H": kernel_h, "KERNEL_W": kernel_w, **strides}
 
