@@ -45,7 +45,7 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
 
 
-# Models, samples, channels, outputs, pixels; window, stride and padding; whether each channel is by itself; more padding.
+# Models, samples, channels, outputs, pixels; window, stride, padding, whether each channel is by itself, more padding.
 CASES = {
     "3x3": (2, 3, 5, 7, (6, 5), Geometry((3, 3), (1, 1), (1, 1), False)),
     "uneven": (2, 2, 4, 9, (7, 8), Geometry((3, 2), (2, 1), (1, 0), False)),

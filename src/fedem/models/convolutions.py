@@ -285,9 +285,7 @@ def _convolve_weight(
     return kernels.weight_gradient(_last(inputs), _last(gradient), geometry).contiguous()
 
 
-def _geometry(
-    window: list[int], stride: list[int], padding: list[int], depthwise: bool, more: list[int]
-) -> Geometry:
+def _geometry(window: list[int], stride: list[int], padding: list[int], depthwise: bool, more: list[int]) -> Geometry:
     first, second, third, last = ((pair[0], pair[1]) for pair in (window, stride, padding, more))
     return Geometry(first, second, third, depthwise, last)
 

@@ -79,9 +79,8 @@ def join_activations(module: nn.Module) -> nn.Module:
     """
     for before, name in list(_pairs(module)):
         layer, activation = module.get_submodule(before), module.get_submodule(name)
-        if isinstance(layer, FixedBatchNorm) and isinstance(activation, nn.ReLU | nn.Hardtanh):
-            is_bounded = isinstance(activation, nn.Hardtanh)
-            layer.bounds = (activation.min_val, activation.max_val) if is_bounded else (0.0, inf)
+        if isinstance(layer, FixedBatchNorm) and isinstance(activation, nn.ReLU | nn.ReLU6):
+            layer.bounds = (0.0, 6.0 if isinstance(activation, nn.ReLU6) else inf)
             module.set_submodule(name, nn.Identity())
     return module
 
@@ -94,8 +93,10 @@ def without(module: nn.Module, folds: list[Fold]) -> nn.Module:
         assert isinstance(convolution, nn.Conv2d), "find_folds() has seen to it"
         convolution.bias = nn.Parameter(convolution.weight.new_zeros(convolution.out_channels))
         layer = module.get_submodule(fold.normalisation)
-        is_joined = isinstance(layer, FixedBatchNorm) and layer.bounds != FixedBatchNorm.bounds
-        module.set_submodule(fold.normalisation, nn.Hardtanh(*layer.bounds) if is_joined else nn.Identity())
+        if isinstance(layer, FixedBatchNorm) and layer.is_bounded:
+            module.set_submodule(fold.normalisation, nn.Hardtanh(*layer.bounds))
+        else:
+            module.set_submodule(fold.normalisation, nn.Identity())
     return module
 
 

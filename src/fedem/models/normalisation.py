@@ -106,6 +106,10 @@ class FixedBatchNorm(MaskedBatchNorm):
 
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
+    @property
+    def is_bounded(self) -> bool:
+        return self.bounds != FixedBatchNorm.bounds
+
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
         if self.training and layers.has_kernels(inputs):
@@ -113,7 +117,7 @@ class FixedBatchNorm(MaskedBatchNorm):
             outputs: Tensor = call(_Rescaling, *given, self.eps, *self.bounds)
             return outputs.squeeze(0)
         outputs = self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
-        return outputs if self.bounds == FixedBatchNorm.bounds else hardtanh(outputs, *self.bounds)
+        return hardtanh(outputs, *self.bounds) if self.is_bounded else outputs
 
 
 NORMALISATIONS = ("batch", "group", "fixed")
