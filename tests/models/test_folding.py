@@ -107,4 +107,4 @@ def test_the_memory_of_training_counts_what_is_folded() -> None:
     layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(18, 3)
     model = Model(nn.Sequential(*layers), CrossEntropy())
     model.probe(torch.rand(4, 1, 5, 5))
-    assert model.bytes_per_sample == 4 * (18 + 18 + 3)  # flattening puts out what it got
+    assert model.bytes_per_sample == 4 * (18 + 18 + 3 + 2 * 18)  # flattening puts out what it got

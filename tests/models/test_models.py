@@ -209,7 +209,7 @@ def test_frozen_parts_keep_the_values_they_were_given() -> None:
 def test_the_memory_of_activations_bounds_what_is_scored_at_once() -> None:
     wide = Model(lambda: nn.Sequential(nn.Linear(DIMENSION, 1000), nn.Tanh(), nn.Linear(1000, 1)), Logistic())
     wide.probe(make_federation(dtype=np.float32).train.inputs[:2])
-    assert wide.bytes_per_sample == 4 * (1000 + 1000 + 1)
+    assert wide.bytes_per_sample == 4 * (1000 + 1000 + 1 + 2 * 1000)
     training = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=stacked(max_bytes=30_000))
     reference = make_training("fedem", make_federation(dtype=np.float32), model=wide, engine=stacked())
     assert distance(advance(training, 1), advance(reference, 1)) < 1e-5

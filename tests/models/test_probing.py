@@ -116,4 +116,4 @@ def test_layers_within_layers_count_once() -> None:
     for build in (nn.Sequential(*layers), nn.Sequential(nn.Sequential(nn.Sequential(*layers[:2]), layers[2]))):
         model = Model(build, Logistic())
         model.probe(inputs)
-        assert model.bytes_per_sample == 4 * (7 + 7 + 1)
+        assert model.bytes_per_sample == 4 * (7 + 7 + 1 + 2 * 7)

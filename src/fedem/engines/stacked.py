@@ -149,9 +149,9 @@ class Stacked(Engine):
         if self.chunk_size:
             yield from order.split(self.chunk_size)
             return
-        # Parameters, gradients, momentum and the temporaries of a step; activations and their gradients; samples.
+        # Parameters, gradients, momentum and the temporaries of a step; activations and some gradients; samples.
         model_bytes = 8 * (tree_bytes(tree_index(cohort.shared, 0)) + tree_bytes(tree_index(cohort.personal, 0)))
-        row_bytes = 2 * _bytes_per_sample(algorithm, cohort)
+        row_bytes = _bytes_per_sample(algorithm, cohort)
         own_bytes = cohort.samples.num_bytes // max(1, len(cohort.samples))
         # Where a batch is as wide as a client is large, clients of very different sizes would be mostly padding.
         for run in [slice(None)] if batching.batch_size else similar(sizes[order].tolist()):

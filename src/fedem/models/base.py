@@ -95,7 +95,7 @@ class Model:
         self.not_stackable: str | None = None
         """why models can't be stacked through vmap, once :meth:`probe` has found that they can't"""
         self.bytes_per_sample = 0
-        """of all outputs of all layers for one sample, once :meth:`probe` has seen one"""
+        """that training holds for one sample, once :meth:`probe` has seen one: what all layers put out, and gradients"""
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -407,7 +407,11 @@ def rebuilder(source: nn.Module) -> Builder:
 
 
 def _measure(model: Model, inputs: Tensor) -> int:
-    """Count the bytes that all layers put out for these inputs; a layer within others puts out what they do once."""
+    """Count the bytes that training holds for these inputs.
+
+    All outputs of layers are kept; a layer within others puts out what they do once. Gradients are given back one after
+    the other: there are two at a time, of what a layer put out and of what it got.
+    """
     found: list[Tensor] = []  # held until the end: memory that is given back may be had by the next layer
 
     def note(module: nn.Module, arguments: Any, output: Any) -> None:
@@ -419,7 +423,8 @@ def _measure(model: Model, inputs: Tensor) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    return sum({leaf.data_ptr(): leaf.numel() * leaf.element_size() for leaf in found}.values())
+    sizes = {leaf.data_ptr(): leaf.numel() * leaf.element_size() for leaf in found}.values()
+    return sum(sizes) + 2 * max(sizes, default=0)
 
 
 def _reason_not_to_stack(model: Model, inputs: Tensor) -> str | None:
