@@ -77,6 +77,18 @@ def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(case: str
     torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
+@pytest.mark.parametrize("case", ["3x3", "uneven", "depthwise, stride 2"])
+def test_a_gradient_that_is_added_up_in_parts_is_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, samples, channels, outputs, size, geometry = CASES[case]
+    inputs, slopes = _draw(models, samples, *size, channels), _draw(models, samples, *geometry.shrink(size), outputs)
+    whole = kernels.weight_gradient(inputs, slopes, geometry)
+    monkeypatch.setattr(kernels, "_LONGEST", 1)
+    monkeypatch.setattr(kernels, "_tile", lambda rows, columns: (8, 4))
+    monkeypatch.setattr(kernels, "_blocks", lambda *_: {"ROWS": 16, "COLUMNS": 16, "INNER": 16, "PRECISION": "ieee"})
+    assert kernels._in_parts(1, 1, models, 5)[1] == 5
+    torch.testing.assert_close(kernels.weight_gradient(inputs, slopes, geometry), whole, **CLOSE)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_through_vmap_over_clients_and_components(groups: int) -> None:
     """Inputs of 3 clients, weights of 2 components of each; and gradients of second order."""

@@ -95,7 +95,7 @@ class Model:
         self.not_stackable: str | None = None
         """why models can't be stacked through vmap, once :meth:`probe` has found that they can't"""
         self.bytes_per_sample = 0
-        """that training holds for one sample, once :meth:`probe` has seen one: what all layers put out, and gradients"""
+        """that training holds for one sample, once :meth:`probe` has seen one"""
 
     def _skeleton(self, training: bool) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from fedem.models.convolutions import Geometry, Pair
 
-_LONGEST = 16  # tiles that a program passes over where it adds up, if others have as much to do
+_LONGEST = 16  # tiles that a program passes over where it adds up, if there are others enough
+_BUSY = 2048  # programs that occupy a GPU
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
 
@@ -93,23 +94,38 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
     sizes = samples * high * wide, high, wide, height, width, channels
     places = geometry.window[0] * geometry.window[1]
+    # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
         rows, columns = _tile(sizes[0], channels)
-        found = inputs.new_empty(models, places, 1, channels)
-        grid = places, triton.cdiv(channels, columns), models
+        grid, parts = _in_parts(places, triton.cdiv(channels, columns), models, triton.cdiv(sizes[0], rows))
+        found = _room(inputs, models, parts, places, 1, channels)
         how: dict[str, Any] = {"ROWS": rows, "COLUMNS": columns}
-        _filter_gradient[grid](inputs, gradient, found, *sizes, **_constants(geometry), **how)
+        _filter_gradient[grid](inputs, gradient, found, parts, *sizes, **_constants(geometry), **how)
     else:
-        # A product whose inner side is the rows.
         flat = channels < _FEW
         blocks = _blocks(places * channels if flat else channels, outputs, sizes[0], inputs)
-        found = inputs.new_empty(models, places, channels, outputs)
-        parts = (
+        high = (
             triton.cdiv(places * channels, blocks["ROWS"]) if flat else places * triton.cdiv(channels, blocks["ROWS"])
         )
-        grid = parts, triton.cdiv(outputs, blocks["COLUMNS"]), models
-        _multiply_gradient[grid](inputs, gradient, found, *sizes, outputs, **_constants(geometry), FLAT=flat, **blocks)
-    return found.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
+        wide = triton.cdiv(outputs, blocks["COLUMNS"])
+        grid, parts = _in_parts(high, wide, models, triton.cdiv(sizes[0], blocks["INNER"]))
+        found = _room(inputs, models, parts, places, channels, outputs)
+        how = {"FLAT": flat, **blocks}
+        _multiply_gradient[grid](inputs, gradient, found, parts, *sizes, outputs, **_constants(geometry), **how)
+    whole = found[:, 0] if parts == 1 else found.sum(1).to(inputs.dtype)
+    return whole.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
+
+
+def _in_parts(units: int, columns: int, models: int, tiles: int) -> tuple[tuple[int, int, int], int]:
+    """Return the grid of programs that add up over ``tiles`` of rows, and into how many parts these are cut for it."""
+    parts = max(1, min(_BUSY // (units * columns * models), tiles // _LONGEST))
+    return (units * parts, columns, models), parts
+
+
+def _room(like: Tensor, models: int, parts: int, *shape: int) -> Tensor:
+    """Return where sums are put, ``[S, parts, ...]``, with all their digits where parts are added up."""
+    dtype = like.dtype if parts == 1 else torch.float32
+    return torch.empty(models, parts, *shape, dtype=dtype, device=like.device)
 
 
 def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (128, 128)) -> dict[str, Any]:
@@ -199,27 +215,28 @@ def _multiply(
 
 @triton.jit
 def _multiply_gradient(
-    images, gradient, found, num_rows, high, wide, height, width, channels, num_outputs,
+    images, gradient, found, parts, num_rows, high, wide, height, width, channels, num_outputs,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Multiply what places of all windows saw by the gradients of what was put out."""
-    model = tl.program_id(2).to(tl.int64)
+    model, unit, part = tl.program_id(2).to(tl.int64), tl.program_id(0) // parts, tl.program_id(0) % parts
     if FLAT:
-        inner = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inner = unit * ROWS + tl.arange(0, ROWS)
         known = inner < KERNEL_H * KERNEL_W * channels
         place, channel = (inner // channels)[None, :], inner % channels
     else:
-        parts = tl.cdiv(channels, ROWS)
-        place, channel = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+        pieces = tl.cdiv(channels, ROWS)
+        place, channel = unit // pieces, unit % pieces * ROWS + tl.arange(0, ROWS)
         inner, known = place * channels + channel, channel < channels
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     num_seen = num_rows // (high * wide) * height * width
     images += model * num_seen * channels
     gradient += model * num_rows * num_outputs
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for first in range(0, num_rows, INNER):
+    length = tl.cdiv(tl.cdiv(num_rows, INNER), parts) * INNER
+    for first in range(part * length, tl.minimum((part + 1) * length, num_rows), INNER):
         row = first + tl.arange(0, INNER)
         seen, there = _seen(
             row[:, None], high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
@@ -233,7 +250,7 @@ def _multiply_gradient(
             other=0.0,
         )
         total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-    found += model * KERNEL_H * KERNEL_W * channels * num_outputs
+    found += (model * parts + part) * KERNEL_H * KERNEL_W * channels * num_outputs
     kept = known[:, None] & (column < num_outputs)[None, :]
     tl.store(found + inner[:, None] * num_outputs + column[None, :], total, mask=kept)
 
@@ -270,18 +287,19 @@ def _filter(
 
 @triton.jit
 def _filter_gradient(
-    images, gradient, found, num_rows, high, wide, height, width, channels,
+    images, gradient, found, parts, num_rows, high, wide, height, width, channels,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum, for each channel and a place of the window, what the place saw times the gradient of what was put out."""
-    model, place = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    model, place, part = tl.program_id(2).to(tl.int64), tl.program_id(0) // parts, tl.program_id(0) % parts
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     num_seen = num_rows // (high * wide) * height * width
     images += model * num_seen * channels
     gradient += model * num_rows * channels
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # added up over its rows once, in the end
-    for first in range(0, num_rows, ROWS):
+    length = tl.cdiv(tl.cdiv(num_rows, ROWS), parts) * ROWS
+    for first in range(part * length, tl.minimum((part + 1) * length, num_rows), ROWS):
         row = first + tl.arange(0, ROWS)
         seen, there = _seen(
             row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
@@ -290,7 +308,7 @@ def _filter_gradient(
         pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
         slope = tl.load(gradient + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=kept, other=0.0)
         total += pixel.to(tl.float32) * slope.to(tl.float32)
-    found += (model * KERNEL_H * KERNEL_W + place) * channels
+    found += ((model * parts + part) * KERNEL_H * KERNEL_W + place) * channels
     tl.store(found + channel, tl.sum(total, axis=0), mask=channel < channels)
 
 
