@@ -74,7 +74,7 @@ def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, b
     outputs = images.new_empty(models, samples, *size, weight.shape[-1])
     sizes = samples * size[0] * size[1], *size, height, width, channels
     if geometry.depthwise:
-        rows, columns = _tile(sizes[0], channels)
+        rows, columns = _tile(sizes[0], channels, 2048)  # with more, numbers do not fit into registers
         grid = triton.cdiv(sizes[0], rows), triton.cdiv(channels, columns), models
         how: dict[str, Any] = {"BACK": back, "ROWS": rows, "COLUMNS": columns}
         _filter[grid](images, weight, outputs, *sizes, **_constants(geometry), **how)
@@ -92,26 +92,29 @@ def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, b
 def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Tensor:
     """Return the gradient of the weight, ``[S, n, H, W, C], [S, n, H', W', O] -> [S, O, C, *]``."""
     (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
-    sizes = samples * high * wide, high, wide, height, width, channels
-    places = geometry.window[0] * geometry.window[1]
+    num_rows, places = samples * high * wide, geometry.window[0] * geometry.window[1]
+    # Compiled in: to divide by what is not known takes longer than the rest of a loop.
+    pixels = {"HIGH": high, "WIDE": wide, "HEIGHT": height, "WIDTH": width}
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
-        rows, columns = _tile(sizes[0], channels)
-        grid, parts = _in_parts(places, triton.cdiv(channels, columns), models, triton.cdiv(sizes[0], rows))
+        rows, columns = _tile(num_rows, channels)
+        grid, parts = _in_parts(places, triton.cdiv(channels, columns), models, triton.cdiv(num_rows, rows))
         found = _room(inputs, models, parts, places, 1, channels)
         how: dict[str, Any] = {"ROWS": rows, "COLUMNS": columns}
-        _filter_gradient[grid](inputs, gradient, found, parts, *sizes, **_constants(geometry), **how)
+        _filter_gradient[grid](
+            inputs, gradient, found, parts, num_rows, channels, **_constants(geometry), **pixels, **how
+        )
     else:
         flat = channels < _FEW
-        blocks = _blocks(places * channels if flat else channels, outputs, sizes[0], inputs)
-        high = (
-            triton.cdiv(places * channels, blocks["ROWS"]) if flat else places * triton.cdiv(channels, blocks["ROWS"])
-        )
-        wide = triton.cdiv(outputs, blocks["COLUMNS"])
-        grid, parts = _in_parts(high, wide, models, triton.cdiv(sizes[0], blocks["INNER"]))
+        blocks = _blocks(places * channels if flat else channels, outputs, num_rows, inputs)
+        heights = [places * channels] if flat else [channels] * places
+        units = sum(triton.cdiv(height, blocks["ROWS"]) for height in heights)
+        columns = triton.cdiv(outputs, blocks["COLUMNS"])
+        grid, parts = _in_parts(units, columns, models, triton.cdiv(num_rows, blocks["INNER"]))
         found = _room(inputs, models, parts, places, channels, outputs)
         how = {"FLAT": flat, **blocks}
-        _multiply_gradient[grid](inputs, gradient, found, parts, *sizes, outputs, **_constants(geometry), **how)
+        given = inputs, gradient, found, parts, num_rows, channels, outputs
+        _multiply_gradient[grid](*given, **_constants(geometry), **pixels, **how)
     whole = found[:, 0] if parts == 1 else found.sum(1).to(inputs.dtype)
     return whole.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
 
@@ -136,10 +139,10 @@ def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (1
     return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
 
 
-def _tile(rows: int, columns: int) -> Pair:
+def _tile(rows: int, columns: int, numbers: int = 4096) -> Pair:
     """Return how many rows and columns one program passes over together."""
     across = min(64, triton.next_power_of_2(columns))
-    return max(1, min(4096 // across, triton.next_power_of_2(rows))), across
+    return max(1, min(numbers // across, triton.next_power_of_2(rows))), across
 
 
 def _precision(tensor: Tensor) -> str:
@@ -215,7 +218,8 @@ def _multiply(
 
 @triton.jit
 def _multiply_gradient(
-    images, gradient, found, parts, num_rows, high, wide, height, width, channels, num_outputs,
+    images, gradient, found, parts, num_rows, channels, num_outputs,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
@@ -231,7 +235,7 @@ def _multiply_gradient(
         place, channel = unit // pieces, unit % pieces * ROWS + tl.arange(0, ROWS)
         inner, known = place * channels + channel, channel < channels
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_seen = num_rows // (high * wide) * height * width
+    num_seen = num_rows // (HIGH * WIDE) * HEIGHT * WIDTH
     images += model * num_seen * channels
     gradient += model * num_rows * num_outputs
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -239,7 +243,7 @@ def _multiply_gradient(
     for first in range(part * length, tl.minimum((part + 1) * length, num_rows), INNER):
         row = first + tl.arange(0, INNER)
         seen, there = _seen(
-            row[:, None], high, wide, height, width, place // KERNEL_W, place % KERNEL_W,
+            row[:, None], HIGH, WIDE, HEIGHT, WIDTH, place // KERNEL_W, place % KERNEL_W,
             STRIDE_H, STRIDE_W, PAD_H, PAD_W, False,
         )  # fmt: skip
         there = there & (row < num_rows)[:, None] & known[None, :]
@@ -269,14 +273,16 @@ def _filter(
     images += model * num_seen * channels
     weight += model * KERNEL_H * KERNEL_W * channels
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for place in tl.static_range(KERNEL_H * KERNEL_W):
-        seen, there = _seen(
-            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
-        )
-        kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
-        pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-        scale = tl.load(weight + place * channels + channel, mask=channel < channels, other=0.0)
-        total += pixel.to(tl.float32) * scale.to(tl.float32)[None, :]
+    for down in range(KERNEL_H):  # unrolled, all places of a large window would be loaded before one is used
+        for across in tl.static_range(KERNEL_W):
+            seen, there = _seen(
+                row, high, wide, height, width, down, across, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
+            )  # fmt: skip
+            kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
+            pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
+            place = down * KERNEL_W + across
+            scale = tl.load(weight + place * channels + channel, mask=channel < channels, other=0.0)
+            total += pixel.to(tl.float32) * scale.to(tl.float32)[None, :]
     kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
     tl.store(
         outputs + model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :],
@@ -287,14 +293,15 @@ def _filter(
 
 @triton.jit
 def _filter_gradient(
-    images, gradient, found, parts, num_rows, high, wide, height, width, channels,
+    images, gradient, found, parts, num_rows, channels,
+    HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum, for each channel and a place of the window, what the place saw times the gradient of what was put out."""
     model, place, part = tl.program_id(2).to(tl.int64), tl.program_id(0) // parts, tl.program_id(0) % parts
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_seen = num_rows // (high * wide) * height * width
+    num_seen = num_rows // (HIGH * WIDE) * HEIGHT * WIDTH
     images += model * num_seen * channels
     gradient += model * num_rows * channels
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # added up over its rows once, in the end
@@ -302,7 +309,7 @@ def _filter_gradient(
     for first in range(part * length, tl.minimum((part + 1) * length, num_rows), ROWS):
         row = first + tl.arange(0, ROWS)
         seen, there = _seen(
-            row, high, wide, height, width, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
+            row, HIGH, WIDE, HEIGHT, WIDTH, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
         )
         kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
         pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
@@ -590,16 +597,16 @@ def rescale_back(
     tiles = triton.cdiv(num_rows, high)
     steps = max(1, min(_LONGEST, tiles // _LONGEST))
     grid = triton.cdiv(tiles, steps), triton.cdiv(channels, across), models
-    parts = torch.empty(2, models, grid[0], channels, dtype=torch.float32, device=rows.device)
+    sums = torch.empty(2, models, grid[0], channels, dtype=torch.float32, device=rows.device)
     how = {"ROWS": high, "COLUMNS": across}
-    _rescale_back[grid](rows, gradient, *leaves, outputs, parts, eps, *bounds, steps, num_rows, channels, **how)
-    of_weight, of_bias = parts.sum(2)
+    _rescale_back[grid](rows, gradient, *leaves, outputs, sums, eps, *bounds, steps, num_rows, channels, **how)
+    of_weight, of_bias = sums.sum(2)
     return outputs, of_weight, of_bias
 
 
 @triton.jit
 def _rescale_back(
-    images, gradient, mean, variance, weight, bias, outputs, parts, eps, low, high, steps, num_rows, channels,
+    images, gradient, mean, variance, weight, bias, outputs, sums, eps, low, high, steps, num_rows, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     part, model = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -619,9 +626,9 @@ def _rescale_back(
         crossed += slope * away
         plain += slope
     spot = (model * tl.num_programs(0) + part) * channels + channel
-    tl.store(parts + spot, tl.sum(crossed, axis=0) * inverse, mask=known)
+    tl.store(sums + spot, tl.sum(crossed, axis=0) * inverse, mask=known)
     num_models = tl.num_programs(2).to(tl.int64)
-    tl.store(parts + num_models * tl.num_programs(0) * channels + spot, tl.sum(plain, axis=0), mask=known)
+    tl.store(sums + num_models * tl.num_programs(0) * channels + spot, tl.sum(plain, axis=0), mask=known)
 
 
 @_launches
