@@ -216,7 +216,7 @@ def _multiply(
     tl.store(outputs + row.to(tl.int64)[:, None] * num_outputs + column[None, :], total, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _multiply_gradient(
     images, gradient, found, parts, num_rows, channels, num_outputs,
     HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -291,7 +291,7 @@ def _filter(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _filter_gradient(
     images, gradient, found, parts, num_rows, channels,
     HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -604,7 +604,7 @@ def rescale_back(
     return outputs, of_weight, of_bias
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _rescale_back(
     images, gradient, mean, variance, weight, bias, outputs, sums, eps, low, high, steps, num_rows, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
