@@ -33,7 +33,7 @@ from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 from fedem.models.folding import find_folds, folded, without
 from fedem.models.layers import training_pass
 from fedem.models.losses import Loss
-from fedem.models.normalisation import MaskedBatchNorm
+from fedem.models.normalisation import FixedBatchNorm, MaskedBatchNorm
 from fedem.models.stackable import make_stackable
 
 Builder = Callable[[], nn.Module]
@@ -114,6 +114,13 @@ class Model:
     def trainable(self) -> frozenset[str]:
         """Names of the leaves that are trained; the others are buffers."""
         return frozenset(name for name, leaf in self.evaluation.named_parameters() if leaf.requires_grad)
+
+    @cached_property
+    def _unchanging(self) -> frozenset[str]:
+        """Names of the leaves that a pass leaves as they are: what is trained, and statistics that are fixed."""
+        parts = self.evaluation.named_modules()
+        fixed = {f"{name}." for name, part in parts if isinstance(part, FixedBatchNorm)}
+        return self.trainable | {name for name in self.leaf_shapes if name[: name.rfind(".") + 1] in fixed}
 
     def init(self, seed: int) -> Tree:
         """Draw initial parameters."""
@@ -262,7 +269,7 @@ class Model:
     ) -> tuple[Tensor, Tree]:
         """Run the module in training mode, ``[n, ...] -> [n, K]``; the same arguments, without targets."""
         # Modules change their buffers in place, so they get copies.
-        state = {name: leaf if name in self.trainable else leaf.clone() for name, leaf in parameters.items()}
+        state = {name: leaf if name in self._unchanging else leaf.clone() for name, leaf in parameters.items()}
         with training_pass(mask, key):
             outputs = self._call(self._training, state, inputs)
         return outputs, {name: leaf.detach() for name, leaf in state.items() if name not in self.trainable}
