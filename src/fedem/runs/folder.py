@@ -202,8 +202,15 @@ class RunFolder:
             raise UserError(f"{run}, but {why}; allowed: {mend}.")
 
     def departures(self, config: Config) -> list[str]:
-        """Return ``section.key`` of what the run has other than ``config``, but for where and how it is worked off."""
-        return sorted(set(self.config().differences(config)) - _FREE)
+        """Return ``section.key`` of what the run has other than ``config``, but for where and how it is worked off.
+
+        The rate of fine-tuning is nothing where neither has any.
+        """
+        made = self.config()
+        changed = set(made.differences(config)) - _FREE
+        if not (made.run.fine_tune_epochs or config.run.fine_tune_epochs):
+            changed.discard("run.fine_tune_rate")
+        return sorted(changed)
 
     def reopen(self, config: Config, longer: bool = False) -> bool:
         """Open the folder to go on with its run; returns whether there is a checkpoint to go on from.

@@ -71,10 +71,8 @@ class Entry(NamedTuple):
             return {}
         made = self.folder.config()
         # Nobody sets what the data decided, such as the hash that says who owns which samples.
-        planned, silent = self.config.settled_like(made), {"run.partition_hash"}
-        if not (made.run.fine_tune_epochs or planned.run.fine_tune_epochs):
-            silent.add("run.fine_tune_rate")
-        places = (place for place in self.folder.departures(planned) if place not in silent)
+        planned = self.config.settled_like(made)
+        places = (place for place in self.folder.departures(planned) if place != "run.partition_hash")
         return {place: made.sections[place.partition(".")[0]].get(place.partition(".")[2]) for place in places}
 
     @property
