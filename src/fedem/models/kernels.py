@@ -93,7 +93,7 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     """Return the gradient of the weight, ``[S, n, H, W, C], [S, n, H', W', O] -> [S, O, C, *]``."""
     (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
     num_rows, places = samples * high * wide, geometry.window[0] * geometry.window[1]
-    # Compiled in: to divide by what is not known takes longer than the rest of a loop.
+    # Compiled in: to divide by what is not known takes many instructions, in each turn of a loop.
     pixels = {"HIGH": high, "WIDE": wide, "HEIGHT": height, "WIDTH": width}
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
