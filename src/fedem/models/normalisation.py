@@ -164,12 +164,8 @@ class _Normalisation(torch.autograd.Function):
         return _stacked(_Normalisation, info.batch_size, dims, *given)
 
 
-class _NormalisationGradient(torch.autograd.Function):
-    """Its backward pass: the gradients of the inputs, of the scales and of the shifts."""
-
-    @staticmethod
-    def forward(*given: Any) -> Any:
-        return torch.ops.fedem.normalise_back(*given)
+class _Last(torch.autograd.Function):
+    """A backward pass that has none of its own."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -177,7 +173,17 @@ class _NormalisationGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        _refuse_again()
+        raise UserError(
+            "The gradient of a batch normalisation was differentiated again; allowed: methods of first derivatives."
+        )
+
+
+class _NormalisationGradient(_Last):
+    """Its backward pass: the gradients of the inputs, of the scales and of the shifts."""
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.fedem.normalise_back(*given)
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
@@ -206,7 +212,7 @@ class _Rescaling(torch.autograd.Function):
         return _stacked(_Rescaling, info.batch_size, dims, *given)
 
 
-class _RescalingGradient(torch.autograd.Function):
+class _RescalingGradient(_Last):
     """Its backward pass: the gradients of the inputs, of the scales and of the shifts."""
 
     @staticmethod
@@ -214,22 +220,8 @@ class _RescalingGradient(torch.autograd.Function):
         return torch.ops.fedem.rescale_back(*given)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        _refuse_again()
-
-    @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
         return _stacked(_RescalingGradient, info.batch_size, dims, *given)
-
-
-def _refuse_again() -> None:
-    raise UserError(
-        "The gradient of a batch normalisation was differentiated again; allowed: methods of first derivatives."
-    )
 
 
 def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> Any:
