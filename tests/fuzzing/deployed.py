@@ -17,6 +17,7 @@ from flower_grid import Deployed
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree, tree_index
@@ -361,9 +362,12 @@ class Seals(Reader):
     title = "sealed states of meetings, keys, secrets"
     named = ("The seal is wrong",)
 
-    class _Store:
-        name = "store"
+    class _Store(RendezvousBackend):
         content = b""
+
+        @property
+        def name(self) -> str:
+            return "store"
 
         def get_state(self) -> tuple[bytes, int]:
             return self.content, 1
@@ -378,7 +382,7 @@ class Seals(Reader):
         make_key(self.folder)
         self.key, self.secret = self.folder / "meeting.key", make_secret(self.folder / "secret")
         store = self._Store()
-        self.backend = SealedBackend(store, read_key(self.folder))  # type: ignore[arg-type]
+        self.backend = SealedBackend(store, read_key(self.folder))
         self.backend.set_state(b"state")
         what = pick(draw, ("state", "key", "secret", "a folder"))
         if what == "state":

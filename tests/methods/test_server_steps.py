@@ -247,7 +247,7 @@ def test_layers_that_stay_with_their_clients_are_not_stepped() -> None:
 
 
 def test_what_the_mixer_within_remembers_and_says_is_kept() -> None:
-    class Counting(Star):  # type: ignore[misc]
+    class Counting(Star):
         def init(self, start: Any) -> tuple[Tree, Tree]:
             return super().init(start)[0], {"rounds": torch.zeros(1, dtype=torch.int64)}
 

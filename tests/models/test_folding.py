@@ -24,8 +24,8 @@ def _settled(module: nn.Module) -> nn.Module:
     draw = torch.Generator().manual_seed(1)
     for part in module.modules():
         if isinstance(part, nn.BatchNorm2d):
-            part.running_mean.normal_(0, 0.1, generator=draw)  # type: ignore[union-attr]  # it tracks
-            part.running_var.uniform_(0.5, 2, generator=draw)  # type: ignore[union-attr]
+            part.running_mean.normal_(0, 0.1, generator=draw)
+            part.running_var.uniform_(0.5, 2, generator=draw)
             if part.affine:
                 nn.init.uniform_(part.weight, 0.5, 2, generator=draw)
                 nn.init.normal_(part.bias, 0, 0.1, generator=draw)

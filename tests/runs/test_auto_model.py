@@ -126,7 +126,7 @@ def test_the_command_line_says_which_model_and_why(run, tmp_path: Path) -> None:
 
 def test_a_comparison_tries_models_once_for_a_run(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
-    real = Trainer.prepare.__func__  # type: ignore[attr-defined]  # a class method has it
+    real = Trainer.prepare.__func__  # a class method has it
 
     def prepare(cls: type[Trainer], config: Config, *given: Any, **more: Any) -> Trainer:
         prepared.append(config.name("model"))

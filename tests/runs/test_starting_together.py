@@ -80,7 +80,7 @@ Local = { "method.name" = "local" }
 def _pair(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
     command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return [subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    return [subprocess.Popen(command, stderr=subprocess.DEVNULL, **pipes) for _ in range(2)]
 
 
 def _start(pair: list[subprocess.Popen[str]]) -> list[str]:

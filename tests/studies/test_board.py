@@ -86,7 +86,7 @@ def test_one_seed_is_paired_by_client_weighted_as_the_accuracy(made_up: Experime
 def test_other_clients_are_never_paired(made_up: Experiment, tmp_path: Path, other: dict[str, object]) -> None:
     out = tmp_path / "made-up/results"
     keep(made_up, out, "Here", "FedEM", [0.5] * 4, partition_hash="a")
-    keep(made_up, out, "Here", "FedAvg", [0.6] * 4, **{"partition_hash": "a", **other})  # type: ignore[arg-type]
+    keep(made_up, out, "Here", "FedAvg", [0.6] * 4, **{"partition_hash": "a", **other})
     keep(made_up, out, "Here", "Local", [0.7] * 4, partition_hash="a")
     (board,) = gather(tmp_path)
     found = cells(board, "Here")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
+from torch.utils._pytree import tree_map
 
 from fedem.core.random import derive
 
@@ -26,6 +27,21 @@ _LEVELS = 1 << 16  # a rate is rounded to 16 bits, so that one word serves four 
 def call(function: Any, *arguments: Any) -> Any:
     """Call an autograd function, whose ``apply`` torch leaves untyped."""
     return function.apply(*arguments)
+
+
+def call_mapped(function: Any, size: int, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Call an autograd function once for a mapped dimension, as more of what its tensors have first.
+
+    Returns what ``vmap`` of such a function does: the outputs, and where the dimension is in each.
+    """
+
+    def folded(leaf: Any, dim: int | None) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return (leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)).flatten(0, 1)
+
+    found = call(function, *map(folded, arguments, dims))
+    return tree_map(lambda leaf: leaf.unflatten(0, (size, -1)), found), tree_map(lambda _: 0, found)
 
 
 def has_kernels(images: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedem.core.errors import UserError
 from fedem.models import layers
-from fedem.models.layers import CURRENT_PASS, call, define
+from fedem.models.layers import CURRENT_PASS, call, call_mapped, define
 
 
 class MaskedBatchNorm(_BatchNorm):
@@ -161,7 +161,7 @@ class _Normalisation(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
-        return _stacked(_Normalisation, info.batch_size, dims, *given)
+        return call_mapped(_Normalisation, info.batch_size, dims, *given)
 
 
 class _Last(torch.autograd.Function):
@@ -187,7 +187,7 @@ class _NormalisationGradient(_Last):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
-        return _stacked(_NormalisationGradient, info.batch_size, dims, *given)
+        return call_mapped(_NormalisationGradient, info.batch_size, dims, *given)
 
 
 class _Rescaling(torch.autograd.Function):
@@ -209,7 +209,7 @@ class _Rescaling(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
-        return _stacked(_Rescaling, info.batch_size, dims, *given)
+        return call_mapped(_Rescaling, info.batch_size, dims, *given)
 
 
 class _RescalingGradient(_Last):
@@ -221,21 +221,7 @@ class _RescalingGradient(_Last):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> Any:
-        return _stacked(_RescalingGradient, info.batch_size, dims, *given)
-
-
-def _stacked(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> Any:
-    """Call ``function`` once for a mapped dimension, as more models."""
-
-    def models(leaf: Any, dim: int | None) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return (leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)).flatten(0, 1)
-
-    found = call(function, *map(models, given, dims))
-    if isinstance(found, Tensor):
-        return found.unflatten(0, (size, -1)), 0
-    return tuple(leaf.unflatten(0, (size, -1)) for leaf in found), (0,) * len(found)
+        return call_mapped(_RescalingGradient, info.batch_size, dims, *given)
 
 
 def _rows(images: Tensor) -> Tensor:

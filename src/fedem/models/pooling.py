@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from fedem.models import layers
 from fedem.models.convolutions import Geometry, Pair
-from fedem.models.layers import call, define
+from fedem.models.layers import call, call_mapped, define
 
 Side = int | tuple[int, int]
 Windows = tuple[Side, Side, Side, Side, bool]  # kernel, stride, padding, dilation, and if windows may overhang
@@ -126,7 +125,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int, None], *given: Any) -> tuple[Any, tuple[int, int]]:
-        return _as_samples(_Pool, info.batch_size, dims, *given), (0, 0)
+        return call_mapped(_Pool, info.batch_size, dims, *given)
 
 
 class _Moved(torch.autograd.Function):
@@ -151,7 +150,7 @@ class _PutBack(_Moved):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> tuple[Any, int]:
-        return _as_samples(_PutBack, info.batch_size, dims, *given), 0
+        return call_mapped(_PutBack, info.batch_size, dims, *given)
 
 
 class _PickUp(_Moved):
@@ -167,19 +166,7 @@ class _PickUp(_Moved):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *given: Any) -> tuple[Any, int]:
-        return _as_samples(_PickUp, info.batch_size, dims, *given), 0
-
-
-def _as_samples(function: Any, size: int, dims: tuple[int | None, ...], *given: Any) -> Any:
-    """Call ``function`` once for a mapped dimension of its tensors: as more samples."""
-
-    def folded(leaf: Any, dim: int | None) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return (leaf.expand(size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)).flatten(0, 1)
-
-    found = call(function, *map(folded, given, dims))
-    return tree_map(lambda leaf: leaf.unflatten(0, (size, -1)), found)
+        return call_mapped(_PickUp, info.batch_size, dims, *given)
 
 
 def _last(images: Tensor) -> Tensor:
