@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedem.core.tree import tree_stack
+from fedem.methods.wrappers.label_shares import shifted
 from fedem.models import MODELS
 from fedem.models.base import Model, leaves_of
 from fedem.models.folding import find_folds, join_activations
@@ -60,6 +62,12 @@ def test_networks_whose_rectifiers_are_joined_are_the_same(name: str, joined: in
     assert len(find_folds(model.evaluation)) == len(layers)
     with torch.no_grad():
         torch.testing.assert_close(model.outputs(leaves_of(other), inputs), plain.eval()(inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_with_a_shift_is_folded_as_without() -> None:
+    plain = partial(MODELS["efficientnet_lite0"]().build, (3, 32, 32), 4)
+    counts = [len(find_folds(Model(build, CrossEntropy()).evaluation)) for build in (plain, shifted(plain, 4))]
+    assert counts[0] == counts[1] > 0
 
 
 class _Own(nn.Module):

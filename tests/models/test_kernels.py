@@ -279,6 +279,35 @@ def test_a_network_trains_stacked_as_it_does_without_kernels(precision: str, mon
     torch.testing.assert_close(ours, theirs, **close)
 
 
+class _Unfollowed(nn.Module):
+    """A network that looks at shapes: what it does can't be followed, so none of its normalisations is folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.normalisation = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        images = inputs if inputs.shape[-1] > 1 else inputs.flip(0)
+        return torch.relu(self.normalisation(self.convolution(images))).mean((2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["batch", "fixed"])
+def test_stacked_networks_that_are_not_folded_are_scored_as_each_alone(kind: str, dtype: torch.dtype) -> None:
+    model = Model(lambda: normalised_by(kind, _Unfollowed()), CrossEntropy(), dtype)
+    drawn = {"normalisation.running_mean": _draw(3, 4), "normalisation.running_var": _draw(3, 4).square() + 0.5}
+    states = [
+        {name: leaf.to(DEVICE) for name, leaf in model.init(seed).items()}
+        | {name: rows[seed].to(dtype) for name, rows in drawn.items()}
+        for seed in range(3)
+    ]
+    inputs = _draw(3, 5, 2, 6, 6).to(dtype)
+    found = vmap(model.outputs)(tree_stack(states), inputs)
+    alone = [_Unfollowed().to(DEVICE, dtype).eval() for _ in states]
+    expected = [functional_call(network, *given) for network, *given in zip(alone, states, inputs, strict=True)]
+    torch.testing.assert_close(found, torch.stack(expected), **CLOSE)
+
+
 @pytest.mark.parametrize(("size", "samples"), [(5, 3), (40, 18)])
 def test_an_lstm_runs_and_learns_as_it_does_without_kernels(
     size: int, samples: int, monkeypatch: pytest.MonkeyPatch

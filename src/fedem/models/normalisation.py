@@ -32,8 +32,9 @@ class MaskedBatchNorm(_BatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
-        if self.training and layers.has_kernels(inputs):
-            return self._tracked_by_kernels(inputs, CURRENT_PASS.get().mask)
+        if layers.has_kernels(inputs):
+            tracked = self.training
+            return self._tracked_by_kernels(inputs, CURRENT_PASS.get().mask) if tracked else self._rescaled(inputs)
         return self._normalised(inputs.to(self.running_mean.dtype)).to(inputs.dtype)
 
     def _normalised(self, inputs: Tensor) -> Tensor:
@@ -81,6 +82,12 @@ class MaskedBatchNorm(_BatchNorm):
         self._track(mean, unbiased, lonely)
         return outputs
 
+    def _rescaled(self, inputs: Tensor, low: float = -math.inf, high: float = math.inf) -> Tensor:
+        """Normalise by the running statistics and cut off at two bounds, by a kernel."""
+        given = (leaf[None] for leaf in (inputs, *self._scales, self.running_mean, self.running_var))
+        outputs: Tensor = call(_Rescaling, *given, self.eps, low, high)
+        return outputs.squeeze(0)
+
     @property
     def _scales(self) -> tuple[Tensor, Tensor]:
         """What normalised numbers are multiplied by, and what is added to them."""
@@ -112,10 +119,8 @@ class FixedBatchNorm(MaskedBatchNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, C, ...]``."""
-        if self.training and layers.has_kernels(inputs):
-            given = (leaf[None] for leaf in (inputs, *self._scales, self.running_mean, self.running_var))
-            outputs: Tensor = call(_Rescaling, *given, self.eps, *self.bounds)
-            return outputs.squeeze(0)
+        if layers.has_kernels(inputs):
+            return self._rescaled(inputs, *self.bounds)
         outputs = self._by(inputs.to(self.running_mean.dtype), own=False).to(inputs.dtype)
         return hardtanh(outputs, *self.bounds) if self.is_bounded else outputs
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fedem.core.errors import UserError
 from fedem.core.tree import Tree
@@ -88,6 +88,15 @@ def _rest(personal: Tree) -> Tree:
     return {name: leaf for name, leaf in personal.items() if name != SHIFT}
 
 
+@fx.wrap  # else nobody could follow what the network does, and its normalisations would not be folded
+def _add(outputs: Tensor, shift: Tensor) -> Tensor:
+    if outputs.shape[-1:] != shift.shape:
+        given = f"The model puts out {outputs.shape[-1]} numbers for each sample"
+        allowed = f"allowed with run.label_shares: {len(shift)}, as the classes that occur need"
+        raise UserError(f"{given}; {allowed}.")
+    return outputs + shift
+
+
 @final
 class Shifted(nn.Module):
     """A network and a buffer ``label_shift`` that is added to its outputs, zero unless a client puts its own there."""
@@ -101,12 +110,7 @@ class Shifted(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[n, ...] -> [n, K]``."""
-        outputs: Tensor = self.network(inputs)
-        if outputs.shape[-1:] != self.label_shift.shape:
-            given = f"The model puts out {outputs.shape[-1]} numbers for each sample"
-            allowed = f"allowed with run.label_shares: {len(self.label_shift)}, as the classes that occur need"
-            raise UserError(f"{given}; {allowed}.")
-        return outputs + self.label_shift
+        return _add(self.network(inputs), self.label_shift)
 
 
 def shifted(source: nn.Module | Callable[[], nn.Module], num_outputs: int) -> Callable[[], nn.Module]:
