@@ -11,7 +11,7 @@ from torch.nn.functional import interpolate
 from fedem.core.errors import UserError
 from fedem.models import MODELS
 from fedem.models.base import Model
-from fedem.models.layers import KeyedAugmentation, training_pass
+from fedem.models.layers import Enlarged, KeyedAugmentation, training_pass
 from fedem.models.losses import CrossEntropy
 
 IMAGES = torch.arange(1.0, 1 + 64 * 2 * 5 * 6).reshape(64, 2, 5, 6)
@@ -56,6 +56,18 @@ def test_what_becomes_of_an_image_depends_on_its_key_and_row_alone() -> None:
     stacked = vmap(lambda images, key: _seen(layer, images, key))(IMAGES.expand(2, *IMAGES.shape), keys)
     assert torch.equal(stacked, torch.stack([_seen(layer, IMAGES, key) for key in keys]))
     assert torch.equal(layer.eval()(IMAGES), IMAGES)
+
+
+@pytest.mark.parametrize(("times", "size"), [(2, (5, 6)), (3, (4, 1)), (5, (2, 3))])
+def test_larger_images_are_torchs(times: int, size: tuple[int, int]) -> None:
+    images = torch.rand(3, 2, 2, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([interpolate(own, scale_factor=times, mode="bilinear") for own in images])
+    torch.testing.assert_close(vmap(Enlarged(times))(images), expected)
+    slopes = [
+        torch.func.grad(lambda each, f=f: f(each).square().sum())(images[0])
+        for f in (Enlarged(times), lambda own: interpolate(own, scale_factor=times, mode="bilinear"))
+    ]
+    torch.testing.assert_close(*slopes)
 
 
 def test_a_network_sees_larger_images() -> None:

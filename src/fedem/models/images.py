@@ -25,7 +25,7 @@ from fedem.core.errors import UserError, needed
 from fedem.models.base import ModelSpec
 from fedem.models.convolutions import StackableConv2d, convolve
 from fedem.models.folding import join_activations
-from fedem.models.layers import KeyedAugmentation
+from fedem.models.layers import Enlarged, KeyedAugmentation
 from fedem.models.normalisation import NORMALISATIONS, normalised_by
 from fedem.models.pooling import max_pool
 
@@ -219,7 +219,7 @@ class Pretrainable(ModelSpec):
         if self.flips or self.shift:
             shown.append(KeyedAugmentation(self.flips, self.shift))
         if self.enlarge > 1:
-            shown.append(nn.Upsample(scale_factor=self.enlarge, mode="bilinear"))
+            shown.append(Enlarged(self.enlarge))
         if len(shown) > 1:
             module.images = nn.Sequential(*shown)
         if self.weights:

@@ -134,6 +134,30 @@ class KeyedAugmentation(nn.Module):
         return moved * (inside[0][:, None, :, None] & inside[1][:, None, None, :])
 
 
+class Enlarged(nn.Module):
+    """Images ``times`` as large each way, as ``nn.Upsample`` makes them by bilinear interpolation.
+
+    On a GPU the latter has as many threads as an image has pixels, each of which passes over all images.
+    """
+
+    def __init__(self, times: int):
+        super().__init__()
+        self.times = times
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[n, C, H, W] -> [n, C, times H, times W]``."""
+        for dim in (3, 2):
+            first, last = images.narrow(dim, 0, 1), images.narrow(dim, images.shape[dim] - 1, 1)
+            inner = images.shape[dim] - 1
+            before = torch.cat([first, images.narrow(dim, 0, inner)], dim)
+            after = torch.cat([images.narrow(dim, 1, inner), last], dim)
+            # New pixels lie between the middles of old ones.
+            places = [(place + 0.5) / self.times - 0.5 for place in range(self.times)]
+            parts = [torch.lerp(images, before if place < 0 else after, abs(place)) for place in places]
+            images = torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+        return images
+
+
 class KeyedDropout(nn.Dropout):
     """``nn.Dropout`` by keys."""
 
