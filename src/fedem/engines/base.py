@@ -20,6 +20,7 @@ from fedem.core.random import STOCHASTIC_LAYERS, derive
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_cat, tree_index, tree_map, tree_stack
 from fedem.data.samples import Samples
+from fedem.engines.device import sent
 from fedem.methods.base import Algorithm, Batch, Trained
 
 _SCORED = 1 << 13  # samples of a client scored at once
@@ -165,7 +166,7 @@ class Positions(NamedTuple):
     def first(cls, counts: Tensor, device: torch.device, width: int = 0) -> Positions:
         """Return the first ``counts`` ``[A]``, on the CPU, positions of each client, ``width`` at least."""
         width, least = max(width, int(counts.max())), int(counts.min())
-        counts, columns = counts.to(device)[:, None], torch.arange(width, device=device)
+        counts, columns = sent(counts, device)[:, None], torch.arange(width, device=device)
         return cls(torch.minimum(columns, counts - 1), columns < counts, padded=least < width)
 
 
@@ -177,7 +178,7 @@ class BatchPlan:
         self._sizes, self._widths, self._device = sizes, batching.widths(sizes), device
         self._steps_per_epoch = batching.steps_per_pass(sizes)
         self.steps = batching.num_steps(sizes)
-        self.keys = keys.to(device)
+        self.keys = sent(keys, device)
         epochs = _ceil_divide(self.steps, self._steps_per_epoch)
         # A segment is one client's pass; rows are sorted by (segment, hash).
         segment_client = torch.arange(len(sizes)).repeat_interleave(epochs)
@@ -188,9 +189,10 @@ class BatchPlan:
         self._starts = starts[first_segment]
         total = int(segment_sizes.sum())
         numbers = torch.arange(len(segment_client), device=device)
-        segment = numbers.repeat_interleave(segment_sizes.to(device), output_size=total)
-        position = torch.arange(total, device=device) - starts.to(device)[segment]
-        words = derive(derive(self.keys[segment_client.to(device)], segment_epoch.to(device))[segment], position)
+        segment = numbers.repeat_interleave(sent(segment_sizes, device), output_size=total)
+        position = torch.arange(total, device=device) - sent(starts, device)[segment]
+        own = derive(self.keys[sent(segment_client, device)], sent(segment_epoch, device))
+        words = derive(own[segment], position)
         self._order = _shuffled(segment, words, position, len(segment_client), int(sizes.max()))
 
     def counts(self, step: int | Tensor, which: slice | Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class BatchPlan:
         """Return batch ``step``, ``width`` at least, of ``which`` clients; who has no such batch gets its last."""
         counts, begins = self._find(step, which)
         where = Positions.first(counts, self._device, width)
-        return where._replace(positions=self._order[begins.to(self._device)[:, None] + where.positions])
+        return where._replace(positions=self._order[sent(begins, self._device)[:, None] + where.positions])
 
     def _find(self, step: int | Tensor, which: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return the size of each batch, and where it begins."""

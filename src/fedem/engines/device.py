@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 from fedem.core.memory import free_host_bytes
 
@@ -37,6 +38,11 @@ def budget(device: torch.device) -> int:
     free = free_bytes(device)
     # Recordings on a GPU keep what they compute with to themselves, beside what is called plainly.
     return int(0.4 * free) if device.type == "cuda" else min(free // 4, _MOST_ON_CPU)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` of the CPU on a device, without waiting until that has done all that it has still to do."""
+    return tensor.to(device, non_blocking=True)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -34,7 +34,7 @@ from fedem.engines.base import (
     blocks,
     similar,
 )
-from fedem.engines.device import budget, is_out_of_memory, release
+from fedem.engines.device import budget, is_out_of_memory, release, sent
 from fedem.engines.replay import Captured, Replay, Traced
 from fedem.methods.base import Algorithm, Batch, Local
 
@@ -118,13 +118,13 @@ class Stacked(Engine):
     def _train_chunk(self, algorithm: Algorithm, chunk: Chunk, work: Work, flat: Tree | None, rows: int) -> Finished:
         device = chunk.starts.device
         scale = torch.ones(()) if work.scales is None else work.scales
-        rate = (work.learning_rate * scale.double()).to(device, algorithm.model.dtype)
+        rate = sent((work.learning_rate * scale.double()).to(algorithm.model.dtype), device)
         step, begin = (
             self._steps(algorithm, 0 if rate.ndim else None, device),
             self._begins(algorithm, chunk.shared_dim),
         )
         plan = BatchPlan(work.batching, chunk.sizes, work.keys, device)
-        local, samples, starts = _begin_clients(begin, algorithm, chunk, plan.steps.to(device), flat, rows)
+        local, samples, starts = _begin_clients(begin, algorithm, chunk, sent(plan.steps, device), flat, rows)
         walk = Walk(step, chunk, plan, derive(plan.keys, STOCHASTIC_LAYERS), samples, starts, rate)
         if not algorithm.model.is_large:
             local, order = walk.to_the_end(local, plan.steps), torch.arange(len(plan.steps))
@@ -251,12 +251,15 @@ class Chunk:
         device = cohort.device
         groups = cohort.reads[members]
         common = bool((groups == groups[0]).all())
-        shared = tree_index(cohort.shared, int(groups[0]) if common else groups.to(device))
-        personal, places = tree_index(cohort.personal, members.to(device)), cohort.samples.offsets[members].to(device)
+        shared = tree_index(cohort.shared, int(groups[0]) if common else sent(groups, device))
+        personal, places = (
+            tree_index(cohort.personal, sent(members, device)),
+            sent(cohort.samples.offsets[members], device),
+        )
         samples, starts, sizes = cohort.samples, places, cohort.samples.sizes[members]
         if samples.pool.device != device:
             samples = samples.take(members).to(device)
-            starts = samples.offsets[:-1].to(device)
+            starts = sent(samples.offsets[:-1], device)
         return cls(members, shared, None if common else 0, personal, samples, starts, places, sizes)
 
     def some(self, which: slice) -> Chunk:
@@ -315,7 +318,8 @@ class Walk:
             if self._on_gpu:
                 width = 1 << (int(widths[some[0]]) - 1).bit_length()
                 some = torch.cat([some, some[-1:].expand(_rounded(len(some)) - len(some))])
-            own = Local(*(tree_index(tree, some.to(self.starts.device)) for tree in local))
+            here = sent(some, self.starts.device)
+            own = Local(*(tree_index(tree, here) for tree in local))
             kept.append(self._keep(self._advance(own, last[some], some, width), slice(len(order[run]))))
         return _join(kept), order
 
@@ -323,9 +327,9 @@ class Walk:
         """Take step ``index`` of ``some``, whose batches are padded to ``width`` at least."""
         where, chunk = self.plan.batch(index, some, width), self.chunk
         if isinstance(index, Tensor):
-            index = index.to(self.starts.device)
+            index = sent(index, self.starts.device)
         if isinstance(some, Tensor):
-            some = some.to(self.starts.device)
+            some = sent(some, self.starts.device)
         inputs, targets = chunk.samples.read(chunk.starts[some][:, None] + where.positions)
         weights = where.mask.to(self.rate.dtype) / where.mask.sum(1, keepdim=True)
         masks = (where.mask,) if where.padded else ()

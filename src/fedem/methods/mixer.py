@@ -159,8 +159,9 @@ def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
     """Mix uploads as they come by weights ``[g, C]``, to ``[g, ...]``; of counters take the largest that counts."""
     mixed: Tree = {}
     for positions, trees in uploads:
+        device = next((leaf.device for leaf in trees.values()), weights.device)
+        here = weights[:, positions.to(weights.device)].to(device)  # once: a GPU is waited for
         for name, leaf in trees.items():
-            here = weights[:, positions.to(weights.device)].to(leaf.device)
             if leaf.is_floating_point():
                 part = (here.to(leaf.dtype) @ leaf.reshape(len(leaf), -1)).reshape(-1, *leaf.shape[1:])
                 mixed[name] = mixed[name].add_(part) if name in mixed else part

@@ -187,7 +187,8 @@ def step_groups(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) 
 
 def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite) -> str | None:
     """Return the name of a leaf with numbers that are not finite, if there is one."""
-    return next((name for name, leaf in tree.items() if not bool(is_fine(leaf).all())), None)
+    fine = torch.stack([is_fine(leaf).all() for leaf in tree.values()]).tolist() if tree else []  # asked of a GPU once
+    return next((name for name, is_it in zip(tree, fine, strict=True) if not is_it), None)
 
 
 def _refuse_divergence(name: str | None, round_number: int, learning_rate: float, causes: str) -> None:
@@ -272,7 +273,8 @@ class Training(LocalTraining):
         clients = self.sample(state.round)
         samples, this = self.federation.train.take(clients), self.round(state.round, clients, slowed)
         plan = self.mixer.plan(state.shared, state.memory, this)
-        cohort = Cohort(*plan.downloads, tree_index(state.personal, clients.to(self.device)), samples)
+        here = clients.to(self.device)
+        cohort = Cohort(*plan.downloads, tree_index(state.personal, here), samples)
         own, count = self.team.share(samples.sizes), len(clients)
         kept: list[tuple[Tensor, Tree]] = []
         sent = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -297,7 +299,7 @@ class Training(LocalTraining):
         # Logarithms of mixture weights may be minus infinity.
         lost = not_finite(personal, lambda leaf: ~leaf.isnan())
         _refuse_divergence(lost, after.round, this.learning_rate, self.causes)
-        written = tree_map(lambda old, new: old.index_copy(0, clients.to(old.device), new), state.personal, personal)
+        written = tree_map(lambda old, new: old.index_copy(0, here, new), state.personal, personal)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - started
