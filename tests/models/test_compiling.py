@@ -42,16 +42,16 @@ def stack(kernel, floats=(), small=("weight",), warps=4, **constants):
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\\d+)", said)[1])
 
-SIZES = ("parts", "steps", "num_rows", "high", "wide", "height", "width", "channels", "num_outputs")
+SIZES = ("parts", "steps", "num_rows", "num_samples", "high", "wide", "height", "width", "channels", "num_outputs")
 BOUNDS = ("eps", "low", "high")
 window = {"KERNEL_H": 5, "KERNEL_W": 5, "STRIDE_H": 2, "STRIDE_W": 2, "PAD_H": 1, "PAD_W": 1}
 pixels = {"HIGH": 8, "WIDE": 8, "HEIGHT": 16, "WIDTH": 16}
-tile, half = {"ROWS": 64, "COLUMNS": 64}, {"ROWS": 32, "COLUMNS": 64}
+tile, small = {"ROWS": 64, "COLUMNS": 64}, {"ROWS": 16, "COLUMNS": 64}
 product = {"warps": 8, "FLAT": False, "PRECISION": "tf32", "ROWS": 128, "COLUMNS": 128, "INNER": 64}
 found = {
-    "filter": stack(kernels._filter, **window, **half, BACK=False),
-    "filter back": stack(kernels._filter, **window, **half, BACK=True),
-    "filter gradient": stack(kernels._filter_gradient, **window, **pixels, **tile),
+    "filter": stack(kernels._filter, small=(), **window, **small, BESIDE=4),
+    "filter back": stack(kernels._filter_back, small=(), **window, **small),
+    "filter gradient": stack(kernels._filter_gradient, **window, **pixels, **small, BESIDE=4),
     "multiply": stack(kernels._multiply, **window, **product, BACK=False),
     "multiply gradient": stack(kernels._multiply_gradient, **window, **pixels, **product),
     "sums": stack(kernels._sums, **tile),

@@ -54,6 +54,9 @@ CASES = {
     "1x1": (3, 2, 20, 6, (5, 4), Geometry((1, 1), (1, 1), (0, 0), False)),
     "depthwise, stride 2": (2, 3, 5, 5, (7, 6), Geometry((3, 3), (2, 2), (1, 1), True)),
     "depthwise 5x5": (2, 2, 6, 6, (6, 6), Geometry((5, 5), (1, 1), (2, 2), True)),
+    "depthwise, nine beside": (2, 2, 5, 5, (4, 9), Geometry((3, 3), (1, 1), (1, 1), True)),
+    "depthwise, stride 3 and 2": (2, 2, 3, 3, (8, 11), Geometry((2, 4), (3, 2), (1, 2), True)),
+    "depthwise, padded by more than its window": (2, 2, 3, 3, (3, 2), Geometry((1, 2), (1, 1), (1, 3), True)),
     "one model": (1, 2, 3, 4, (9, 9), Geometry((7, 7), (2, 2), (3, 3), False)),
     "one model, more below": (1, 2, 3, 4, (8, 7), Geometry((3, 3), (2, 2), (0, 1), False, (1, 0))),
     "more below and right": (2, 2, 5, 3, (8, 6), Geometry((3, 3), (2, 2), (0, 0), False, (1, 1))),
@@ -83,7 +86,7 @@ def test_a_gradient_that_is_added_up_in_parts_is_the_same(case: str, monkeypatch
     inputs, slopes = _draw(models, samples, *size, channels), _draw(models, samples, *geometry.shrink(size), outputs)
     whole = kernels.weight_gradient(inputs, slopes, geometry)
     monkeypatch.setattr(kernels, "_LONGEST", 1)
-    monkeypatch.setattr(kernels, "_tile", lambda rows, columns: (8, 4))
+    monkeypatch.setattr(kernels, "_tile", lambda *_: (8, 4))
     monkeypatch.setattr(kernels, "_blocks", lambda *_: {"ROWS": 16, "COLUMNS": 16, "INNER": 16, "PRECISION": "ieee"})
     assert kernels._in_parts(1, 1, models, 5)[1] == 5
     torch.testing.assert_close(kernels.weight_gradient(inputs, slopes, geometry), whole, **CLOSE)

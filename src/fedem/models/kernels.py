@@ -11,8 +11,8 @@ window. Tensors are ``[S, n, C, H, W]`` to torch and ``[S, n, H, W, C]`` in memo
 latter.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-# What Triton compiles has no types that a checker knows.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
+# What Triton compiles has no types that a checker knows, and its tuples grow.
 
 from __future__ import annotations
 
@@ -58,33 +58,54 @@ def _constants(geometry: Geometry) -> dict[str, int]:
 def convolve(inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Convolve, ``[S, n, H, W, C], [S, O, C, *] -> [S, n, H', W', O]``."""
     size = geometry.shrink((inputs.shape[2], inputs.shape[3]))
-    return _convolved(inputs, weight.permute(0, 3, 4, 2, 1), size, geometry, back=False)
+    run = _filtered if geometry.depthwise else _multiplied
+    return run(inputs, weight.permute(0, 3, 4, 2, 1), size, geometry, back=False)
 
 
 @_launches
 def convolve_back(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     """Return the gradient of inputs of ``size``, ``[S, n, H', W', O], [S, O, C, *] -> [S, n, H, W, C]``."""
-    order = (0, 3, 4, 2, 1) if geometry.depthwise else (0, 3, 4, 1, 2)
-    return _convolved(gradient, weight.permute(order), size, geometry, back=True)
+    if not geometry.depthwise:
+        return _multiplied(gradient, weight.permute(0, 3, 4, 1, 2), size, geometry, back=True)
+    if geometry.stride != (1, 1):
+        return _filtered(gradient, weight.permute(0, 3, 4, 2, 1), size, geometry, back=True)
+    # A convolution by the window turned around.
+    (high, wide), (down, across) = geometry.window, geometry.padding
+    turned = geometry._replace(padding=(high - 1 - down, wide - 1 - across))
+    return _filtered(gradient, weight.flip(3, 4).permute(0, 3, 4, 2, 1), size, turned, back=False)
 
 
-def _convolved(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
-    """Convolve by a weight ``[S, k_h, k_w, C, O]``, where C is 1 if each channel is convolved by itself."""
+def _multiplied(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
+    """Convolve by a weight ``[S, k_h, k_w, C, O]``."""
     (models, samples, height, width, channels), weight = images.shape, weight.contiguous()
-    outputs = images.new_empty(models, samples, *size, weight.shape[-1])
-    sizes = samples * size[0] * size[1], *size, height, width, channels
-    if geometry.depthwise:
-        rows, columns = _tile(sizes[0], channels, 2048)  # with more, numbers do not fit into registers
-        grid = triton.cdiv(sizes[0], rows), triton.cdiv(channels, columns), models
-        how: dict[str, Any] = {"BACK": back, "ROWS": rows, "COLUMNS": columns}
-        _filter[grid](images, weight, outputs, *sizes, **_constants(geometry), **how)
-        return outputs
+    num_rows, num_outputs = samples * size[0] * size[1], weight.shape[-1]
+    outputs = images.new_empty(models, samples, *size, num_outputs)
     # Measured on an H200.
     most = (256, 64) if images.dtype == torch.float32 else (128, 128)
-    blocks = _blocks(sizes[0], weight.shape[-1], channels, images, most)
-    grid = triton.cdiv(sizes[0], blocks["ROWS"]), triton.cdiv(weight.shape[-1], blocks["COLUMNS"]), models
+    blocks = _blocks(num_rows, num_outputs, channels, images, most)
+    grid = triton.cdiv(num_rows, blocks["ROWS"]), triton.cdiv(num_outputs, blocks["COLUMNS"]), models
     how = {"BACK": back, "FLAT": channels < _FEW, **blocks}
-    _multiply[grid](images, weight, outputs, *sizes, weight.shape[-1], **_constants(geometry), **how)
+    sizes = num_rows, *size, height, width, channels, num_outputs
+    _multiply[grid](images, weight, outputs, *sizes, **_constants(geometry), **how)
+    return outputs
+
+
+def _filtered(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
+    """Convolve each channel by itself, by a weight ``[S, k_h, k_w, 1, C]``."""
+    models, samples, height, width, channels = images.shape
+    outputs = images.new_empty(models, samples, *size, channels)
+    weight = weight.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    # Backwards a program has pixels a stride apart, forwards rows of them that are beside each other.
+    (down, across), beside = (geometry.stride, 1) if back else ((1, 1), _beside(size[1]))
+    num_rows = samples * triton.cdiv(size[0], down) * triton.cdiv(size[1], across * beside)
+    rows, columns = _tile(num_rows, channels, 1024)  # with more, numbers do not fit into registers
+    grid = triton.cdiv(num_rows, rows) * down * across, triton.cdiv(channels, columns), models
+    given = images, weight, outputs, samples, *size, height, width, channels
+    how: dict[str, Any] = {**_constants(geometry), "ROWS": rows, "COLUMNS": columns}
+    if back:
+        _filter_back[grid](*given, **how)
+    else:
+        _filter[grid](*given, **how, BESIDE=beside)
     return outputs
 
 
@@ -97,12 +118,15 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     pixels = {"HIGH": high, "WIDE": wide, "HEIGHT": height, "WIDTH": width}
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
-        rows, columns = _tile(num_rows, channels)
-        grid, parts = _in_parts(places, triton.cdiv(channels, columns), models, triton.cdiv(num_rows, rows))
+        beside = _beside(wide)
+        num_rows = samples * high * triton.cdiv(wide, beside)
+        rows, columns = _tile(num_rows, channels, 1024)
+        tiles = triton.cdiv(num_rows, rows)
+        grid, parts = _in_parts(geometry.window[0], triton.cdiv(channels, columns), models, tiles)
         found = _room(inputs, models, parts, places, 1, channels)
-        how: dict[str, Any] = {"ROWS": rows, "COLUMNS": columns}
+        how: dict[str, Any] = {"BESIDE": beside, "ROWS": rows, "COLUMNS": columns}
         _filter_gradient[grid](
-            inputs, gradient, found, parts, num_rows, channels, **_constants(geometry), **pixels, **how
+            inputs, gradient, found, parts, samples, channels, **_constants(geometry), **pixels, **how
         )
     else:
         flat = channels < _FEW
@@ -137,6 +161,11 @@ def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (1
     blocks = {name: max(16, min(limit, triton.next_power_of_2(side))) for name, (side, limit) in sides.items()}
     warps = 8 if blocks["ROWS"] * blocks["COLUMNS"] > 8192 else 4
     return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
+
+
+def _beside(width: int) -> int:
+    """Return how many pixels beside each other one row of a program has, whose windows share what they see."""
+    return min(4, triton.next_power_of_2(width))
 
 
 def _tile(rows: int, columns: int, numbers: int = 4096) -> Pair:
@@ -260,63 +289,130 @@ def _multiply_gradient(
 
 
 @triton.jit
+def _place(row, high, wide, BESIDE: tl.constexpr):
+    """Return the sample of a row of pixels beside each other in ``[n, high, wide]``, and where the first of them is."""
+    groups = tl.cdiv(wide, BESIDE)
+    inner = row % (high * groups)
+    return row // (high * groups), inner // groups, inner % groups * BESIDE
+
+
+@triton.jit
 def _filter(
-    images, weight, outputs, num_rows, high, wide, height, width, channels,
+    images, weight, outputs, num_samples, high, wide, height, width, channels,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve each channel by itself."""
+    """Convolve each channel by itself; what some outputs beside each other see is read once."""
     model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_seen = num_rows // (high * wide) * height * width
-    images += model * num_seen * channels
+    known = channel < channels
+    sample, h, w = _place(row, high, wide, BESIDE)
+    top, left = h * STRIDE_H - PAD_H, w * STRIDE_W - PAD_W
+    images += model * num_samples * height * width * channels
+    weight += model * KERNEL_H * KERNEL_W * channels
+    totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
+    for down in range(KERNEL_H):  # unrolled, all places of a large window would be loaded before one is used
+        scales = ()
+        for across in tl.static_range(KERNEL_W):
+            scale = tl.load(weight + (down * KERNEL_W + across) * channels + channel, mask=known, other=0.0)
+            scales += (scale[None, :],)
+        line = ((sample * height + top + down) * width + left).to(tl.int64)
+        inside = (sample < num_samples) & (top + down >= 0) & (top + down < height)
+        first = images + line[:, None] * channels + channel[None, :]
+        for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
+            there = inside & (left + place >= 0) & (left + place < width)
+            pixel = tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+            added = ()
+            for which in tl.static_range(BESIDE):
+                if (place >= which * STRIDE_W) and (place - which * STRIDE_W < KERNEL_W):
+                    added += (totals[which] + pixel * scales[place - which * STRIDE_W],)
+                else:
+                    added += (totals[which],)
+            totals = added
+    line = ((model * num_samples + sample) * high + h) * wide + w
+    first = outputs + line[:, None] * channels + channel[None, :]
+    for which in tl.static_range(BESIDE):
+        there = (sample < num_samples) & (w + which < wide)
+        tl.store(first + which * channels, totals[which], mask=there[:, None] & known[None, :])
+
+
+@triton.jit
+def _filter_back(
+    images, weight, outputs, num_samples, high, wide, height, width, channels,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Do the same backwards; a program has pixels a stride apart, which are in the same places of windows."""
+    model = tl.program_id(2).to(tl.int64)
+    phase, tile = tl.program_id(0) % (STRIDE_H * STRIDE_W), tl.program_id(0) // (STRIDE_H * STRIDE_W)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    known = channel < channels
+    sample, h, w = _place(row, tl.cdiv(high, STRIDE_H), tl.cdiv(wide, STRIDE_W), 1)
+    h, w = h * STRIDE_H + phase // STRIDE_W, w * STRIDE_W + phase % STRIDE_W
+    kept = (sample < num_samples) & (h < high) & (w < wide)
+    images += model * num_samples * height * width * channels
     weight += model * KERNEL_H * KERNEL_W * channels
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for down in range(KERNEL_H):  # unrolled, all places of a large window would be loaded before one is used
-        for across in tl.static_range(KERNEL_W):
-            seen, there = _seen(
-                row, high, wide, height, width, down, across, STRIDE_H, STRIDE_W, PAD_H, PAD_W, BACK
-            )  # fmt: skip
-            kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
-            pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-            place = down * KERNEL_W + across
-            scale = tl.load(weight + place * channels + channel, mask=channel < channels, other=0.0)
-            total += pixel.to(tl.float32) * scale.to(tl.float32)[None, :]
-    kept = (row < num_rows)[:, None] & (channel < channels)[None, :]
-    tl.store(
-        outputs + model * num_rows * channels + row.to(tl.int64)[:, None] * channels + channel[None, :],
-        total,
-        mask=kept,
-    )
+    for down in range((phase // STRIDE_W + PAD_H) % STRIDE_H, KERNEL_H, STRIDE_H):
+        for across in range((phase % STRIDE_W + PAD_W) % STRIDE_W, KERNEL_W, STRIDE_W):
+            y, x = (h + PAD_H - down) // STRIDE_H, (w + PAD_W - across) // STRIDE_W
+            there = kept & (h + PAD_H >= down) & (w + PAD_W >= across) & (y < height) & (x < width)
+            line = ((sample * height + y) * width + x).to(tl.int64)
+            pixel = tl.load(
+                images + line[:, None] * channels + channel[None, :], mask=there[:, None] & known[None, :], other=0.0
+            )
+            scale = tl.load(weight + (down * KERNEL_W + across) * channels + channel, mask=known, other=0.0)
+            total += pixel.to(tl.float32) * scale[None, :]
+    line = ((model * num_samples + sample) * high + h) * wide + w
+    tl.store(outputs + line[:, None] * channels + channel[None, :], total, mask=kept[:, None] & known[None, :])
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _filter_gradient(
-    images, gradient, found, parts, num_rows, channels,
+    images, gradient, found, parts, num_samples, channels,
     HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum, for each channel and a place of the window, what the place saw times the gradient of what was put out."""
-    model, place, part = tl.program_id(2).to(tl.int64), tl.program_id(0) // parts, tl.program_id(0) % parts
+    """Sum, for each channel and the places in a line of the window, what they saw times the gradients of outputs."""
+    # The lines of a part one after the other: what one has read is near when the next one needs it.
+    model, down, part = tl.program_id(2).to(tl.int64), tl.program_id(0) % KERNEL_H, tl.program_id(0) // KERNEL_H
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_seen = num_rows // (HIGH * WIDE) * HEIGHT * WIDTH
-    images += model * num_seen * channels
-    gradient += model * num_rows * channels
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)  # added up over its rows once, in the end
+    known = channel < channels
+    images += model * num_samples * HEIGHT * WIDTH * channels
+    gradient += model * num_samples * HIGH * WIDE * channels
+    totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * KERNEL_W  # added up over their rows once, in the end
+    num_rows = num_samples * HIGH * tl.cdiv(WIDE, BESIDE)
     length = tl.cdiv(tl.cdiv(num_rows, ROWS), parts) * ROWS
-    for first in range(part * length, tl.minimum((part + 1) * length, num_rows), ROWS):
-        row = first + tl.arange(0, ROWS)
-        seen, there = _seen(
-            row, HIGH, WIDE, HEIGHT, WIDTH, place // KERNEL_W, place % KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, False
-        )
-        kept = (there & (row < num_rows))[:, None] & (channel < channels)[None, :]
-        pixel = tl.load(images + seen[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-        slope = tl.load(gradient + row.to(tl.int64)[:, None] * channels + channel[None, :], mask=kept, other=0.0)
-        total += pixel.to(tl.float32) * slope.to(tl.float32)
-    found += ((model * parts + part) * KERNEL_H * KERNEL_W + place) * channels
-    tl.store(found + channel, tl.sum(total, axis=0), mask=channel < channels)
+    for start in range(part * length, tl.minimum((part + 1) * length, num_rows), ROWS):
+        sample, h, w = _place(start + tl.arange(0, ROWS), HIGH, WIDE, BESIDE)
+        top, left = h * STRIDE_H - PAD_H + down, w * STRIDE_W - PAD_W
+        slopes = ()
+        line = ((sample * HIGH + h) * WIDE + w).to(tl.int64)
+        first = gradient + line[:, None] * channels + channel[None, :]
+        for which in tl.static_range(BESIDE):
+            there = (sample < num_samples) & (w + which < WIDE)
+            slope = tl.load(first + which * channels, mask=there[:, None] & known[None, :], other=0.0)
+            slopes += (slope.to(tl.float32),)
+        inside = (sample < num_samples) & (top >= 0) & (top < HEIGHT)
+        line = ((sample * HEIGHT + top) * WIDTH + left).to(tl.int64)
+        first = images + line[:, None] * channels + channel[None, :]
+        for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
+            there = inside & (left + place >= 0) & (left + place < WIDTH)
+            pixel = tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+            added = ()
+            for across in tl.static_range(KERNEL_W):
+                total = totals[across]
+                for which in tl.static_range(BESIDE):
+                    if place - which * STRIDE_W == across:
+                        total += pixel * slopes[which]
+                added += (total,)
+            totals = added
+    found += ((model * parts + part) * KERNEL_H + down) * KERNEL_W * channels
+    for across in tl.static_range(KERNEL_W):
+        tl.store(found + across * channels + channel, tl.sum(totals[across], axis=0), mask=known)
 
 
 @_launches
