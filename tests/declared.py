@@ -37,10 +37,10 @@ rate = "slow"
 """
 
 
-def declare(place: Path, text: str) -> Experiment:
-    (place / "small").mkdir(exist_ok=True)
-    (place / "small" / "experiment.toml").write_text(text)
-    return read(place / "small")
+def declare(place: Path, text: str, name: str = "small") -> Experiment:
+    (place / name).mkdir(exist_ok=True)
+    (place / name / "experiment.toml").write_text(text)
+    return read(place / name)
 
 
 @contextlib.contextmanager

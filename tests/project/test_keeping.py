@@ -48,6 +48,13 @@ def test_a_finished_run_is_kept_with_figures_of_nine_digits(project: Path) -> No
     assert second == "x,unseen,3,"
 
 
+def test_a_selection_of_anothers_runs_is_kept_there(project: Path) -> None:
+    (project / "experiments" / "part").mkdir()
+    (project / "experiments" / "part" / "experiment.toml").write_text('runs = "mine"\n')
+    assert _keep(project, "part", "runs").stdout == "Kept of mine: 1.\n"
+    assert [path.parent.name for path in (project / "experiments").glob("*/results")] == ["mine"]
+
+
 def test_rounds_are_kept_where_their_scores_make_a_curve(project: Path) -> None:
     metrics = project / "runs" / "first_seed0" / "metrics.jsonl"
     lines = ['{"round": 1, "train_loss": 2}', '{"round": 2, "seconds": 1}', '{"round": 3, "train_loss": 1}']

@@ -12,6 +12,7 @@ from kept import declare_made_up, keep
 from fedem.cli.options import read_seeds
 from fedem.report.board import board_page
 from fedem.studies.board import gather
+from fedem.studies.experiments import find
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -120,7 +121,7 @@ def test_a_command_on_the_page_makes_the_runs_that_are_kept(run, command: str) -
     words = shlex.split(command)
     assert words[:3] == ["fedem", "experiment", "run"]
     place = ROOT / "experiments"
-    options = [*words[3:], "--experiments", place, "--out", place / words[3] / "results"]
+    options = [*words[3:], "--experiments", place, "--out", place / find(place, words[3]).home / "results"]
     code, out, err = run("experiment", "status", *options)
     assert (code, err) == (0, "")
     methods = next(word for word in words if word.startswith("method=")).removeprefix("method=").split(",")

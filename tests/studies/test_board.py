@@ -198,6 +198,18 @@ def test_experiments_on_something_else_are_there_as_their_tables_are(tmp_path: P
         gather(tmp_path)
 
 
+def test_runs_of_another_experiment_are_on_the_board(made_up: Experiment, tmp_path: Path) -> None:
+    keep(made_up, tmp_path / "made-up/results", "Here", "FedAvg", [0.625] * 4)
+    declare_made_up(tmp_path, name="guest")
+    path = tmp_path / "guest/experiment.toml"
+    path.write_text('runs = "made-up"\n' + path.read_text())
+    host, guest = gather(tmp_path, ["made-up", "guest"])
+    assert isinstance(host, Board)
+    assert isinstance(guest, Board)
+    assert host.counts == guest.counts == (1, 6)
+    assert cells(guest, "Here") == cells(host, "Here")
+
+
 def test_experiments_that_are_not_there_are_told(tmp_path: Path) -> None:
     declare_made_up(tmp_path)
     with pytest.raises(UserError, match="Unknown experiment 'table9'"):

@@ -275,6 +275,49 @@ def test_wrong_names_are_told(small: Experiment, tmp_path: Path) -> None:
         listed(tmp_path / "nothing")
 
 
+PART = SMALL.replace('place = "Nowhere"', 'runs = "small"').replace('slow = { "schedule.learning_rate" = 0.01 }', "")
+PART = PART.partition("[[without]]")[0]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_an_experiment_may_select_from_anothers_runs(
+    small: Experiment, run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(tmp_path, PART, "part")
+    monkeypatch.chdir(tmp_path)
+    where = ["--seeds", "1", "--experiments", tmp_path]
+    assert run("experiment", "run", "small", *where)[0] == 0
+    made = contents(Path("runs"))
+    code, out, _ = run("experiment", "run", "part", *where)
+    assert (code, "Experiment: runs/experiments/small" in out) == (0, True)
+    now = contents(Path("runs"))
+    page = Path("runs/experiments/small/part.md")
+    assert now.keys() - made.keys() == {page}, "nothing was trained"
+    assert made == {path: content for path, content in now.items() if path != page}
+    assert [line.split(" | ")[0] for line in page.read_text().splitlines()[2:]] == ["| FedEM", "| FedAvg"]
+    code, out, _ = run("experiment", "table", "part", "--experiments", tmp_path)
+    assert (code, "Runs: runs/experiments/small" in out) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ('"run.rounds" = 2', '"run.rounds" = 3'),
+        ('"schedule.learning_rate" = 0.5', '"schedule.learning_rate" = 0.6'),
+        ("fast =", "quick ="),
+        ("[axes.rate]", "[axes.speed]"),
+        ('runs = "small"', 'runs = "part"'),
+    ],
+)
+def test_runs_that_are_not_the_others_are_refused(small: Experiment, tmp_path: Path, change: tuple[str, str]) -> None:
+    declare(tmp_path, PART, "part")
+    with pytest.raises(UserError, match=r"has runs = '(small|part)'; allowed: an experiment with runs by itself"):
+        declare(tmp_path, PART.replace(*change), "other")
+
+
 def test_a_label_with_an_equals_sign_has_settings_of_its_own(tmp_path: Path) -> None:
     experiment = declare(tmp_path, SMALL.replace("fast = {", '"rate = 0.5" = {').replace("/ fast", "/ rate = 0.5"))
     shared, own = sort_settings(experiment, ["rate = 0.5:run.rounds=3", "run.evaluate_every=4"])

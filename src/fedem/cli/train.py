@@ -310,7 +310,14 @@ class _Asked:
 
     @property
     def folder(self) -> Path:
-        return self.out or Path("runs") / "experiments" / f"{self.experiment.name}{'-quick' if self.quick else ''}"
+        name = f"{self.experiment.name}-quick" if self.quick else self.experiment.home
+        return self.out or Path("runs") / "experiments" / name
+
+    @property
+    def page(self) -> Path:
+        """The file of its table: in a folder of another experiment's runs, ``table.md`` is that one's."""
+        is_guest = self.out is None and not self.quick and self.experiment.runs
+        return self.folder / (f"{self.experiment.name}.md" if is_guest else "table.md")
 
     def plan(self) -> list[Entry]:
         seeds = self.seeds if self.seeds is not None else range(1 if self.quick else self.experiment.seeds)
@@ -319,7 +326,7 @@ class _Asked:
 
     def found(self) -> tuple[list[Entry], Path]:
         """Return the runs that are there, and where: all of them, or where settings are asked for, runs of these."""
-        kept = self.place / self.experiment.name / experiments.RESULTS
+        kept = self.place / self.experiment.home / experiments.RESULTS
         folder = kept if self.out is None and not self.folder.is_dir() and kept.is_dir() else self.folder
         if not (self.quick or self.own or any(any(layer.values()) for layer in self.shared)):
             return experiments.kept(self.experiment, folder, self.seeds, self.only), folder
@@ -387,7 +394,7 @@ def run(
     lines = experiments.tabulate(experiment, entries)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "table.md", reports.experiment_markdown(experiment, lines).encode())
+        write_atomically(asked.page, reports.experiment_markdown(experiment, lines).encode())
     failed = [entry for entry in entries if entry.failure is not None]
     if len(failed) == len(entries):
         raise UserError(f"No run came to an end. {' '.join(reports.experiment_remarks(experiment, lines))}")

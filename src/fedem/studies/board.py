@@ -140,7 +140,7 @@ def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> l
     belonging = {path.parent.name for kept in (experiments.RESULTS, NOTES) for path in place.glob(f"*/{kept}")}
     chosen = [experiments.read(place / name) for name in names or [name for name in known if name in belonging]]
     found = [
-        (_board if _is_of_methods(each) else _plain)(place / each.name, out or place / each.name / experiments.RESULTS)
+        (_board if _is_of_methods(each) else _plain)(place / each.name, out or place / each.home / experiments.RESULTS)
         for each in chosen
     ]
     return sorted(found, key=_rank)

@@ -28,7 +28,7 @@ ALL = "all"  # in [quick], all runs
 _Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
 _METHODS = "method"  # the axis whose choices are compared
 _NEEDED = ("title", "figures", "axes")
-_OPTIONAL: Record = {"place": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
+_OPTIONAL: Record = {"place": "", "runs": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Experiment:
     name: str  # of its folder
     title: str
     place: str  # where the paper has it
+    runs: str  # the experiment beside it whose runs are its own, under the same labels; empty: it has runs by itself
     seeds: int  # how many the paper has
     # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
     figures: Sequence[str]
@@ -46,6 +47,11 @@ class Experiment:
     without: Sequence[Labels]  # combinations that are left out
     paper: Mapping[str, tuple[float | None, ...]]  # by the labels, in the order of the axes, joined with " / "
     quick: Mapping[str, tuple[Layer, ...]]  # settings of a short trial, of the runs with a label or of "all"
+
+    @property
+    def home(self) -> str:
+        """The name of the experiment that has its runs."""
+        return self.runs or self.name
 
     @property
     def labels(self) -> list[str]:
@@ -87,11 +93,23 @@ def read(folder: Path) -> Experiment:
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
     check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
-    content |= {key: str(content[key]) for key in ("title", "place")}
+    content |= {key: str(content[key]) for key in ("title", "place", "runs")}
     content["settings"] = _layers(content["settings"], f"{path}, settings")
     content["paper"] = {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()}
     content["quick"] = {label: _layers(values, f"{path}, quick") for label, values in content["quick"].items()}
-    return Experiment(folder.name, **content | {"axes": axes})
+    found = Experiment(folder.name, **content | {"axes": axes})
+    if found.runs:
+        _check_runs(path, found, find(folder.parent, found.runs))
+    return found
+
+
+def _check_runs(path: Path, experiment: Experiment, other: Experiment) -> None:
+    """Refuse an experiment whose runs are said to be another's, and are not."""
+    same = experiment.settings == other.settings and list(experiment.axes) == list(other.axes) and not other.runs
+    for axis, choices in experiment.axes.items():
+        same = same and choices.items() <= other.axes[axis].items()
+    allowed = "an experiment with runs by itself that has the same settings, axes and choices, and perhaps more choices"
+    _check(path, "runs", experiment.runs, same, allowed)
 
 
 def _check(path: Path, key: str, value: object, fits: bool, allowed: str) -> None:
