@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from planted import THETAS, planted_federation
 from torch import Tensor, nn
 
+import fedem
 from fedem.core.tree import Tree
 from fedem.data.federation import Federation
 from fedem.engines import Batching
@@ -63,6 +64,14 @@ def test_planted_clusters_are_found_in_classification() -> None:
     assert _same_partition(state.memory["cluster"], planted)
     fedavg = make_training("fedavg", federation, solver=SGD(), batching=training.batching, schedule=Constant(0.5))
     assert scores_of(training, state)["test"].average > scores_of(fedavg, advance(fedavg, 15))["test"].average + 0.1
+
+
+def test_a_run_says_how_many_clusters_there_are_in_the_end() -> None:
+    federation = planted_federation([0, 1, 0, 1, 1, 0])
+    how = {"method": "clustered", "rounds": 25, "learning_rate": 0.1}
+    found = fedem.train(federation, **how, mean_tolerance=0.2, member_tolerance=0.5)
+    assert found.summary["num_clusters"] == len(found.state().shared["bias"]) == 2
+    assert fedem.train(federation, **how, min_members=4).summary["num_clusters"] == 1
 
 
 def test_clients_who_are_alike_stay_together() -> None:

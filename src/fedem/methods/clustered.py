@@ -87,6 +87,9 @@ class Clusters(Mixer):
             means = tree_cat([means, tree_index(shared, slice(parents[new], parents[new] + 1))])
         return Mixed(groups.cpu(), means, len(clients)), memory
 
+    def summary(self, memory: Tree, cohort_size: int) -> dict[str, float]:
+        return {"num_clusters": len(memory["cluster"].unique())}
+
     def _leaving(self, members: Tensor, updates: Tensor, sizes: Tensor) -> Tensor | None:
         """Return the members that form a cluster of their own; None when it stays whole."""
         if len(members) < 2 * self.min_members:
