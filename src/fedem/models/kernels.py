@@ -297,6 +297,13 @@ def _place(row, high, wide, BESIDE: tl.constexpr):
 
 
 @triton.jit
+def _pixel(first, place, left, width, inside, known, channels):
+    """Return what is ``place`` pixels right of the ``first`` ones, which are ``left`` in their lines; 0 outside."""
+    there = inside & (left + place >= 0) & (left + place < width)
+    return tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _filter(
     images, weight, outputs, num_samples, high, wide, height, width, channels,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -321,8 +328,7 @@ def _filter(
         inside = (sample < num_samples) & (top + down >= 0) & (top + down < height)
         first = images + line[:, None] * channels + channel[None, :]
         for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-            there = inside & (left + place >= 0) & (left + place < width)
-            pixel = tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+            pixel = _pixel(first, place, left, width, inside, known, channels)
             added = ()
             for which in tl.static_range(BESIDE):
                 if (place >= which * STRIDE_W) and (place - which * STRIDE_W < KERNEL_W):
@@ -400,8 +406,7 @@ def _filter_gradient(
         line = ((sample * HEIGHT + top) * WIDTH + left).to(tl.int64)
         first = images + line[:, None] * channels + channel[None, :]
         for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-            there = inside & (left + place >= 0) & (left + place < WIDTH)
-            pixel = tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+            pixel = _pixel(first, place, left, WIDTH, inside, known, channels)
             added = ()
             for across in tl.static_range(KERNEL_W):
                 total = totals[across]
