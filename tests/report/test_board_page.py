@@ -28,7 +28,7 @@ FedAvg = "Because it is made up."
 [[published]]
 source = "Somebody"
 partition = "other clients"
-figures = { Here = { Theirs = [71.5], FedEM = [70.25, 60] } }
+figures = { Here = { Theirs = [71.5], FedEM = [70.3, 60] } }
 """
 
 
@@ -55,8 +55,7 @@ def test_a_page_has_figures_costs_notes_and_commands(tmp_path: Path) -> None:
     assert "- FedAvg (+15.0, +15.0): Because it is made up.\n" in here
     assert "- FedEM" not in here, "within a point"
     assert "**Is the paper's partition ours?** Yes, the same.\n" in here
-    assert "| Somebody | Theirs | 71.5 | other clients |" in here
-    assert "| Somebody | FedEM | 70.25 / 60 | other clients |" in here
+    assert "| Somebody | Theirs 71.5, FedEM 70.3 / 60.0 | other clients |" in here
     assert (
         "fedem experiment run made-up --data Here --only method=FedAvg --seeds 1 --set data.noise_scale=0.5"
         " --device cuda\n" in here

@@ -2,13 +2,14 @@
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from fedem.core.errors import counted
 from fedem.report.console import rendered
 from fedem.report.studies import experiment_markdown, figure_heading, gap_text, made_with, markdown_table, spread_text
 from fedem.runs.config import assignment
-from fedem.studies.board import COSTS, DATA, METHOD, REFERENCE, TOLERANCE, Board, Cell, Plain, Section
+from fedem.studies.board import COSTS, DATA, METHOD, REFERENCE, TOLERANCE, Board, Cell, Plain, Published, Section
 from fedem.studies.experiments import Experiment, in_percent, metric_of
 from fedem.studies.sweep import reason
 
@@ -53,14 +54,18 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
         "partition": section.partition,
         "sentences": list(_sentences(figures, section)),
         "published": [
-            [each.source, each.method, " / ".join(f"{figure:g}" for figure in each.figures), each.partition]
-            for each in section.published
+            [source, ", ".join(map(_figures, own)), partition]
+            for (source, partition), own in groupby(section.published, lambda each: (each.source, each.partition))
         ],
         "figures": " / ".join(map(figure_heading, figures)),
         "commands": list(_commands(experiment, section)),
         "missing": _missing(experiment, section),
         "remarks": [reason(cell.method, cell.line.failed) for cell in section.cells if cell.line.failed],
     }
+
+
+def _figures(published: Published) -> str:
+    return f"{published.method} {' / '.join(f'{figure:.1f}' for figure in published.figures)}"
 
 
 def _row(figures: Sequence[str], cell: Cell) -> Iterator[str]:
