@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from helpers import NEVER, advance, make_federation, make_training, same_states
+from torch import Tensor, nn
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fedem.engines import Batching, Stacked
-from fedem.engines.replay import Traced
+import fedem
+from fedem.engines import Batching, Stacked, stacked
+from fedem.engines.replay import Captured, Traced
 from fedem.methods import METHODS
 from fedem.solvers import LBFGS, SOLVERS, Various
 
@@ -83,3 +91,126 @@ def test_a_function_is_recorded_once_a_shape_and_only_when_it_comes_back() -> No
     # Another layout is another recording: a view that fits one need not fit the other.
     assert torch.equal(replay(small, small.T.contiguous().T, torch.tensor(3.0)), 5 * small)
     assert len(calls) == 5
+
+
+class _Graph(TorchDispatchMode):
+    """A CUDA graph on a CPU: what is called while it records is called again, with the same tensors in their places.
+
+    As on a GPU, nothing is as if it had been called while it was recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.before += [(leaf, leaf.clone()) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        found = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for place, leaf in reversed(self.before):
+            place.copy_(leaf)
+
+    def replay(self) -> None:
+        for func, args, kwargs, found in self.calls:
+            is_view = any(one.alias_info is not None for one in func._schema.returns) and not func._schema.is_mutable
+            again = found if is_view else func(*args, **kwargs)
+            for place, leaf in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                if isinstance(place, Tensor) and place is not leaf:
+                    place.copy_(leaf)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps be captured on a CPU, as they are on a GPU."""
+
+    @contextmanager
+    def recording(graph: _Graph, pool: object) -> Iterator[None]:
+        with graph:
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+
+def _stirred(state: dict[str, Tensor], batch: Tensor) -> dict[str, Tensor]:
+    """A step whose results stand in another order; one lies as its argument does but turned, one is its argument."""
+    added = {"weight": state["weight"] + batch.sum(), "turned": state["turned"].mT, "fixed": state["fixed"]}
+    return dict(reversed((added | {"long": 2 * state["long"]}).items()))
+
+
+def test_captured_steps_are_the_steps_whatever_order_and_layout_results_have(on_a_cpu: None) -> None:
+    def first() -> dict[str, Tensor]:
+        numbers = torch.arange(36.0).reshape(4, 3, 3)
+        return {"fixed": numbers + 5, "long": numbers[:, 0], "turned": numbers, "weight": numbers[:, :1] + 1}
+
+    captured, ours, expected = Captured(_stirred, after=1), first(), first()
+    for rows in (4, 4, 4, 3, 3, 2, 2, 2):
+        ours, expected = ({name: leaf[:rows] for name, leaf in tree.items()} for tree in (ours, expected))
+        batch = torch.full((rows, 2), float(rows))
+        ours, expected = captured(ours, batch), _stirred(expected, batch)
+        assert list(ours) == list(first())
+        assert all(torch.equal(leaf, expected[name]) for name, leaf in ours.items())
+    assert len(captured._recordings) == 3  # one for each number of rows
+
+
+def test_a_step_that_can_not_be_captured_is_called_and_the_next_has_memory_of_its_own(
+    on_a_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = []
+
+    @contextmanager
+    def refusing_once(graph: _Graph, pool: object) -> Iterator[None]:
+        pools.append(pool)
+        if len(pools) == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        with graph:
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", refusing_once)
+    captured = Captured(lambda state: {"x": state["x"] + 1}, after=1)
+    with pytest.warns(UserWarning, match="not permitted"):
+        assert [captured({"x": torch.zeros(2)})["x"].tolist() for _ in range(3)] == [[1, 1]] * 3
+    assert [captured({"x": torch.zeros(3)})["x"].tolist() for _ in range(3)] == [[1, 1, 1]] * 3
+    assert len(pools) == 2
+    assert pools[0] is not pools[1]
+
+
+class _Small(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedem", "fedem-heads", "ditto"])
+def test_captured_rounds_give_the_same_bits(method: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clients that end one after the other, with statistics that are averaged too."""
+    draw = torch.Generator().manual_seed(0)
+    inputs, owners = torch.randn(90, 3, generator=draw), (6 * torch.rand(90, generator=draw) ** 2).long()
+    federation = fedem.Federation.from_arrays(inputs, 1 + inputs[:, 0].sign().long() + (inputs[:, 1] > 2), owners)
+    made: list[Captured] = []
+
+    def steps(after: int) -> Callable[..., Any]:
+        def chosen(self: Stacked, algorithm: Any, rate_dim: int | None, device: torch.device) -> Any:
+            if not made or made[-1]._after != after:
+                made.append(Captured(vmap(algorithm.step, in_dims=(0, 0, rate_dim)), after))
+            return made[-1]
+
+        return chosen
+
+    monkeypatch.setattr(stacked.Walk, "_on_gpu", property(lambda self: True))
+    states = []
+    for after in (NEVER, 1):
+        monkeypatch.setattr(Stacked, "_steps", steps(after))
+        result = fedem.train(federation, method, model=_Small(), rounds=4, batch_size=4, engine="stacked")
+        states.append(result.state())
+    assert same_states(*states)
+    plain, captured = made
+    assert not plain._recordings
+    in_any_order = {tuple(sorted(map(str, key))) for key in captured._calls}
+    assert len(captured._recordings) == len(in_any_order) > 1

@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -43,6 +43,17 @@ def budget(device: torch.device) -> int:
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` of the CPU on a device, without waiting until that has done all that it has still to do."""
     return tensor.to(device, non_blocking=True)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair to the first, on a GPU by a few launches for all of them."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, leaf in pairs:
+        places, leaves = alike.setdefault(leaf.dtype, ([], []))
+        places.append(place)
+        leaves.append(leaf)
+    for places, leaves in alike.values():
+        torch._foreach_copy_(places, leaves)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from fedem.engines.device import is_out_of_memory
+from fedem.engines.device import copy_all, is_out_of_memory
 
 _MOST_SHAPES = 256  # recorded at most: sampled cohorts may never come back
 
@@ -74,23 +74,26 @@ class Captured(Replay):
     """
 
     def __init__(self, function: Callable[..., Any], after: int):
+        def in_order(*arguments: Any) -> Any:
+            # Dictionaries are equal in any order, but what is recorded has one: that of the state.
+            form = tree_structure(arguments[0])
+            return tree_unflatten(form.flatten_up_to(function(*arguments)), form)
+
         # What is compiled, or chosen by trial, on a first call can't be captured.
-        super().__init__(function, max(1, after))
+        super().__init__(in_order, max(1, after))
         self._pool: Any = None  # memory of all recordings' temporaries, which are never in use at the same time
         self._places: dict[int, Tensor] = {}  # by an argument's position, as large as its largest
 
     def _record(self, arguments: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
         leaves, form = tree_flatten(arguments)
         places = [self._place(position, leaf) for position, leaf in enumerate(leaves)]
-        _fill(places, leaves)
         own, graph = tree_unflatten(places, form), torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                # In the order of the state's own leaves: dictionaries are equal in any.
-                found = tree_structure(own[0]).flatten_up_to(self._function(*own))
-                _fill(tree_leaves(own[0]), _apart(found, places))
+                _fill(tree_leaves(own[0]), tree_leaves(self._function(*own)))
         except RuntimeError as error:
+            self._pool = None  # after a failure torch takes no further recording into it; those it has stay
             if is_out_of_memory(error):
                 raise
             said = f"Steps can't be captured on the GPU, and each is launched anew, which is slower: {error}"
@@ -108,22 +111,16 @@ class Captured(Replay):
         """Return where an argument lies for its shape: the first part of what its largest one took."""
         room = self._places.get(position)
         if room is None or room.dtype != leaf.dtype or len(room) < leaf.numel():
-            room = self._places[position] = leaf.new_empty(leaf.numel())
+            room = self._places[position] = leaf.new_zeros(leaf.numel())
         return room[: leaf.numel()].view(leaf.shape)
 
 
 def _fill(places: list[Tensor], leaves: list[Tensor]) -> None:
     """Copy leaves to their places, but those that are there."""
+    taken = {place.untyped_storage().data_ptr() for place in places}
+    moved: list[tuple[Tensor, Tensor]] = []
     for place, leaf in zip(places, leaves, strict=True):
         if place.data_ptr() != leaf.data_ptr() or place.stride() != leaf.stride():
-            place.copy_(leaf)
-
-
-def _apart(leaves: list[Tensor], places: list[Tensor]) -> list[Tensor]:
-    """Copy results that lie in another's place, which is about to be overwritten."""
-    taken = {place.untyped_storage().data_ptr() for place in places}
-    pairs = zip(leaves, places, strict=False)  # the state's places come first
-    return [
-        leaf.clone() if leaf.untyped_storage().data_ptr() in taken and leaf.data_ptr() != place.data_ptr() else leaf
-        for leaf, place in pairs
-    ]
+            # One that lies in another's place, or otherwise in its own, is about to be overwritten.
+            moved.append((place, leaf.clone() if leaf.untyped_storage().data_ptr() in taken else leaf))
+    copy_all(moved)

@@ -34,7 +34,7 @@ from fedem.engines.base import (
     blocks,
     similar,
 )
-from fedem.engines.device import budget, is_out_of_memory, release, sent
+from fedem.engines.device import budget, copy_all, is_out_of_memory, release, sent
 from fedem.engines.replay import Captured, Replay, Traced
 from fedem.methods.base import Algorithm, Batch, Local
 
@@ -291,12 +291,13 @@ class Walk:
 
     def to_the_end(self, local: Local, steps: Tensor) -> Local:
         """Take the first ``steps`` ``[c]``, which are falling, of each client."""
-        kept: list[Local] = []
+        ends = _room_for(local)
         count = rows = len(steps)
         for index in range(int(steps.max()) + 1):
             num_active = int((steps > index).sum())
             if num_active < count:
-                kept.append(self._keep(local, slice(num_active, count)))
+                through = slice(num_active, count)
+                _copy(_slice(ends, through), _slice(local, through))
                 count = num_active
             if not count:
                 break
@@ -305,14 +306,14 @@ class Walk:
             if height < rows:
                 local, rows = _slice(local, slice(height)), height
             local = self._advance(local, index, slice(height))
-        return _join(reversed(kept))
+        return ends
 
     def last_steps(self, local: Local) -> tuple[Local, Tensor]:
         """Take each client's last step, those with batches of similar size together; return the order of clients."""
         last = self.plan.steps - 1
         widths = self.plan.counts(last, slice(None))
         order = torch.argsort(widths, descending=True, stable=True)
-        kept: list[Local] = []
+        ends = _room_for(local)
         for run in similar(widths[order].clamp(min=_LEAST_WIDTH).tolist()):
             some, width = order[run], 0
             if self._on_gpu:
@@ -320,8 +321,9 @@ class Walk:
                 some = torch.cat([some, some[-1:].expand(_rounded(len(some)) - len(some))])
             here = sent(some, self.starts.device)
             own = Local(*(tree_index(tree, here) for tree in local))
-            kept.append(self._keep(self._advance(own, last[some], some, width), slice(len(order[run]))))
-        return _join(kept), order
+            advanced = self._advance(own, last[some], some, width)
+            _copy(_slice(ends, run), _slice(advanced, slice(len(order[run]))))
+        return ends, order
 
     def _advance(self, local: Local, index: int | Tensor, some: slice | Tensor, width: int = 0) -> Local:
         """Take step ``index`` of ``some``, whose batches are padded to ``width`` at least."""
@@ -337,15 +339,19 @@ class Walk:
         batch = Batch(inputs, targets, weights, columns, derive(self.layer_keys[some], index), masks)
         return self.step(local, batch, self.rate[some] if self.rate.ndim else self.rate)
 
-    def _keep(self, local: Local, which: slice) -> Local:
-        some = _slice(local, which)
-        return Local(*(tree_map(torch.clone, tree) for tree in some)) if self._on_gpu else some
-
 
 def _rounded(count: int) -> int:
     """Round up to a number of four bits and zeros, at most an eighth more."""
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit
+
+
+def _room_for(local: Local) -> Local:
+    return Local(*(tree_map(torch.empty_like, tree) for tree in local))
+
+
+def _copy(place: Local, local: Local) -> None:
+    copy_all((ours[name], tree[name]) for ours, tree in zip(place, local, strict=True) for name in tree)
 
 
 def _join(parts: Iterable[Local]) -> Local:
