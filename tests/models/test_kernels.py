@@ -311,6 +311,20 @@ def test_stacked_networks_that_are_not_folded_are_scored_as_each_alone(kind: str
     torch.testing.assert_close(found, torch.stack(expected), **CLOSE)
 
 
+@pytest.mark.parametrize("kind", ["batch", "fixed"])
+def test_networks_are_scored_by_kernels_as_they_are_folded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda: join_activations(normalised_by(kind, _network())), CrossEntropy())
+    states = tree_stack([{name: leaf.to(DEVICE) for name, leaf in model.init(seed).items()} for seed in range(3)])
+    for name, leaf in states.items():
+        if "running" in name:
+            leaf.copy_(_draw(*leaf.shape) / 4 if name.endswith("mean") else _draw(*leaf.shape).square() + 0.5)
+    inputs = _draw(5, 3, 8, 8)
+    found = vmap(model.outputs_and_features, in_dims=(0, None))(states, inputs)
+    monkeypatch.setattr(layers, "has_kernels", lambda images: False)
+    expected = vmap(model.outputs_and_features, in_dims=(0, None))(states, inputs)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
 @pytest.mark.parametrize(("size", "samples"), [(5, 3), (40, 18)])
 def test_an_lstm_runs_and_learns_as_it_does_without_kernels(
     size: int, samples: int, monkeypatch: pytest.MonkeyPatch

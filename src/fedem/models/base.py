@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map as pytree_map
 from fedem.core.errors import UserError, counted
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
+from fedem.models import layers
 from fedem.models.folding import find_folds, folded, without
 from fedem.models.layers import training_pass
 from fedem.models.losses import Loss
@@ -181,8 +182,8 @@ class Model:
         elif not found and word in ("head", "body"):
             found = self.head if word == "head" else self.body
         elif share := re.fullmatch(r"(\d+(?:\.\d+)?)%", word):
-            layers = list(dict.fromkeys(map(_layer_of, self.leaf_shapes)))
-            first = layers[: round(float(share[1]) / 100 * len(layers))]
+            depth = list(dict.fromkeys(map(_layer_of, self.leaf_shapes)))
+            first = depth[: round(float(share[1]) / 100 * len(depth))]
             found = frozenset(name for name in self.leaf_shapes if _layer_of(name) in first)
         if not found:
             names = ", ".join(self.leaf_shapes) + (", batch_norm" if self.normalising else "")
@@ -203,7 +204,13 @@ class Model:
 
     def outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Run the module in evaluation mode, ``[n, ...] -> [n, K]``."""
-        return self._call(self._scoring, folded(parameters, self._folds), inputs)
+        if self._is_folded(inputs):
+            return self._call(self._scoring, folded(parameters, self._folds), inputs)
+        return self.unfolded_outputs(parameters, inputs)
+
+    def _is_folded(self, inputs: Tensor) -> bool:
+        """Whether normalisations are folded for these: where a kernel has them, it costs less than to add biases."""
+        return bool(self._folds) and (self.dtype == torch.float64 or not layers.has_kernels(inputs))
 
     def unfolded_outputs(self, parameters: Tree, inputs: Tensor) -> Tensor:
         """Do the same by all layers, as training has them."""
@@ -224,7 +231,7 @@ class Model:
             given.extend((*arguments, *named.values())[:1])
 
         # A layer that is folded into the one before gets something else than it got.
-        is_there = all(fold.normalisation != self.head_layer for fold in self._folds)
+        is_there = self._is_folded(inputs) and all(fold.normalisation != self.head_layer for fold in self._folds)
         module = self._scoring if is_there else self.evaluation
         hook = module.get_submodule(self.head_layer).register_forward_pre_hook(notice, with_kwargs=True)
         try:
