@@ -199,7 +199,8 @@ class TestPresets:
             Config.build({"data": {"name": name}, "method": {"name": "fedem"}}) for name in ("cifar10", "cifar100")
         )
         assert ten.model == hundred.model
-        assert ten.schedule.learning_rate == hundred.schedule.learning_rate == 0.01
+        assert ten.solver == hundred.solver
+        assert (ten.schedule.learning_rate, hundred.schedule.learning_rate) == (0.01, 0.03)  # each its own
         assert (ten.name("partition"), hundred.name("partition")) == ("dirichlet", "pachinko")
 
     def test_the_shipped_presets_are_used(self) -> None:
