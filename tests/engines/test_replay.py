@@ -96,7 +96,7 @@ def test_a_function_is_recorded_once_a_shape_and_only_when_it_comes_back() -> No
 class _Graph(TorchDispatchMode):
     """A CUDA graph on a CPU: what is called while it records is called again, with the same tensors in their places.
 
-    As on a GPU, nothing is as if it had been called while it was recorded.
+    As on a GPU, recording leaves everything as it was.
     """
 
     def __init__(self) -> None:

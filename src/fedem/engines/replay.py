@@ -111,6 +111,7 @@ class Captured(Replay):
         """Return where an argument lies for its shape: the first part of what its largest one took."""
         room = self._places.get(position)
         if room is None or room.dtype != leaf.dtype or len(room) < leaf.numel():
+            # Zeros: a step may be run to be recorded, and labels are indices, which not any bits in memory are.
             room = self._places[position] = leaf.new_zeros(leaf.numel())
         return room[: leaf.numel()].view(leaf.shape)
 
