@@ -6,7 +6,7 @@ Shapes: T clients, M components, n samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import METRICS, Metric, find_metric, known_metric
-from fedem.runs.neighbours import PREDICT_ROWS, Memory, Neighbours, predict, seen
+from fedem.runs.neighbours import Memory, Neighbours, glances, predict
 from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
@@ -109,28 +109,22 @@ class Scores:
 
 def _judge(
     model: Model,
-    mixture: Mixture,
-    inputs: Tensor,
+    outputs: Tensor,
+    log_weights: Tensor,
     targets: Tensor,
     metrics: Sequence[Metric],
-    neighbours: Neighbours | None = None,
-    own: Tensor | None = None,
+    near: tuple[Neighbours, Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Tree]:
     """Return a client's predictions ``[n, K]``, and its loss and the metrics that go by sample, ``[n]`` each.
 
-    To the loss neighbours are one more component. ``own`` ``[n]`` are the places of the samples among those that the
-    client remembers, if they are some of them: a sample is not its own neighbour.
+    It has the ``outputs`` of its components, ``[M, n, K]``. What is ``near`` are its neighbours, and features and own
+    places to ask them by (:meth:`~fedem.runs.neighbours.Neighbours.vote`). To the loss they are one more component.
     """
-    if neighbours is None or not neighbours.is_heard(own):
-        outputs, features = model.component_outputs(mixture.components, inputs), None
-    elif own is None:
-        outputs, features = seen(model, mixture, inputs)
-    else:
-        outputs, features = model.component_outputs(mixture.components, inputs), neighbours.features[own]
     losses = vmap(model.loss.negative_log_likelihood, in_dims=(0, None))(outputs, targets)
-    predictions = mix(model.loss.probabilities(outputs), mixture.log_weights)
-    per_sample = {"loss": negative_log_likelihood(losses, mixture.log_weights)}
-    if neighbours is not None and features is not None:
+    predictions = mix(model.loss.probabilities(outputs), log_weights)
+    per_sample = {"loss": negative_log_likelihood(losses, log_weights)}
+    if near is not None:
+        neighbours, features, own = near
         votes = neighbours.vote(model, features, predictions.shape[1], own)
         both = torch.stack([per_sample["loss"], model.loss.surprise(votes, targets)])
         shares = predictions.new_tensor([1 - neighbours.weight, neighbours.weight])
@@ -142,37 +136,43 @@ def _judge(
 
 def evaluate_each(
     model: Model,
-    predictors: Iterable[tuple[Mixture, Neighbours | None]],
+    mixtures: Iterable[Mixture],
     samples: Samples,
     metrics: Sequence[Metric],
     weights: Tensor | None = None,
+    neighbours_of: Callable[[int], Neighbours | None] | None = None,
     remembered: bool = False,
     counted: Tensor | None = None,
 ) -> Scores:
-    """Score T predictors one by one, each on its own client's samples.
+    """Score T predictors, each on its own client's samples.
 
     Clients count by ``weights`` ``[T]``, or else by these samples, and in averages only those that are ``counted``
-    ``[T]``, all by default. Samples may be those that clients have ``remembered``.
+    ``[T]``, all by default. Samples may be those that clients have ``remembered``. ``neighbours_of`` returns a client's
+    neighbours by its position; None where nobody has any.
     """
-    pairs: list[_Pair] = []
     names = ["loss", *(each.name for each in metrics if each.per_sample)]
     sums = {name: torch.zeros(samples.num_clients, dtype=torch.float64) for name in names}
-    for position, (mixture, neighbours) in enumerate(predictors):
-        inputs, targets = samples.client(position).to(mixture.log_weights.device)
-        if not len(targets):
-            pairs.append((torch.zeros(0), torch.zeros(0)))
-            continue
-        found = []
-        for rows in torch.arange(len(targets), device=inputs.device).split(PREDICT_ROWS):
-            own = rows if remembered and neighbours is not None else None
-            with torch.no_grad():
-                judged = _judge(model, mixture, inputs[rows], targets[rows], metrics, neighbours, own)
-            found.append(judged[0])
-            for name, values in judged[1].items():
-                sums[name][position] += float(values.sum(dtype=torch.float64))
-        pairs.append((torch.cat(found).double().cpu(), targets.cpu()))
+    found: list[list[_Pair]] = [[] for _ in range(samples.num_clients)]
+    with torch.no_grad():
+        for glance in glances(model, mixtures, samples, with_features=neighbours_of is not None):
+            near, targets = None, glance.samples.targets
+            if neighbours_of is not None and (neighbours := neighbours_of(glance.position)) is not None:
+                # A sample that is remembered is not its own neighbour.
+                places = torch.arange(glance.start, glance.start + len(targets), device=targets.device)
+                own = places if remembered else None
+                near = (neighbours, glance.features, own) if neighbours.is_heard(own) else None
+            predictions, per_sample = _judge(model, glance.outputs, glance.mixture.log_weights, targets, metrics, near)
+            found[glance.position].append((predictions.double().cpu(), targets.cpu()))
+            for name, values in per_sample.items():
+                sums[name][glance.position] += float(values.sum(dtype=torch.float64))
+    pairs = [_joined(pieces) for pieces in found]
     means = {name: totals / samples.sizes for name, totals in sums.items()}
     return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs, counted)
+
+
+def _joined(pieces: Sequence[_Pair]) -> _Pair:
+    predictions, targets = zip(*pieces, strict=True) if pieces else ((torch.zeros(0),), (torch.zeros(0),))
+    return torch.cat(predictions), torch.cat(targets)
 
 
 def evaluate(
@@ -210,12 +210,14 @@ def evaluate_part(
     model = algorithm.model
 
     def assess(shared: Tree, personal: Tree, inputs: Tensor, targets: Tensor, mask: Tensor) -> Tree:
-        _, per_sample = _judge(model, algorithm.predictor(shared, personal), inputs, targets, metrics)
+        components, log_weights = algorithm.predictor(shared, personal)
+        outputs = model.component_outputs(components, inputs)
+        _, per_sample = _judge(model, outputs, log_weights, targets, metrics)
         return {name: (mask * values).sum(dtype=torch.float64) for name, values in per_sample.items()}
 
     if found.memory is not None:
-        everybody = ((found.of(algorithm, t), found.neighbours(t)) for t in range(samples.num_clients))
-        return evaluate_each(model, everybody, samples, metrics, weights, remembered, counted)
+        everybody = (found.of(algorithm, t) for t in range(samples.num_clients))
+        return evaluate_each(model, everybody, samples, metrics, weights, found.neighbours, remembered, counted)
     with torch.no_grad():
         sums = engine.tally(algorithm, assess, found.cohort(samples))
         # Predictions are collected only for metrics that are not means over samples.

@@ -235,8 +235,9 @@ class Result:
         newcomer = None if known.issuperset(federation.names) else self.newcomer(which)
         models = [newcomer if newcomer and name not in known else self.client(name, which) for name in federation.names]
         with recipe.products():
-            predictors = [(each.mixture, each.neighbours) for each in models]
-            scores = {part: evaluate_each(recipe.model, predictors, samples, chosen, counted=counted)}
+            mixtures, near = [each.mixture for each in models], [each.neighbours for each in models]
+            asked = near.__getitem__ if any(near) else None
+            scores = {part: evaluate_each(recipe.model, mixtures, samples, chosen, None, asked, counted=counted)}
         weights = torch.stack([each.mixture.log_weights for each in models])
         rows = client_rows("known", federation.names, scores, weights)
         figures = {"samples": len(samples), "clients": federation.num_clients, **name_scores(scores)}
