@@ -139,7 +139,9 @@ class Stacked(Engine):
 
     def _in_rows(self, algorithm: Algorithm, cohort: Cohort, most: int, work: Callable[[int], _T]) -> tuple[_T, int]:
         """Do ``work`` with as many samples as may go through all of a client's models at once, ``most`` at most."""
-        wanted = max(1, min(most, self._max_bytes(cohort) // _bytes_per_sample(algorithm, cohort)))
+        # A large model's components see samples one after the other where nothing is trained.
+        one = _bytes_per_sample(algorithm, cohort, one_by_one=algorithm.model.is_large)
+        wanted = max(1, min(most, self._max_bytes(cohort) // one))
         return self._shrinking(cohort, "rows", wanted, work)
 
     def _chunks(self, algorithm: Algorithm, cohort: Cohort, batching: Batching) -> Iterator[Tensor]:
@@ -358,11 +360,12 @@ def _join(parts: Iterable[Local]) -> Local:
     return Local(*map(tree_cat, zip(*parts, strict=True)))
 
 
-def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort) -> int:
-    """Estimate what one sample takes on its way through all of a client's models."""
-    components = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
-    inputs = cohort.samples.pool.inputs[:1].numel() * 4
-    return inputs + max(1, components // algorithm.model.num_parameters) * max(4, algorithm.model.bytes_per_sample)
+def _bytes_per_sample(algorithm: Algorithm, cohort: Cohort, one_by_one: bool = False) -> int:
+    """Estimate what one sample takes on its way through all of a client's models, together or ``one_by_one``."""
+    model, inputs = algorithm.model, cohort.samples.pool.inputs[:1].numel() * 4
+    numbers = sum(leaf[0].numel() for leaf in tree_floats(cohort.shared).values())
+    together = 1 if one_by_one else max(1, numbers // model.num_parameters)
+    return inputs + together * max(4, model.bytes_per_sample)
 
 
 def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None:
