@@ -79,7 +79,7 @@ _COMMANDS = {
     ),
     "version": ("version", "Print the version."),
     "data": ("data.data_group", "Public data sets: what there is, and how to get it."),
-    "experiment": ("train.experiment_group", "The paper's tables and figures: list, run, status, table, board."),
+    "experiment": ("train.experiment_group", "The paper's tables and figures: list, run, status, table, board, pages."),
     "peer": (
         "deploy.peer_group",
         "Train with peers until the plan's rounds are done; the same command again goes on where this client was.",

@@ -12,7 +12,7 @@ from typer import Argument, Option, Typer, echo
 from fedem.cli import options
 from fedem.cli.options import data_section, given, listed, read_seeds, taking
 from fedem.core.deadline import stopping_after
-from fedem.core.errors import UserError, counted
+from fedem.core.errors import UserError, counted, unknown
 from fedem.core.files import write_atomically, write_json
 from fedem.core.settings import names_of
 from fedem.data.encoding import some
@@ -22,6 +22,8 @@ from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
 from fedem.report.board import board_page
 from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
+from fedem.report.pages import result_pages
+from fedem.report.pictures import canvas
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder, new_folder
@@ -290,7 +292,9 @@ def _references(entries: Sequence[Entry], data: SharedData) -> dict[int, list[Re
     return {seed: [each.record for each in beside(trainer)] for seed, trainer in trainers.items()}
 
 
-experiment_group = Typer(help="The paper's tables and figures: list, run, status, table, board.", no_args_is_help=True)
+experiment_group = Typer(
+    help="The paper's tables and figures: list, run, status, table, board, pages.", no_args_is_help=True
+)
 Place = Annotated[Path, Option("--experiments", help="The folder of the experiments.")]
 
 
@@ -425,7 +429,13 @@ def status(asked: _Asked) -> None:
 
 @experiment_group.command()
 @partial(taking, _experiment)
-def table(asked: _Asked) -> None:
+def table(
+    asked: _Asked,
+    figure: Annotated[
+        Path | None, Option(help="Also draw them along the experiment's axis, to this .svg, .png or .pdf.")
+    ] = None,
+    force: options.Force = False,
+) -> None:
     """Print our figures, of the runs that are complete, beside the paper's; nothing is trained.
 
     Without --out the runs are those in runs/experiments/NAME or, where nothing was run, those kept with the experiment.
@@ -436,9 +446,26 @@ def table(asked: _Asked) -> None:
       fedem experiment table table2
 
       fedem experiment table table2 --data EMNIST --only method=FedEM,FedAvg
+
+      fedem experiment table components --figure components.png
     """
-    experiment, (entries, folder) = asked.experiment, asked.found()
+    experiment = asked.experiment
+    if figure is not None:
+        if (ending := figure.suffix.removeprefix(".")) not in canvas.FORMATS:
+            raise unknown("ending of --figure", figure.suffix, [f".{each}" for each in canvas.FORMATS])
+        if not experiment.along:
+            others = (experiments.read(asked.place / name) for name in experiments.listed(asked.place))
+            allowed = ", ".join(other.name for other in others if other.along) or "none"
+            raise UserError(f"--figure is given, but {experiment.name} is drawn along no axis; allowed for: {allowed}.")
+        options.check_new(force, figure)
+    entries, folder = asked.found()
     lines = experiments.tabulate(experiment, entries)
+    if figure is not None:
+        if (picture := reports.draw_experiment(experiment, lines)) is None:
+            raise UserError(f"No run in {folder} is complete, so there is nothing to draw.")
+        with writing(figure):
+            figure.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(figure, canvas.alone(picture, ending))
     display(*reports.experiment_tables(experiment, lines), *reports.experiment_remarks(experiment, lines))
     say(f"Runs: {folder}")
 
@@ -461,6 +488,31 @@ def board(
       fedem experiment board table2 --out runs/experiments/table2
     """
     echo(board_page(gather(place, names or [], out)), nl=False)
+
+
+@experiment_group.command()
+def pages(
+    out: Annotated[Path, Option(help="The folder to write them to.")] = Path("runs/pages"),
+    place: Place = Path("experiments"),
+    force: options.Force = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Make the leaderboard, and every experiment's table, figures and report, from the runs that are kept.
+
+    Nothing is trained, and no data are needed.
+
+    Examples:
+      fedem experiment pages --out runs/pages
+    """
+    options.check_new(force, out)
+    count = 0
+    with waiting("Drawing", quiet):
+        for name, content in result_pages(place):
+            with writing(out):
+                (out / name).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(out / name, content)
+            count += 1
+    say(f"Pages: {counted(count, 'file')} in {out}")
 
 
 @partial(taking, _asked)

@@ -16,7 +16,18 @@ from fedem.core.files import write_atomically
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric, known_metric
 from fedem.report.console import Rows, console, errors, rendered, score_text, simple_table, words
-from fedem.report.pictures.canvas import COLOURS, INK, Picture, alone, bytes_unit, inked, logarithmic, look, panels
+from fedem.report.pictures.canvas import (
+    COLOURS,
+    INK,
+    Picture,
+    alone,
+    bytes_unit,
+    inked,
+    legend,
+    logarithmic,
+    look,
+    panels,
+)
 from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config, assignment
 from fedem.runs.evaluate import Record
@@ -29,6 +40,8 @@ from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
+_TICKS = 26  # letters below an axis, at most
+_PANELS = "data"  # the axis whose choices have panels of their own
 _DECISIVE = "test\naverage"
 _PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
@@ -304,6 +317,41 @@ def experiments_table(experiments: Sequence[Experiment]) -> Table:
         place = f"{experiment.place}: " if experiment.place else ""
         rows.append((experiment.name, f"{place}{experiment.title} ({runs})"))
     return simple_table(*headings, rows=rows, whole=("name",))
+
+
+def draw_experiment(experiment: Experiment, lines: Sequence[Line]) -> Picture | None:
+    """Draw the figures along the experiment's axis, in bands of a standard deviation; None where none is known.
+
+    Each data set and figure has a panel, each choice on the other axes a line.
+    """
+    places = list(experiment.axes[experiment.along])
+    curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = {}
+    for line in lines:
+        labels = dict(line.labels)
+        where, panel = places.index(labels.pop(experiment.along)), labels.pop(_PANELS, "")
+        for figure, spread in line.ours.items():
+            if spread.mean is not None:
+                scale = 100 if in_percent(figure) else 1
+                point = where, scale * spread.mean, scale * (spread.deviation or 0)
+                curves.setdefault((panel, figure), {}).setdefault(SLASH.join(labels.values()), []).append(point)
+    if not curves:
+        return None
+    names = list(dict.fromkeys(name for own in curves.values() for name in own))
+    with inked():
+        drawn, panes = panels(len(curves))
+        for axes, ((panel, figure), own) in zip(panes, curves.items(), strict=True):
+            for name, points in own.items():
+                along, means, widths = np.array(points).T
+                how = look(name, names)
+                axes.plot(along, means, label=name, markersize=4, **how)
+                axes.fill_between(along, means - widths, means + widths, color=how["color"], alpha=0.15, linewidth=0)
+            # In half a row's width, longer ones would run into each other.
+            axes.set_xticks(range(len(places)), places, rotation=45 if len("".join(places)) > _TICKS else 0)
+            axes.set(title=panel, xlabel=experiment.along, ylabel=figure_heading(figure))
+        if len(names) > 1:
+            legend(drawn, panes[0])
+    over = _over(sorted({seed for line in lines for seed in line.seeds}))
+    return Picture(f"{experiment.title}\n{over}", "", drawn)
 
 
 def status_table(entries: Sequence[Entry]) -> Table:

@@ -28,7 +28,8 @@ ALL = "all"  # in [quick], all runs
 _Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
 _METHODS = "method"  # the axis whose choices are compared
 _NEEDED = ("title", "figures", "axes")
-_OPTIONAL: Record = {"place": "", "runs": "", "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
+_WORDS = {"place": "", "runs": "", "along": ""}
+_OPTIONAL: Record = {**_WORDS, "seeds": 1, "settings": {}, "without": [], "paper": {}, "quick": {}}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Experiment:
     title: str
     place: str  # where the paper has it
     runs: str  # the experiment beside it whose runs are its own, under the same labels; empty: it has runs by itself
+    along: str  # the axis that the figures are drawn along; empty: there is no picture
     seeds: int  # how many the paper has
     # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
     figures: Sequence[str]
@@ -93,7 +95,8 @@ def read(folder: Path) -> Experiment:
     )
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
     check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
-    content |= {key: str(content[key]) for key in ("title", "place", "runs")}
+    content |= {key: str(content[key]) for key in ("title", *_WORDS)}
+    check_known(f"axis in {path}, along", [content["along"]] if content["along"] else [], axes)
     content["settings"] = _layers(content["settings"], f"{path}, settings")
     content["paper"] = {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()}
     content["quick"] = {label: _layers(values, f"{path}, quick") for label, values in content["quick"].items()}

@@ -1,0 +1,133 @@
+"""All that kept runs show: pictures along an experiment's axis; tables, pictures and reports by one command."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kept import MADE_UP, declare_made_up, keep
+
+from fedem.core.errors import UserError
+from fedem.report.board import board_page
+from fedem.report.pages import LEADERBOARD, result_pages
+from fedem.report.studies import draw_experiment, experiment_markdown
+from fedem.studies import board
+from fedem.studies.experiments import RESULTS, Experiment, kept, read, tabulate
+
+ROOT = Path(__file__).parents[2]
+
+
+def _declare(place: Path, along: str, name: str = "drawn") -> Experiment:
+    (place / name).mkdir(parents=True)
+    content = MADE_UP.replace('place = "Table 9"', f'place = "Figure 9"\nalong = "{along}"')
+    (place / name / "experiment.toml").write_text(content)
+    return read(place / name)
+
+
+def _keep_some(experiment: Experiment, place: Path) -> Path:
+    out = place / experiment.name / RESULTS
+    for seed, (one, other) in enumerate([(0.6, 0.7), (0.64, 0.74)]):
+        keep(experiment, out, "Here", "Local", [one] * 4, seed=seed)
+        keep(experiment, out, "Here", "FedEM", [other] * 4, seed=seed)
+    keep(experiment, out, "There", "FedAvg", [0.5, 0.5, 0.5, 0.5, 0.4])
+    return out
+
+
+def test_a_picture_has_a_panel_for_each_data_set_and_figure_and_what_is_not_run_is_left_out(tmp_path: Path) -> None:
+    experiment = _declare(tmp_path, "method")
+    out = _keep_some(experiment, tmp_path)
+    picture = draw_experiment(experiment, tabulate(experiment, kept(experiment, out)))
+    assert picture is not None
+    assert picture.title == "Made up\nmean ± deviation over the seeds 0, 1"
+    panes = picture.figure.axes
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in panes] == ["Here", "Here", "There", "There"]
+    assert [axes.get_ylabel() for axes in panes[:2]] == ["test, %", "bottom decile, %"]
+    assert [text.get_text() for text in panes[0].get_xticklabels()] == ["Local", "FedAvg", "FedEM"]
+    (line,) = panes[0].lines
+    np.testing.assert_allclose(line.get_xydata(), [[0, 62], [2, 72]])
+    (band,) = panes[0].collections
+    low, high = (pick(band.get_paths()[0].vertices[:, 1]) for pick in (np.min, np.max))
+    deviation = 100 * np.std([0.6, 0.64], ddof=1)
+    assert (low, high) == pytest.approx((62 - deviation, 72 + deviation))
+    np.testing.assert_allclose(panes[2].lines[0].get_xydata(), [[1, 48]])
+    np.testing.assert_allclose(panes[3].lines[0].get_xydata(), [[1, 40]])
+
+
+def test_choices_on_other_axes_are_lines(tmp_path: Path) -> None:
+    experiment = _declare(tmp_path, "data")
+    picture = draw_experiment(experiment, tabulate(experiment, kept(experiment, _keep_some(experiment, tmp_path))))
+    assert picture is not None
+    assert [line.get_label() for line in picture.figure.axes[0].lines] == ["Local", "FedEM", "FedAvg"]
+    (legend,) = picture.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["Local", "FedEM", "FedAvg"]
+
+
+def test_nothing_is_drawn_where_nothing_was_run(tmp_path: Path) -> None:
+    experiment = _declare(tmp_path, "method")
+    assert draw_experiment(experiment, tabulate(experiment, kept(experiment, tmp_path / "none"))) is None
+
+
+def test_an_axis_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"Unknown axis in .*, along 'rounds'; allowed: data, method\."):
+        _declare(tmp_path, "rounds")
+
+
+def test_one_command_makes_everything_anew(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    place = tmp_path / "made"
+    drawn, plain = _declare(place, "method"), declare_made_up(place, name="plain")
+    declare_made_up(place, name="not-run")
+    _keep_some(drawn, place)
+    keep(plain, place / "plain" / RESULTS, "Here", "FedEM", [0.7] * 4)
+    code, out, err = run("experiment", "pages", "--experiments", place, "--out", "pages", "--quiet")
+    assert (code, err) == (0, "")
+    assert "Pages: 6 files in pages" in out
+    pages = tmp_path / "pages"
+    found = {str(path.relative_to(pages)) for path in pages.rglob("*") if path.is_file()}
+    names = {"drawn/table.md", "drawn/figure.svg", "drawn/report.html", "plain/table.md", "plain/report.html"}
+    assert found == names | {LEADERBOARD}
+    assert (pages / LEADERBOARD).read_text(encoding="utf-8") == board_page(board.gather(place))
+    lines = tabulate(plain, kept(plain, place / "plain" / RESULTS))
+    assert (pages / "plain/table.md").read_text(encoding="utf-8") == experiment_markdown(plain, lines)
+    assert "<svg" in (pages / "drawn/report.html").read_text(encoding="utf-8")
+    before = (pages / "drawn/figure.svg").read_bytes()
+    assert "is there already" in run("experiment", "pages", "--experiments", place, "--out", "pages")[2]
+    assert run("experiment", "pages", "--experiments", place, "--out", "pages", "--force", "--quiet")[0] == 0
+    assert (pages / "drawn/figure.svg").read_bytes() == before, "the same figures are the same bytes"
+
+
+def test_an_experiment_with_anothers_runs_has_a_table_and_no_report_of_its_own(tmp_path: Path) -> None:
+    _keep_some(_declare(tmp_path, "method"), tmp_path)
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "experiment.toml").write_text(MADE_UP.replace('place = "Table 9"', 'runs = "drawn"'))
+    names = {str(name) for name, _ in result_pages(tmp_path)}
+    assert {name for name in names if name.startswith("part")} == {str(Path("part/table.md"))}
+
+
+def test_experiments_without_kept_runs_have_no_pages(tmp_path: Path) -> None:
+    declare_made_up(tmp_path)
+    with pytest.raises(UserError, match=r"No experiment in .* has kept runs; allowed: a folder with \*/results"):
+        list(result_pages(tmp_path))
+
+
+def test_a_table_is_drawn_where_it_is_asked_for(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    place = tmp_path / "made"
+    _keep_some(_declare(place, "method"), place)
+    declare_made_up(place, name="plain")
+    ask = ("experiment", "table", "drawn", "--experiments", place)
+    code, out, _ = run(*ask, "--figure", "new/figure.png")
+    assert code == 0
+    assert "Made up" in out
+    assert (tmp_path / "new/figure.png").read_bytes().startswith(b"\x89PNG")
+    assert "is there already" in run(*ask, "--figure", "new/figure.png")[2]
+    assert "unknown ending of --figure" in run(*ask, "--figure", "figure.doc")[2].lower()
+    assert "drawn along no axis; allowed for: drawn." in run(*ask[:2], "plain", *ask[3:], "--figure", "figure.png")[2]
+    assert "nothing to draw" in run(*ask, "--out", tmp_path / "empty", "--figure", "figure.png")[2]
+    assert not (tmp_path / "figure.png").exists()
+
+
+@pytest.mark.parametrize("name", ["components", "participation", "unseen_samples"])
+def test_the_papers_pictures_against_a_quantity_are_declared(name: str) -> None:
+    experiment = read(ROOT / "experiments" / name)
+    assert draw_experiment(experiment, tabulate(experiment, kept(experiment, ROOT / "experiments" / name / RESULTS)))
