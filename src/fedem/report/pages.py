@@ -18,8 +18,8 @@ _PICTURE = "svg"
 def result_pages(place: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield names and contents of files, from the runs kept with the experiments in ``place``.
 
-    These are ``leaderboard.md`` and, for each experiment, ``NAME/table.md``; ``NAME/figure.svg`` where it is drawn along
-    an axis; and ``NAME/report.html`` with all figures of its runs, unless they are another's.
+    These are ``leaderboard.md`` and, for each experiment, ``NAME/table.md``; where it is drawn along an axis
+    ``NAME/figure.svg``; and, unless its runs are another's, ``NAME/report.html`` with all their figures.
     """
     found = [experiments.read(place / name) for name in experiments.listed(place)]
     homes = {each.name: place / each.home / experiments.RESULTS for each in found}
