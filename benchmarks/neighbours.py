@@ -18,7 +18,8 @@ from fedem.data.dataset import Dataset
 from fedem.data.files import from_frame
 from fedem.data.synthetic import Synthetic
 from fedem.runs.config import GIVEN, Config
-from fedem.runs.neighbours import Neighbours, choose_weights, features_of, losses_by_weight, scale_of, with_votes
+from fedem.runs.neighbours import Neighbours, choose_weights, losses_by_weight, scale_of, with_votes
+from fedem.runs.outputs import features_of
 from fedem.runs.trainer import Progress, Trainer
 
 STRENGTHS = (0.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 1e9)

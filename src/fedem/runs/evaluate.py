@@ -24,7 +24,8 @@ from fedem.methods.base import Algorithm, Mixture
 from fedem.models.base import Model
 from fedem.models.losses import CLASSES
 from fedem.models.metrics import METRICS, Metric, find_metric, known_metric
-from fedem.runs.neighbours import Memory, Neighbours, glances, predict
+from fedem.runs.neighbours import Memory, Neighbours, predict
+from fedem.runs.outputs import client_outputs
 from fedem.runs.personalize import Predictors
 
 _ORACLE_ROWS = 1 << 17
@@ -154,17 +155,17 @@ def evaluate_each(
     sums = {name: torch.zeros(samples.num_clients, dtype=torch.float64) for name in names}
     found: list[list[_Pair]] = [[] for _ in range(samples.num_clients)]
     with torch.no_grad():
-        for glance in glances(model, mixtures, samples, with_features=neighbours_of is not None):
-            near, targets = None, glance.samples.targets
-            if neighbours_of is not None and (neighbours := neighbours_of(glance.position)) is not None:
+        for each in client_outputs(model, mixtures, samples, with_features=neighbours_of is not None):
+            near, targets = None, each.samples.targets
+            if neighbours_of is not None and (neighbours := neighbours_of(each.position)) is not None:
                 # A sample that is remembered is not its own neighbour.
-                places = torch.arange(glance.start, glance.start + len(targets), device=targets.device)
+                places = torch.arange(each.start, each.start + len(targets), device=targets.device)
                 own = places if remembered else None
-                near = (neighbours, glance.features, own) if neighbours.is_heard(own) else None
-            predictions, per_sample = _judge(model, glance.outputs, glance.mixture.log_weights, targets, metrics, near)
-            found[glance.position].append((predictions.double().cpu(), targets.cpu()))
+                near = (neighbours, each.features, own) if neighbours.is_heard(own) else None
+            predictions, per_sample = _judge(model, each.outputs, each.mixture.log_weights, targets, metrics, near)
+            found[each.position].append((predictions.double().cpu(), targets.cpu()))
             for name, values in per_sample.items():
-                sums[name][glance.position] += float(values.sum(dtype=torch.float64))
+                sums[name][each.position] += float(values.sum(dtype=torch.float64))
     pairs = [_joined(pieces) for pieces in found]
     means = {name: totals / samples.sizes for name, totals in sums.items()}
     return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs, counted)

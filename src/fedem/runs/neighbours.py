@@ -16,22 +16,19 @@ T clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedem.core.em import mix
-from fedem.core.tree import Tree
-from fedem.data.samples import Pool, Samples
+from fedem.data.samples import Samples
 from fedem.methods.base import Mixture
 from fedem.models.base import Model
+from fedem.runs.outputs import ClientOutputs, client_outputs, outputs_of_one
 from fedem.runs.rounds import State
 
-PREDICT_ROWS = 1 << 13  # samples that a model predicts at once, at most
-_TRAINING_BYTES = 1 << 34  # what training would hold for these samples, at most: a deep network predicts fewer at once
 # Of the neighbours, lambda_t: what is tried. The model keeps a say, or a class of no neighbour would be impossible.
 WEIGHTS = torch.arange(10, dtype=torch.float64) / 10
 _ENTRIES = 1 << 22  # numbers of a table of distances, or of the neighbours' targets, at most
@@ -107,121 +104,25 @@ class Neighbours:
         return self.weight * votes + (1 - self.weight) * predictions
 
 
-class Glance(NamedTuple):
-    """What a client's models make of n of its samples, which follow each other."""
-
-    position: int  # of the client
-    start: int  # the first sample's place among the client's
-    mixture: Mixture
-    samples: Pool  # n, where the mixture is
-    outputs: Tensor  # [M, n, K], of each component
-    features: Tensor  # [n, F], of all together; F is 0 where they were not asked for
-
-    def predictions(self, model: Model) -> Tensor:
-        """Return the components' probabilities (or means), mixed, ``[n, K]``."""
-        return mix(model.loss.probabilities(self.outputs), self.mixture.log_weights)
-
-
-def glances(
-    model: Model, mixtures: Iterable[Mixture], samples: Samples, with_features: bool = True
-) -> Iterator[Glance]:
-    """Let every client's models look at its own samples once, in order; large clients in several glances.
-
-    Clients that have the same components, one after the other, share a pass through them: only weights tell such
-    clients apart.
-    """
-    offsets, most = samples.offsets.tolist(), _rows_at_once(model)
-    first, together = 0, list[Mixture]()
-    for position, mixture in enumerate(mixtures):
-        full = offsets[position] - offsets[first] >= most
-        if together and (full or not _are_one(together[0].components, mixture.components)):
-            yield from _pass(model, first, together, samples, with_features)
-            first, together = position, []
-        together.append(mixture)
-    if together:
-        yield from _pass(model, first, together, samples, with_features)
-
-
-def _pass(
-    model: Model, first: int, together: Sequence[Mixture], samples: Samples, with_features: bool
-) -> Iterator[Glance]:
-    """Let the clients from ``first`` on, whose components are the same, look at their samples."""
-    components, device = together[0].components, together[0].log_weights.device
-    bounds = samples.offsets[first : first + len(together) + 1].tolist()
-    for low in range(bounds[0], bounds[-1], _rows_at_once(model)):
-        high = min(bounds[-1], low + _rows_at_once(model))
-        pool = samples.span(low, high).to(device)
-        outputs, features = _seen(model, components, pool.inputs, with_features)
-        for position, (mixture, start, end) in enumerate(zip(together, bounds, bounds[1:], strict=False), first):
-            rows = slice(max(start, low) - low, min(end, high) - low)
-            if rows.start < rows.stop:
-                mine, own = _joined(model, mixture, features[:, rows]), Pool(*(array[rows] for array in pool))
-                yield Glance(position, low + rows.start - start, mixture, own, outputs[:, rows], mine)
-
-
-def _seen(model: Model, components: Tree, inputs: Tensor, with_features: bool) -> tuple[Tensor, Tensor]:
-    """Return each component's outputs ``[M, n, K]`` and features, ``[M, n, 0]`` where they are not asked for."""
-    if with_features:
-        return model.component_outputs_and_features(components, inputs)
-    outputs = model.component_outputs(components, inputs)
-    return outputs, outputs[..., :0]
-
-
-def _rows_at_once(model: Model) -> int:
-    return max(1, min(PREDICT_ROWS, _TRAINING_BYTES // max(1, model.bytes_per_sample)))
-
-
-def _are_one(first: Tree, second: Tree) -> bool:
-    """Whether two trees are the same memory."""
-    return all(leaf.is_set_to(second[name]) for name, leaf in first.items())
-
-
-def _joined(model: Model, mixture: Mixture, features: Tensor) -> Tensor:
-    """Return the features of a mixture of models: each one's times the square root of its weight, side by side.
-
-    So a squared distance is the mean of the components' squared distances by their weights, and a component that has no
-    weight does not count. ``[M, n, F / M] -> [n, F]``.
-    """
-    if all(len(mixture.components[name]) == 1 for name in model.body):
-        # All components have the same features, and their weights sum to one.
-        return features[0]
-    roots = (mixture.log_weights / 2).exp()
-    return (roots[:, None, None] * features).transpose(0, 1).flatten(1)
-
-
-def _alone(model: Model, mixture: Mixture, inputs: Tensor, with_features: bool = True) -> Iterator[Glance]:
-    """Let one client's models look at samples whose targets nobody knows; in one glance at least, perhaps at none."""
-    pool = Pool(inputs, inputs.new_zeros(count := len(inputs)))
-    if count:
-        yield from glances(model, [mixture], Samples(pool, torch.tensor([0, count])), with_features)
-    else:
-        outputs, features = _seen(model, mixture.components, inputs, with_features)
-        yield Glance(0, 0, mixture, pool, outputs, _joined(model, mixture, features))
-
-
-def features_of(model: Model, mixture: Mixture, inputs: Tensor) -> Tensor:
-    """Return the features of a mixture of models, ``[n, ...] -> [n, F]``, by which samples are near each other."""
-    return torch.cat([each.features for each in _alone(model, mixture, inputs)])
-
-
 def predict(model: Model, mixture: Mixture, inputs: Tensor, neighbours: Neighbours | None = None) -> Tensor:
     """Return one client's predictions: the components' probabilities (or means), mixed, and its neighbours'. [n, K]."""
     if neighbours is None:
-        return torch.cat([each.predictions(model) for each in _alone(model, mixture, inputs, with_features=False)])
+        pieces = outputs_of_one(model, mixture, inputs, with_features=False)
+        return torch.cat([each.predictions(model) for each in pieces])
     found, votes = with_votes(model, mixture, inputs, neighbours)
     return neighbours.mixed(found, votes)
 
 
 def with_votes(model: Model, mixture: Mixture, inputs: Tensor, neighbours: Neighbours) -> tuple[Tensor, Tensor]:
     """Return one client's predictions and its neighbours', ``[n, K]`` each."""
-    pairs = [_voted(model, glance, neighbours) for glance in _alone(model, mixture, inputs)]
+    pairs = [_voted(model, each, neighbours) for each in outputs_of_one(model, mixture, inputs)]
     predictions, votes = zip(*pairs, strict=True)
     return torch.cat(predictions), torch.cat(votes)
 
 
-def _voted(model: Model, glance: Glance, neighbours: Neighbours) -> tuple[Tensor, Tensor]:
-    found = glance.predictions(model)
-    return found, neighbours.vote(model, glance.features, found.shape[1])
+def _voted(model: Model, given: ClientOutputs, neighbours: Neighbours) -> tuple[Tensor, Tensor]:
+    found = given.predictions(model)
+    return found, neighbours.vote(model, given.features, found.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,17 +194,17 @@ def remember(
     def everybody() -> Iterator[Mixture]:
         return (mixture_of(position) for position in range(train.num_clients))
 
-    seen = [(glance.features, glance.samples.targets) for glance in glances(model, everybody(), train)]
+    seen = [(each.features, each.samples.targets) for each in client_outputs(model, everybody(), train)]
     features, targets = (torch.cat(pieces) for pieces in zip(*seen, strict=True))
     scales = torch.tensor([scale_of(mine) for mine in features.split(train.sizes.tolist())], dtype=torch.float64)
     # At first neighbours have all the say, and it is seen what everybody would lose with less.
     alone = Memory(features, targets, train.offsets, scales, torch.ones_like(scales), WEIGHTS, number)
     sums = torch.zeros(train.num_clients, len(WEIGHTS), dtype=torch.float64)
     count = 0
-    for glance in () if validation is None else glances(model, everybody(), validation):
-        if (near := alone.of(glance.position)) is not None:
-            lost = losses_by_weight(model, *_voted(model, glance, near), glance.samples.targets)
-            sums[glance.position] += lost.sum(1)
+    for each in () if validation is None else client_outputs(model, everybody(), validation):
+        if (near := alone.of(each.position)) is not None:
+            lost = losses_by_weight(model, *_voted(model, each, near), each.samples.targets)
+            sums[each.position] += lost.sum(1)
             count += lost.shape[1]
     if curve is None:
         curve = sums.sum(0) / count

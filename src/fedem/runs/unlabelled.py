@@ -34,7 +34,7 @@ from fedem.methods.base import Algorithm, Mixture, find_method, names_where
 from fedem.methods.wrappers import Wrapped
 from fedem.models.base import Model, num_components
 from fedem.runs.config import Config
-from fedem.runs.neighbours import features_of
+from fedem.runs.outputs import features_of
 from fedem.runs.personalize import Personalizer, Predictors
 from fedem.runs.rounds import State
 
