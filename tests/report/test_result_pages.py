@@ -12,6 +12,7 @@ from kept import MADE_UP, declare_made_up, keep
 from fedem.core.errors import UserError
 from fedem.report.board import board_page
 from fedem.report.pages import LEADERBOARD, result_pages
+from fedem.report.runs import gather
 from fedem.report.studies import draw_experiment, experiment_markdown
 from fedem.studies import board
 from fedem.studies.experiments import RESULTS, Experiment, kept, read, tabulate
@@ -103,6 +104,30 @@ def test_an_experiment_with_anothers_runs_has_a_table_and_no_report_of_its_own(t
     (tmp_path / "part" / "experiment.toml").write_text(MADE_UP.replace('place = "Table 9"', 'runs = "drawn"'))
     names = {str(name) for name, _ in result_pages(tmp_path)}
     assert {name for name in names if name.startswith("part")} == {str(Path("part/table.md"))}
+
+
+def test_reports_call_runs_as_the_experiment_does(tmp_path: Path) -> None:
+    (tmp_path / "shares").mkdir()
+    methods = """
+"FedAvg small" = { "method.name" = "fedavg" }
+"kNN-Per" = { "method.name" = "fedavg", "run.neighbours" = 3 }
+"""
+    before, axis, _ = MADE_UP.partition("[axes.method]")
+    (tmp_path / "shares" / "experiment.toml").write_text(before + axis + methods)
+    experiment, out = read(tmp_path / "shares"), tmp_path / "shares" / RESULTS
+    for seed in (0, 1):
+        keep(experiment, out, "Here", "FedAvg small", [0.6] * 4, seed=seed)
+        keep(experiment, out, "Here", "kNN-Per", [0.7] * 4, seed=seed)
+    pages = dict(result_pages(tmp_path))
+    page = pages[Path("shares/report.html")].decode()
+    assert "The best method is kNN-Per" in page
+    assert "FedAvg small" in page
+    (plain,) = gather([out])
+    assert set(plain.titles.values()) == {"FedAvg (run.neighbours=0)", "FedAvg (run.neighbours=3)"}
+    called = {entry.folder.path: entry.labels["method"] for entry in kept(experiment, out)}
+    (named,) = gather([out], called)
+    assert set(named.titles.values()) == {"FedAvg small", "kNN-Per"}
+    assert [len(runs) for runs in named.runs.values()] == [2, 2]
 
 
 def test_experiments_without_kept_runs_have_no_pages(tmp_path: Path) -> None:

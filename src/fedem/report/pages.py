@@ -10,6 +10,7 @@ from fedem.report.pictures.canvas import alone
 from fedem.report.runs import gather
 from fedem.report.studies import draw_experiment, experiment_markdown
 from fedem.studies import board, experiments
+from fedem.studies.sweep import Labels
 
 LEADERBOARD = "leaderboard.md"
 _PICTURE = "svg"
@@ -29,9 +30,16 @@ def result_pages(place: Path) -> Iterator[tuple[Path, bytes]]:
     yield Path(LEADERBOARD), board_page(board.gather(place)).encode()
     for each in shown:
         folder, own = homes[each.name], Path(each.name)
-        lines = experiments.tabulate(each, experiments.kept(each, folder))
+        entries = experiments.kept(each, folder)
+        lines = experiments.tabulate(each, entries)
         yield own / "table.md", experiment_markdown(each, lines).encode()
         if each.along and (picture := draw_experiment(each, lines)) is not None:
             yield own / f"figure.{_PICTURE}", alone(picture, _PICTURE)
         if each.home == each.name:
-            yield own / "report.html", build_page(gather([folder])).encode()
+            called = {entry.folder.path: _name(entry.labels) for entry in entries}
+            yield own / "report.html", build_page(gather([folder], called)).encode()
+
+
+def _name(labels: Labels) -> str:
+    """Return what a run is called beside others on the same data."""
+    return experiments.SLASH.join(label for axis, label in labels.items() if axis != board.DATA)

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, starmap
@@ -55,6 +55,7 @@ class Run:
     clients: Clients  # those that took part in training
     fingerprint: str | None  # of the samples; None where the checkpoint was removed
     command: str | None  # what makes the run again; None for data or models passed from Python
+    called: str = ""  # what it is called, with its other seeds; empty: by its method and what differs in its settings
 
     @property
     def entry(self) -> Entry:
@@ -66,17 +67,21 @@ class Run:
         return np.cumsum([(line["bytes_up"] or 0) + (line["bytes_down"] or 0) for line in self.history], dtype=float)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs below ``paths``, each once; a path is a run's folder (with its baselines) or one of many runs'."""
+def read_runs(paths: Sequence[Path], called: Mapping[Path, str] = {}) -> list[Run]:
+    """Read the runs below ``paths``, each once; a path is a run's folder (with its baselines) or one of many runs'.
+
+    ``called`` says what runs are called, by their folders.
+    """
     if not paths:
         raise UserError("No folders are given; allowed: one or several folders of runs, comparisons or experiments.")
+    names = {path.resolve(): name for path, name in called.items()}
     runs: dict[Path, Run] = {}
     for path in paths:
         folders, whole = _folders(path), path / "comparison.json"
         command = (read_json_if_there(whole, COMPARISON) or {}).get("command")
         for folder in folders:
             if (place := folder.path.resolve()) not in runs:
-                runs[place] = _read(folder, command)
+                runs[place] = replace(_read(folder, command), called=names.get(place, ""))
     return list(runs.values())
 
 
@@ -196,12 +201,15 @@ class Gathered:
         return f"{amount} {'above' if better >= worse else 'below'}"
 
 
-def gather(paths: Sequence[Path]) -> list[Gathered]:
-    """Read the runs below ``paths`` and sort them; those on the same data come together."""
+def gather(paths: Sequence[Path], called: Mapping[Path, str] = {}) -> list[Gathered]:
+    """Read the runs below ``paths`` and sort them; those on the same data come together.
+
+    ``called`` says what runs are called, by their folders; the others have a name of their method and settings.
+    """
     from fedem.report.pictures.canvas import look  # pictures are of what is read here
 
     sorted_runs, notes = list[dict[str, list[Run]]](), list[str]()
-    for entries in (_entries(runs) for runs in _grouped(read_runs(paths), _data_of)):
+    for entries in (_entries(runs) for runs in _grouped(read_runs(paths, called), _data_of)):
         failed = {name: failures(run.entry for run in runs) for name, runs in entries.items()}
         if all(failed.values()):
             on = data_name(next(iter(entries.values()))[0].config)
@@ -259,17 +267,26 @@ def _entries(runs: Sequence[Run]) -> dict[str, list[Run]]:
             where = f"{first.folder.path} and {run.folder.path} have the same settings of data and the same seed"
             raise UserError(f"{where}, but other clients; allowed: the same clients for the same settings and seed.")
     entries: dict[str, list[Run]] = {}
-    for method in dict.fromkeys(run.method for run in runs):
-        groups = _grouped([run for run in runs if run.method == method], _settings_of)
+    for name, group in _named_groups(runs):
+        ordered = sorted(group, key=lambda run: run.seed)
+        for first, run in pairwise(ordered):
+            if first.seed == run.seed:
+                both = f"{first.folder.path} and {run.folder.path} are both {run.method} with seed {run.seed}"
+                raise UserError(f"{both} and the same settings; allowed: each once.")
+        entries[name] = ordered
+    return entries
+
+
+def _named_groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Group runs on the same data by what they are called or, where they are not, by method and settings."""
+    for name in dict.fromkeys(run.called for run in runs if run.called):
+        yield name, [run for run in runs if run.called == name]
+    others = [run for run in runs if not run.called]
+    for method in dict.fromkeys(run.method for run in others):
+        groups = _grouped([run for run in others if run.method == method], _settings_of)
         labels = distinct_labels([_settings_of(group[0]) for group in groups])
         for label, group in zip(labels, groups, strict=True):
-            ordered = sorted(group, key=lambda run: run.seed)
-            for first, run in pairwise(ordered):
-                if first.seed == run.seed:
-                    both = f"{first.folder.path} and {run.folder.path} are both {run.method} with seed {run.seed}"
-                    raise UserError(f"{both} and the same settings; allowed: each once.")
-            entries[f"{method} ({label})" if label else method] = ordered
-    return entries
+            yield f"{method} ({label})" if label else method, group
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
@@ -305,7 +322,7 @@ def _compare(entries: Mapping[str, list[Run]]) -> Comparison:
 
 
 def _name(entry: str, method: str) -> str:
-    return METHODS[method].title + entry.removeprefix(method)
+    return METHODS[method].title + entry.removeprefix(method) if entry.startswith(method) else entry
 
 
 def _names(names: Sequence[str], sorted_runs: Sequence[Mapping[str, list[Run]]]) -> list[str]:

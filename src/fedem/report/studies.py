@@ -32,6 +32,7 @@ from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config, assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener, Trainer
+from fedem.studies.board import DATA
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, in_percent, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread, reason
@@ -41,7 +42,6 @@ from fedem.studies.tuning import RATE, Tuned
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
 _TICKS = 26  # letters below an axis, at most
-_PANELS = "data"  # the axis whose choices have panels of their own
 _DECISIVE = "test\naverage"
 _PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
@@ -328,7 +328,7 @@ def draw_experiment(experiment: Experiment, lines: Sequence[Line]) -> Picture | 
     curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = {}
     for line in lines:
         labels = dict(line.labels)
-        where, panel = places.index(labels.pop(experiment.along)), labels.pop(_PANELS, "")
+        where, panel = places.index(labels.pop(experiment.along)), labels.pop(DATA, "")
         for figure, spread in line.ours.items():
             if spread.mean is not None:
                 scale = 100 if in_percent(figure) else 1
