@@ -42,7 +42,7 @@ def test_outputs_are_those_of_each_clients_own_models(
         torch.tensor([0, *np.cumsum(sizes)]),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outputs, "PREDICT_ROWS", rows)
+        patch.setattr(outputs, "_MOST_ROWS", rows)
         seen = list(client_outputs(model, iter(mixtures), samples, with_features))
     for position, mixture in enumerate(mixtures):
         mine = [each for each in seen if each.position == position]

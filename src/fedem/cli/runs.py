@@ -33,7 +33,17 @@ from fedem.data.tables import Table, read_table, stem_of
 from fedem.deploy.kept import Kept
 from fedem.export import FORMATS, Exported, export_client, export_personal
 from fedem.models.losses import CLASSES
-from fedem.report.console import aside, client_scores_table, display, say, show_run, summary_pages, waiting, writing
+from fedem.report.console import (
+    aside,
+    client_scores_table,
+    display,
+    put,
+    say,
+    show_run,
+    summary_pages,
+    waiting,
+    writing,
+)
 from fedem.report.described import known_clients
 from fedem.report.page import build_page
 from fedem.report.pictures import FIGURES, canvas
@@ -458,9 +468,7 @@ def report(
     sets = gather(folders or [])
     with waiting("Drawing", quiet):
         page = build_page(sets)
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page.encode())
+    put(out, page.encode())
     say(f"Report: {out}")
 
 
@@ -499,8 +507,6 @@ def plot(
     if figure != _ALL and (missing := [name for name in asked if name not in found]):
         needs = "; ".join(f"{name} needs {FIGURES[name].needs}" for name in missing)
         raise UserError(f"These runs have nothing for {', '.join(missing)}: {needs}.")
-    with writing(out):
-        for (place, name), content in drawn.items():
-            (out / place).mkdir(parents=True, exist_ok=True)
-            write_atomically(out / place / f"{name}.{ending}", content)
+    for (place, name), content in drawn.items():
+        put(out / place / f"{name}.{ending}", content)
     say(f"Figures: {', '.join(name for name in asked if name in found)} in {out}")

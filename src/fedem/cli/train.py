@@ -21,7 +21,7 @@ from fedem.graphs import GRAPHS
 from fedem.methods import METHODS, resolve_method
 from fedem.report import studies as reports
 from fedem.report.board import board_page
-from fedem.report.console import aside, display, progress, say, show_run, waiting, writing
+from fedem.report.console import aside, display, progress, put, say, show_run, waiting, writing
 from fedem.report.pages import result_pages
 from fedem.report.pictures import canvas
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
@@ -396,9 +396,7 @@ def run(
     with stopping_after(stop_after):
         stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
     lines = experiments.tabulate(experiment, entries)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(asked.page, reports.experiment_markdown(experiment, lines).encode())
+    put(asked.page, reports.experiment_markdown(experiment, lines).encode())
     failed = [entry for entry in entries if entry.failure is not None]
     if len(failed) == len(entries):
         raise UserError(f"No run came to an end. {' '.join(reports.experiment_remarks(experiment, lines))}")
@@ -463,9 +461,7 @@ def table(
     if figure is not None:
         if (picture := reports.draw_experiment(experiment, lines)) is None:
             raise UserError(f"No run in {folder} is complete, so there is nothing to draw.")
-        with writing(figure):
-            figure.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(figure, canvas.alone(picture, ending))
+        put(figure, canvas.alone(picture, ending))
     display(*reports.experiment_tables(experiment, lines), *reports.experiment_remarks(experiment, lines))
     say(f"Runs: {folder}")
 
@@ -508,9 +504,7 @@ def pages(
     count = 0
     with waiting("Drawing", quiet):
         for name, content in result_pages(place):
-            with writing(out):
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(out / name, content)
+            put(out / name, content)
             count += 1
     say(f"Pages: {counted(count, 'file')} in {out}")
 

@@ -139,7 +139,8 @@ class Stacked(Engine):
 
     def _in_rows(self, algorithm: Algorithm, cohort: Cohort, most: int, work: Callable[[int], _T]) -> tuple[_T, int]:
         """Do ``work`` with as many samples as may go through all of a client's models at once, ``most`` at most."""
-        # A large model's components see samples one after the other where nothing is trained.
+        # Where nothing is trained, components of a large model see samples one after the other, unless they share
+        # layers; and nothing is kept for a way back, so what one component holds in training is enough for all.
         one = _bytes_per_sample(algorithm, cohort, one_by_one=algorithm.model.is_large)
         wanted = max(1, min(most, self._max_bytes(cohort) // one))
         return self._shrinking(cohort, "rows", wanted, work)

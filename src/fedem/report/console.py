@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text, TextType
 
 from fedem.core.errors import UserError, counted
-from fedem.core.files import plain
+from fedem.core.files import plain, write_atomically
 from fedem.data.federation import PARTS
 from fedem.models.metrics import Metric, known_metric
 from fedem.runs.evaluate import LEFT_OUT, has_diverged, metrics_of
@@ -124,6 +124,13 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"{path} can't be written: {error.strerror}.") from None
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file, and the folders above it that are missing; what goes wrong is an error for the user."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
 
 
 def summary_pages(summaries: Sequence[Summary]) -> Iterator[RenderableType]:

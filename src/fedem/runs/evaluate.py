@@ -166,12 +166,12 @@ def evaluate_each(
             found[each.position].append((predictions.double().cpu(), targets.cpu()))
             for name, values in per_sample.items():
                 sums[name][each.position] += float(values.sum(dtype=torch.float64))
-    pairs = [_joined(pieces) for pieces in found]
+    pairs = [_pair_of(pieces) for pieces in found]
     means = {name: totals / samples.sizes for name, totals in sums.items()}
     return _by_metric(metrics, samples.sizes if weights is None else weights, samples.sizes, means, pairs, counted)
 
 
-def _joined(pieces: Sequence[_Pair]) -> _Pair:
+def _pair_of(pieces: Sequence[_Pair]) -> _Pair:
     predictions, targets = zip(*pieces, strict=True) if pieces else ((torch.zeros(0),), (torch.zeros(0),))
     return torch.cat(predictions), torch.cat(targets)
 

@@ -6,6 +6,7 @@ Shapes: n samples of a client, M components, K outputs, F features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from fedem.data.samples import Pool, Samples
 from fedem.methods.base import Mixture
 from fedem.models.base import Model
 
-PREDICT_ROWS = 1 << 13  # samples that a model predicts at once, at most
+_MOST_ROWS = 1 << 13  # samples that a model predicts at once, at most
 _TRAINING_BYTES = 1 << 34  # what training would hold for these samples, at most: a deep network predicts fewer at once
 
 
@@ -66,7 +67,7 @@ def _shared_pass(
         high = min(bounds[-1], low + _rows_at_once(model))
         pool = samples.span(low, high).to(device)
         outputs, features = _component_outputs(model, components, pool.inputs, with_features)
-        for position, (mixture, start, end) in enumerate(zip(together, bounds, bounds[1:], strict=False), first):
+        for position, (mixture, (start, end)) in enumerate(zip(together, pairwise(bounds), strict=True), first):
             rows = slice(max(start, low) - low, min(end, high) - low)
             if rows.start < rows.stop:
                 mine, own = _joined(model, mixture, features[:, rows]), Pool(*(array[rows] for array in pool))
@@ -82,7 +83,7 @@ def _component_outputs(model: Model, components: Tree, inputs: Tensor, with_feat
 
 
 def _rows_at_once(model: Model) -> int:
-    return max(1, min(PREDICT_ROWS, _TRAINING_BYTES // max(1, model.bytes_per_sample)))
+    return max(1, min(_MOST_ROWS, _TRAINING_BYTES // max(1, model.bytes_per_sample)))
 
 
 def _are_one(first: Tree, second: Tree) -> bool:

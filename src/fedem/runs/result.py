@@ -237,7 +237,9 @@ class Result:
         with recipe.products():
             mixtures, near = [each.mixture for each in models], [each.neighbours for each in models]
             asked = near.__getitem__ if any(near) else None
-            scores = {part: evaluate_each(recipe.model, mixtures, samples, chosen, None, asked, counted=counted)}
+            scores = {
+                part: evaluate_each(recipe.model, mixtures, samples, chosen, neighbours_of=asked, counted=counted)
+            }
         weights = torch.stack([each.mixture.log_weights for each in models])
         rows = client_rows("known", federation.names, scores, weights)
         figures = {"samples": len(samples), "clients": federation.num_clients, **name_scores(scores)}
