@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import DIMENSION, make_federation
+from small_runs import small_config
 from torch import nn
 
 import fedem
@@ -15,6 +16,7 @@ from fedem.core.errors import UserError
 from fedem.engines import OneByOne, Stacked, choose_engine
 from fedem.models import Model
 from fedem.models.losses import Logistic
+from fedem.runs import recipe
 
 
 class _Recurrent(nn.Module):
@@ -117,3 +119,28 @@ def test_layers_within_layers_count_once() -> None:
         model = Model(build, Logistic())
         model.probe(inputs)
         assert model.bytes_per_sample == 4 * (7 + 7 + 1 + 2 * 7)
+
+
+def test_models_of_one_kind_are_tried_once_and_a_users_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Model] = []
+    probe = Model.probe
+    monkeypatch.setattr(recipe, "_found_of_models", {})
+    monkeypatch.setattr(Model, "probe", lambda model, inputs: (tried.append(model), probe(model, inputs))[1])
+
+    def trials(model: type[nn.Module] | None = None, **run: object) -> int:
+        config = small_config(**run)
+        data = config.data.make(0)
+        before = len(tried)
+        first, second = (recipe.resolve(config, data, model).model for _ in range(2))
+        assert first.bytes_per_sample == second.bytes_per_sample > 0
+        return len(tried) - before
+
+    assert trials() == 1
+    assert trials(seed=1) == 0
+    assert trials(dtype="float64") == 1
+
+    class Own(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 1)
+
+    assert trials(model=Own) == 2

@@ -6,7 +6,7 @@ federation, a result is a recipe and states, a deployment's plan is a recipe tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -364,7 +364,7 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
         problem = "needs second derivatives, and this model normalises batches or is recurrent"
         allowed = "models without such layers, or another solver"
         raise UserError(f"Solver {config.name('solver')} {problem}; allowed with it: {allowed}.")
-    model.probe(inputs.to(recipe.device))
+    _probe(recipe, inputs)
     if config.schedule.learning_rate == 0:
         recipe = recipe.with_rate(_found_rate(recipe, federation))
     algorithm.check(inputs)
@@ -380,6 +380,25 @@ def resolve(config: Config, dataset: Dataset, source: ModelSource | None = None,
     if run.diagnose_every:
         check_diagnosable(algorithm, mixer, compressed=recipe.codec is not None)
     return recipe
+
+
+# What was found by trying models, for this process: a study prepares each run twice, many runs train one kind of model,
+# and to try a deep one takes seconds.
+_found_of_models: dict[Hashable, tuple[int, str | None]] = {}
+
+
+def _probe(recipe: Recipe, inputs: Tensor) -> None:
+    """Try the model on a few samples, unless one of the same settings was tried; a user's own is always tried."""
+    model, run, samples = recipe.model, recipe.config.run, recipe.format
+    if recipe.source is not None:
+        model.probe(inputs.to(recipe.device))
+        return
+    settings = recipe.config.model, recipe.loss, run.dtype, run.precision, run.label_shares, recipe.device
+    kind = settings, tuple(inputs.shape), samples.input_dtype, samples.outputs, samples.class_weights
+    if kind not in _found_of_models:
+        model.probe(inputs.to(recipe.device))
+        _found_of_models[kind] = model.bytes_per_sample, model.not_stackable
+    model.bytes_per_sample, model.not_stackable = _found_of_models[kind]
 
 
 def _check_neighbours(recipe: Recipe, federation: Federation, inputs: Tensor) -> None:
