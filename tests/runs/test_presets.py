@@ -64,3 +64,15 @@ def test_what_was_compared_at_full_size_is_what_the_search_found_and_other_value
         assert found == SEARCHES[data][method]["chosen"]
         assert others
         assert found not in others
+
+
+def test_presets_of_cifar100_are_the_best_of_three_trials() -> None:
+    searches = json.loads((TUNING / "cifar100.json").read_text())
+    for method, search in searches.items():
+        best = max(search["trials"], key=lambda trial: trial["accuracy"])
+        assert len(search["trials"]) == 3
+        assert search["chosen"] == {key: value for key, value in best.items() if key != "accuracy"}
+        sections = Config.build({"data": {"name": "cifar100"}, "method": {"name": method}}).sections
+        for key, value in search["chosen"].items():
+            section, _, name = key.partition(".")
+            assert sections[section][name] == value, (method, key)
