@@ -24,8 +24,8 @@ from mixers import (
 )
 from torch import Tensor
 
-from fedem.core.tree import Tree
-from fedem.methods import METHODS
+from fedem.core.tree import Tree, row_of
+from fedem.methods import METHODS, mixer
 from fedem.methods.decentralised import Graph
 from fedem.methods.fedfomo import Candidates
 from fedem.methods.mixer import (
@@ -37,7 +37,6 @@ from fedem.methods.mixer import (
     by_samples,
     gather,
     mean_of_groups,
-    row_of,
     weighted_means,
 )
 from fedem.methods.mocha import Relations
@@ -194,6 +193,15 @@ def test_counters_of_several_groups_whose_members_come_one_by_one() -> None:
     weights = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
     uploads = {"steps": torch.tensor([-3, 4, -7])}
     assert weighted_means(weights, in_pieces(uploads, [[0], [1], [2]]))["steps"].tolist() == [4, -7]
+
+
+@pytest.mark.parametrize("most", [1, 10, 1 << 24])
+def test_counters_are_compared_in_blocks_of_groups(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixer, "_MOST_COMPARED", most)
+    weights, counters = torch.eye(6) + (random_tensor(6, 6) > 0), torch.arange(24).reshape(6, 2, 2) % 11 - 5
+    mixed = weighted_means(weights, in_pieces({"steps": counters}, [[3, 0], [1, 2, 4, 5]]))["steps"]
+    for group, row in enumerate(weights.numpy()):
+        np.testing.assert_array_equal(mixed[group], counters.numpy()[row > 0].max(0))
 
 
 def test_gathered_uploads_stand_in_the_cohorts_order() -> None:

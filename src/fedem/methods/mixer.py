@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, row_of, tree_cat, tree_map, tree_repeat
+from fedem.core.tree import Tree, tree_cat, tree_map, tree_repeat
 from fedem.graphs import Topology
 
 _MOST_PAIRED = 10_000  # clients at most where the server keeps a number for each pair of them: 800 MB
+_MOST_COMPARED = 1 << 24  # integers compared at once
 Uploads = Iterable[tuple[Tensor, Tree]]  # as they come in: positions in the cohort [c], the trees from there [c, ...]
 # What a mixer keeps of c newcomers [c, ...], what they uploaded -> the same after the round, what they read next.
 Learn = Callable[[Tensor, Tree], tuple[Tensor, Tree]]
@@ -166,10 +167,18 @@ def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
                 part = (here.to(leaf.dtype) @ leaf.reshape(len(leaf), -1)).reshape(-1, *leaf.shape[1:])
                 mixed[name] = mixed[name].add_(part) if name in mixed else part
             else:
-                lowest = torch.iinfo(leaf.dtype).min
-                part = torch.stack([torch.where(row_of(row > 0, leaf), leaf, lowest).amax(0) for row in here])
+                part = _largest(here > 0, leaf)
                 mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
     return mixed
+
+
+def _largest(counts: Tensor, leaf: Tensor) -> Tensor:
+    """Return the largest of the rows ``[c, ...]`` that count, ``[g, c]``, as ``[g, ...]``."""
+    lowest, flat = torch.iinfo(leaf.dtype).min, leaf.reshape(len(leaf), -1)
+    # Many rows at once: a deep network has fifty counters, and clients on a graph a row each.
+    blocks = counts[:, :, None].split(max(1, _MOST_COMPARED // max(1, flat.numel())))
+    found = torch.cat([torch.where(block, flat, lowest).amax(1) for block in blocks])
+    return found.reshape(-1, *leaf.shape[1:])
 
 
 def gather(uploads: Uploads) -> Tree:
