@@ -9,9 +9,21 @@ from fedem.core.errors import counted
 from fedem.report.console import rendered
 from fedem.report.studies import experiment_markdown, figure_heading, gap_text, made_with, markdown_table, spread_text
 from fedem.runs.config import assignment
-from fedem.studies.board import COSTS, DATA, METHOD, REFERENCE, TOLERANCE, Board, Cell, Plain, Published, Section
+from fedem.studies.board import (
+    COSTS,
+    DATA,
+    METHOD,
+    REFERENCE,
+    TOLERANCE,
+    Board,
+    Cell,
+    Plain,
+    Published,
+    Section,
+    Verdict,
+)
 from fedem.studies.experiments import Experiment, in_percent, metric_of
-from fedem.studies.sweep import reason
+from fedem.studies.sweep import Gap, reason
 
 _MEGABYTE = 1e6
 _AUTO = "auto"  # the device that is found, and need not be asked for
@@ -51,6 +63,7 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
         "data": section.data,
         "count": f"{run} of {counted(len(section.cells), 'cell')} run",
         "table": markdown_table(headings, rows, [METHOD]) if run else [],
+        "verdict": "" if section.verdict is None else _verdict(section.verdict, figures[0]),
         "partition": section.partition,
         "sentences": list(_sentences(figures, section)),
         "published": [
@@ -89,10 +102,26 @@ def _row(figures: Sequence[str], cell: Cell) -> Iterator[str]:
 
 
 def _to_reference(cell: Cell, figure: str) -> str:
-    gap, metric = cell.gap, metric_of(figure)
-    if gap is None or gap.mean is None or metric is None:
+    return "" if cell.gap is None else _distance(cell.gap, cell.by_clients, figure)
+
+
+def _distance(gap: Gap, by_clients: bool, figure: str) -> str:
+    metric = metric_of(figure)
+    if gap.mean is None or metric is None:
         return ""
-    return f"{gap_text(gap, metric)} ({counted(gap.num_seeds, 'client' if cell.by_clients else 'seed')})"
+    return f"{gap_text(gap, metric)} ({counted(gap.num_seeds, 'client' if by_clients else 'seed')})"
+
+
+def _verdict(verdict: Verdict, figure: str) -> str:
+    """Say whether a form of FedEM is first, and how far another method is behind it or ahead."""
+    distance = _distance(verdict.gap, verdict.by_clients, figure)
+    form, other = (
+        f"{cell.method} ({100 * (cell.line.ours[figure].mean or 0):.1f})" for cell in (verdict.form, verdict.other)
+    )
+    level = ", within the standard error" if verdict.is_within_error else ""
+    if verdict.form_leads:
+        return f"Yes: {form}. Of the other methods {other} comes next, {distance} to it{level}."
+    return f"No: {other} is ahead of the best form, {form}, by {distance}{level}."
 
 
 def _sentences(figures: Sequence[str], section: Section) -> Iterator[str]:

@@ -13,6 +13,7 @@ from fedem.core.errors import UserError, check_known
 from fedem.core.schema import Listed, Number, Text, read_toml
 from fedem.core.schema import Table as Names
 from fedem.core.schema import check as check_kind
+from fedem.methods.base import find_method
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder
 from fedem.studies import experiments
@@ -93,11 +94,31 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """The best form of FedEM beside the best of the other methods, by the first figure."""
+
+    form: Cell
+    other: Cell
+    gap: Gap  # the other's to the form's
+    by_clients: bool  # whether the gap is one over clients, in place of seeds
+
+    @property
+    def form_leads(self) -> bool:
+        """Whether no other method is better, on the same clients and samples."""
+        return (self.gap.mean or 0) <= 0
+
+    @property
+    def is_within_error(self) -> bool:
+        return self.gap.error is not None and abs(self.gap.mean or 0) <= self.gap.error
+
+
+@dataclass(frozen=True)
 class Section:
     """All methods on one data set: those that were run, the best first, then the others."""
 
     data: str
     cells: Sequence[Cell]
+    verdict: Verdict | None  # None where no form of FedEM, or no other method, has a run, or they have none in common
     partition: str
     published: Sequence[Published]
 
@@ -176,12 +197,13 @@ def _board(folder: Path, out: Path) -> Board:
         if entry.is_over:
             by_line.setdefault(tuple(entry.labels.values()), []).append(entry)
     sections: dict[str, list[Cell]] = {data: [] for data in experiment.axes[DATA]}
+    figure = experiment.figures[0]
     for line in tabulate(experiment, entries):
         choice, data = tuple(line.labels.values()), line.labels[DATA]
         runs = by_line.get(choice, [])
         others = by_line.get(tuple((line.labels | {METHOD: REFERENCE}).values()), [])
         summaries = known[choice].values()
-        gap, by_clients = (None, False) if line.failed else paired(runs, others, experiment.figures[0])
+        gap, by_clients = (None, False) if line.failed else paired(runs, others, figure)
         cell = Cell(
             line,
             None if line.labels[METHOD] == REFERENCE else gap,
@@ -193,13 +215,30 @@ def _board(folder: Path, out: Path) -> Board:
         )
         sections[data].append(cell)
     for cells in sections.values():
-        cells.sort(key=lambda cell: (not cell.is_run, -(cell.line.ours[experiment.figures[0]].mean or 0)))
+        cells.sort(key=lambda cell: (not cell.is_run, -(cell.line.ours[figure].mean or 0)))
     found = [
-        Section(data, cells, notes.partition.get(data, ""), notes.published.get(data, ()))
+        Section(
+            data, cells, _verdict(cells, by_line, figure), notes.partition.get(data, ""), notes.published.get(data, ())
+        )
         for data, cells in sections.items()
         if cells
     ]
     return Board(experiment, notes.about, found)
+
+
+def _verdict(cells: Sequence[Cell], by_line: Mapping[tuple[str, ...], Sequence[Entry]], figure: str) -> Verdict | None:
+    """Set the best form of FedEM, whatever is a mixture, beside the best of the others; the best cells come first."""
+    best: dict[bool, tuple[Cell, Sequence[Entry]]] = {}
+    for cell in cells:
+        runs = by_line.get(tuple(cell.line.labels.values()), [])
+        if runs and not cell.line.failed:
+            is_form = find_method(runs[0].config.name("method")).algorithm.is_mixture
+            best.setdefault(is_form, (cell, runs))
+    if len(best) < 2:
+        return None
+    (form, ours), (other, theirs) = best[True], best[False]
+    gap, by_clients = paired(theirs, ours, figure)
+    return None if gap is None or gap.mean is None else Verdict(form, other, gap, by_clients)
 
 
 def paired(runs: Sequence[Entry], others: Sequence[Entry], figure: str) -> tuple[Gap | None, bool]:
