@@ -188,30 +188,31 @@ class _Small(nn.Sequential):
         super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedem", "fedem-heads", "ditto", "qffl", "pfedme"])
+@pytest.mark.parametrize("method", ["fedavg", "fedem", "fedem-heads", "fedrep", "ditto", "qffl", "pfedme"])
 def test_captured_rounds_give_the_same_bits(method: str, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of clients that end one after the other, with statistics that are averaged too."""
     draw = torch.Generator().manual_seed(0)
     inputs, owners = torch.randn(90, 3, generator=draw), (6 * torch.rand(90, generator=draw) ** 2).long()
     federation = fedem.Federation.from_arrays(inputs, 1 + inputs[:, 0].sign().long() + (inputs[:, 1] > 2), owners)
-    made: list[Captured] = []
+    made: dict[int, dict[Any, Captured]] = {NEVER: {}, 1: {}}  # by their patience, and what they do
 
     def steps(after: int) -> Callable[..., Any]:
-        def chosen(self: Stacked, algorithm: Any, rate_dim: int | None, device: torch.device) -> Any:
-            if not made or made[-1]._after != after:
-                made.append(Captured(vmap(algorithm.step, in_dims=(0, 0, rate_dim)), after))
-            return made[-1]
+        def chosen(self: Stacked, step: Any, model: Any, rate_dim: int | None, device: torch.device) -> Any:
+            new = Captured(vmap(step, in_dims=(0, 0, rate_dim)), after)
+            return made[after].setdefault((step, rate_dim), new)
 
         return chosen
 
     monkeypatch.setattr(stacked.Walk, "_on_gpu", property(lambda self: True))
     states = []
-    for after in (NEVER, 1):
+    for after in made:
         monkeypatch.setattr(Stacked, "_steps", steps(after))
         result = fedem.train(federation, method, model=_Small(), rounds=4, batch_size=4, engine="stacked")
         states.append(result.state())
     assert same_states(*states)
-    plain, captured = made
-    assert not plain._recordings
-    in_any_order = {tuple(sorted(map(str, key))) for key in captured._calls}
-    assert len(captured._recordings) == len(in_any_order) > 1
+    plain, captured = (each.values() for each in made.values())
+    assert not any(each._recordings for each in plain)
+    assert len(captured) == (2 if method == "fedrep" else 1)
+    for each in captured:
+        in_any_order = {tuple(sorted(map(str, key))) for key in each._calls}
+        assert len(each._recordings) == len(in_any_order) > 1

@@ -101,16 +101,13 @@ def test_a_held_leaf_is_a_constant_to_every_solver(solver: str, held: tuple[str,
         algorithm = METHODS["fedavg"].algorithm(each, SOLVERS[solver])
         assert isinstance(algorithm, SingleModel)
         local, _ = algorithm.begin(start, {}, {}, torch.ones(14, dtype=torch.bool))
-        hold = {name: torch.tensor(True) for name in keep}
         for step in range(4):
             rows = slice(3 * step, 3 * step + 5)
             weights = torch.full((len(data[1][rows]),), 1 / len(data[1][rows]), dtype=torch.float64)
             batch = Batch(data[0][rows], data[1][rows], weights, {}, torch.tensor(0))
-            local = (
-                algorithm.holding_step(local, batch, torch.tensor(0.1, dtype=torch.float64), hold)
-                if keep
-                else (algorithm.step(local, batch, torch.tensor(0.1, dtype=torch.float64)))
-            )
+            rate = torch.tensor(0.1, dtype=torch.float64)
+            hold = frozenset(keep)
+            local = algorithm.holding_step(local, batch, rate, hold) if hold else algorithm.step(local, batch, rate)
         results.append(local.shared)
     for name, leaf in start.items():
         if name in held:
@@ -165,6 +162,22 @@ def test_fedrep_trains_the_head_and_then_the_body(engine: OneByOne | Stacked) ->
     for name in BODY:
         expected = torch.einsum("t,t...->...", shares, torch.stack([tree[name] for tree in own]))
         torch.testing.assert_close(after.shared[name][0], expected, rtol=0, atol=1e-12)
+
+
+def test_the_parts_follow_each_other_in_a_network_whose_short_batches_wait() -> None:
+    """Of convolutions, whose last steps are taken by clients of similar size."""
+
+    def build() -> nn.Module:
+        window = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten())
+        return nn.Sequential(window, nn.Tanh(), nn.Linear(3, 1))
+
+    model = Model(build, LOSSES["logistic"], torch.float64)
+    assert model.is_large
+    each = (
+        make_training("fedrep", model=model, engine=engine, batching=Batching(4, local_epochs=5))
+        for engine in (OneByOne(), Stacked())
+    )
+    assert distance(*(advance(training, 2) for training in each)) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -302,7 +303,6 @@ def _run(algorithm: Algorithm, client: _Client, batching: Batching, key: Tensor,
     rate = torch.tensor(learning_rate, dtype=algorithm.model.dtype, device=device)
     plan = BatchPlan(batching, torch.tensor([len(targets)]), key[None], device)
     scores = algorithm.score(shared, inputs, targets) | algorithm.survey(shared, personal, inputs, targets, everything)
-    scores["num_steps"] = plan.steps[0].to(device)
     local, samples = algorithm.begin(shared, personal, scores, everything)
     layer_key = derive(plan.keys[0], STOCHASTIC_LAYERS)
     with torch.random.fork_rng(devices=[device] if inputs.is_cuda else []):
@@ -311,10 +311,13 @@ def _run(algorithm: Algorithm, client: _Client, batching: Batching, key: Tensor,
         if inputs.is_cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(int(layer_key))
-        for step in range(int(plan.steps)):
-            rows = plan.batch(step, slice(1)).positions[0]
-            weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=device)
-            columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
-            batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))
-            local = algorithm.step(local, batch, rate)
+        steps = count()
+        for stage in algorithm.stages(plan.steps):
+            local = local if stage.enter is None else stage.enter(local)
+            for step in islice(steps, int(stage.num_steps)):
+                rows = plan.batch(step, slice(1)).positions[0]
+                weights = torch.full((len(rows),), 1 / len(rows), dtype=algorithm.model.dtype, device=device)
+                columns = tree_map(lambda leaf, rows=rows: leaf[..., rows], samples)
+                batch = Batch(inputs[rows], targets[rows], weights, columns, derive(layer_key, step))
+                local = stage.step(local, batch, rate)
     return algorithm.finish(local)

@@ -36,7 +36,8 @@ from fedem.engines.base import (
 )
 from fedem.engines.device import budget, copy_all, is_out_of_memory, release, sent
 from fedem.engines.replay import Captured, Replay, Traced
-from fedem.methods.base import Algorithm, Batch, Local
+from fedem.methods.base import Algorithm, Batch, Local, Step
+from fedem.models.base import Model
 
 _T = TypeVar("_T")
 _TALLY_ROWS = 1 << 15  # samples judged at once: enough to fill two cores, little enough for their caches
@@ -97,10 +98,9 @@ class Stacked(Engine):
             self._replays.clear()  # recordings hold memory too
             release(cohort.device)
 
-    def _steps(self, algorithm: Algorithm, rate_dim: int | None, device: torch.device) -> Callable[..., Local]:
+    def _steps(self, step: Step, model: Model, rate_dim: int | None, device: torch.device) -> Callable[..., Local]:
         """Return a local step of many clients, recorded where the same shapes come back."""
-        model, key = algorithm.model, (algorithm.step, rate_dim)
-        stacked = vmap(algorithm.step, in_dims=(0, 0, rate_dim))
+        stacked, key = vmap(step, in_dims=(0, 0, rate_dim)), (step, rate_dim)
         if device.type == "cuda":
             after = self.record_after // (_LARGE_CALL if model.is_large else 1)
             return self._replays.setdefault(key, Captured(stacked, after))
@@ -119,17 +119,21 @@ class Stacked(Engine):
         device = chunk.starts.device
         scale = torch.ones(()) if work.scales is None else work.scales
         rate = sent((work.learning_rate * scale.double()).to(algorithm.model.dtype), device)
-        step, begin = (
-            self._steps(algorithm, 0 if rate.ndim else None, device),
-            self._begins(algorithm, chunk.shared_dim),
-        )
         plan = BatchPlan(work.batching, chunk.sizes, work.keys, device)
-        local, samples, starts = _begin_clients(begin, algorithm, chunk, sent(plan.steps, device), flat, rows)
-        walk = Walk(step, chunk, plan, derive(plan.keys, STOCHASTIC_LAYERS), samples, starts, rate)
-        if not algorithm.model.is_large:
-            local, order = walk.to_the_end(local, plan.steps), torch.arange(len(plan.steps))
-        else:  # padding is dear
-            local, order = walk.last_steps(walk.to_the_end(local, plan.steps - 1))
+        begin = self._begins(algorithm, chunk.shared_dim)
+        local, samples, starts = _begin_clients(begin, algorithm, chunk, flat, rows)
+        layer_keys, order, taken = derive(plan.keys, STOCHASTIC_LAYERS), torch.arange(len(plan.steps)), None
+        *_, last = stages = algorithm.stages(plan.steps)
+        for stage in stages:
+            if stage.enter is not None:
+                local = vmap(stage.enter)(local)
+            step = self._steps(stage.step, algorithm.model, 0 if rate.ndim else None, device)
+            walk = Walk(step, chunk, plan, layer_keys, samples, starts, rate, taken)
+            if stage is last and algorithm.model.is_large:  # padding is dear
+                local, order = walk.last_steps(walk.to_the_end(local, stage.num_steps - 1))
+            else:
+                local = walk.to_the_end(local, stage.num_steps)
+            taken = stage.num_steps if taken is None else taken + stage.num_steps
         trained = vmap(algorithm.finish)(local)
         return Finished(chunk.members[order], trained.upload, trained.personal)
 
@@ -286,6 +290,7 @@ class Walk:
     samples: Tree  # [..., columns], what begin made of all samples
     starts: Tensor  # [c] each client's first column
     rate: Tensor  # [c], or one for all
+    taken: Tensor | None  # [c] steps that each client has taken already, on the CPU; None for none
 
     @property
     def _on_gpu(self) -> bool:
@@ -293,7 +298,7 @@ class Walk:
         return self.starts.is_cuda
 
     def to_the_end(self, local: Local, steps: Tensor) -> Local:
-        """Take the first ``steps`` ``[c]``, which are falling, of each client."""
+        """Take the next ``steps`` ``[c]``, which are falling, of each client."""
         ends = _room_for(local)
         count = rows = len(steps)
         for index in range(int(steps.max()) + 1):
@@ -308,7 +313,8 @@ class Walk:
             height = min(_rounded(count), rows) if self._on_gpu else count
             if height < rows:
                 local, rows = _slice(local, slice(height)), height
-            local = self._advance(local, index, slice(height))
+            some = slice(height)
+            local = self._advance(local, index if self.taken is None else self.taken[some] + index, some)
         return ends
 
     def last_steps(self, local: Local) -> tuple[Local, Tensor]:
@@ -382,7 +388,7 @@ def _flat_scores(algorithm: Algorithm, cohort: Cohort, rows: int) -> Tree | None
 
 
 def _begin_clients(
-    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, steps: Tensor, flat: Tree | None, rows: int
+    begin: Callable[..., Any], algorithm: Algorithm, chunk: Chunk, flat: Tree | None, rows: int
 ) -> tuple[Local, Tree, Tensor]:
     """Return the clients' states ``[c, ...]``, what they made of samples ``[..., columns]``, their first columns."""
     locals_, columns, starts, total = [], [], [], 0
@@ -393,7 +399,7 @@ def _begin_clients(
         if algorithm.has_survey:  # each client looks at all of its samples at once
             survey = vmap(algorithm.survey, in_dims=(some.shared_dim, 0, 0, 0, 0))
             scores = scores | survey(some.shared, some.personal, *some.read(where), where.mask)
-        local, samples = begin(some.shared, some.personal, scores | {"num_steps": steps[run]}, where.mask)
+        local, samples = begin(some.shared, some.personal, scores, where.mask)
         locals_.append(local)
         columns.append(tree_map(lambda leaf: leaf.movedim(0, -2).flatten(-2), samples))
         starts.append(total + where.mask.shape[1] * torch.arange(len(where.mask), device=where.mask.device))

@@ -12,7 +12,7 @@ from pkgutil import iter_modules
 
 from fedem.core.tree import Tree, tree_towards
 from fedem.methods.base import (
-    ALIASES, METHODS, Algorithm, Batch, Local, Method, Mixture, Trained, find_method, names_where, register,
+    ALIASES, METHODS, Algorithm, Batch, Local, Method, Mixture, Stage, Trained, find_method, names_where, register,
     resolve_method, title_of,
 )
 from fedem.methods.decentralised import Graph
@@ -34,9 +34,9 @@ for _row in sorted(METHODS.values(), key=lambda row: (row.position, row.name)):
 
 __all__ = [
     "ALIASES", "METHODS", "Algorithm", "Alone", "Batch", "Fixed", "Graph", "Local", "Method", "Mixed", "Mixer",
-    "Mixture", "OneGroup", "OwnGroups", "OwnModel", "Penalty", "Round", "RoundPlan", "Served", "SingleModel", "Star",
-    "Start", "Surrogate", "Trained", "Tree", "Uploads", "Welcome", "by_samples", "distinct_models", "find_method",
-    "gather", "inner_product", "mean_by_mass", "mean_loss", "mean_of_groups", "mixture_of_one", "names_where",
+    "Mixture", "OneGroup", "OwnGroups", "OwnModel", "Penalty", "Round", "RoundPlan", "Served", "SingleModel", "Stage",
+    "Star", "Start", "Surrogate", "Trained", "Tree", "Uploads", "Welcome", "by_samples", "distinct_models",
+    "find_method", "gather", "inner_product", "mean_by_mass", "mean_loss", "mean_of_groups", "mixture_of_one", "names_where",
     "register", "require_gradient_steps", "resolve_method", "square_distance", "times_mass", "title_of", "train_step",
     "trained_leaves", "tree_towards", "weighted_means",
 ]

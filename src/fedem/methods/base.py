@@ -11,7 +11,7 @@ Shapes: n samples of the client, B samples of a batch, M components.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self, final
@@ -59,6 +59,20 @@ class Mixture(NamedTuple):
 
     components: Tree  # [M, ...]
     log_weights: Tensor  # [M]
+
+
+Step = Callable[[Local, Batch, Tensor], Local]  # a client, its batch, the learning rate -> the client after the step
+
+
+class Stage(NamedTuple):
+    """Steps of a round that clients take before those of the next stage.
+
+    The functions are the same ones in each round: an engine records what comes back.
+    """
+
+    step: Step
+    num_steps: Tensor  # [C] int64; who takes more steps in a round takes no fewer in any stage
+    enter: Callable[[Local], Local] | None = None  # what a client does first
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,9 +157,8 @@ class Algorithm(Settings, ABC):
     def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
         """Build the surrogate near (u, v_t), as received and as kept, and set v_t to its minimiser.
 
-        ``scores`` are those of all training samples, ``[..., n]``, what ``survey`` found, and ``num_steps`` (int64),
-        how many steps the client takes in this round; ``mask`` ``[n]`` is false where a column is padding. Returns the
-        client's state, and what fixes the surrogate by sample, ``[..., n]``.
+        ``scores`` are those of all training samples, ``[..., n]``, and what ``survey`` found; ``mask`` ``[n]`` is false
+        where a column is padding. Returns the client's state, and what fixes the surrogate by sample, ``[..., n]``.
         """
 
     def start(self, parameters: Tree) -> Tree:
@@ -155,6 +168,10 @@ class Algorithm(Settings, ABC):
     @abstractmethod
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """Take one step of the local solver."""
+
+    def stages(self, num_steps: Tensor) -> Sequence[Stage]:
+        """Return the stages of a round in which clients take ``num_steps`` ``[C]``; they add up to these."""
+        return (Stage(self.step, num_steps),)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         """Take one step of fine-tuning, when a client trains for itself alone."""
@@ -182,7 +199,7 @@ class Algorithm(Settings, ABC):
     def adapt(self, shared: Tree, scores: Tree, mask: Tensor, max_iterations: int | None) -> Tree | None:
         """Fit v_t for a client unseen in training, from u and the scores of its samples (perhaps none).
 
-        ``scores`` and ``mask`` are those of ``begin``, samples' alone; a client without samples has no columns.
+        ``scores`` and ``mask`` are those of ``begin``; a client without samples has no columns.
         ``max_iterations`` bounds an iterative rule, 0 meaning to convergence and None what the method's settings say.
         Where v_t can't be had from scores, return None: the client then trains its v_t by the method's own steps, and u
         stays as it is.

@@ -6,7 +6,6 @@ Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classi
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from fedem.core.tree import Tree
@@ -27,8 +26,7 @@ class FedBABU(SingleModel):
     parts_model: ClassVar[bool] = True
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        held = {name: torch.ones((), dtype=torch.bool, device=local.shared[name].device) for name in self._head}
-        return self.holding_step(local, batch, learning_rate, held)
+        return self.holding_step(local, batch, learning_rate, self._head)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         return self.plain_step(local, batch, learning_rate)

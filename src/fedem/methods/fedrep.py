@@ -4,14 +4,14 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 ICML 2021.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedem.core.tree import Tree, tree_map
-from fedem.methods.base import Batch, Local, Method, register
+from fedem.methods.base import Batch, Local, Method, Stage, register
 from fedem.methods.mixer import Star
 from fedem.methods.steps import SingleModel
 
@@ -32,28 +32,24 @@ class FedRep(SingleModel):
 
     head_share: float = field(default=0.8, metadata={"min": 0, "max": 1})
 
-    def begin(self, shared: Tree, personal: Tree, scores: Tree, mask: Tensor) -> tuple[Local, Tree]:
-        local, samples = super().begin(shared, personal, scores, mask)
-        count = scores["num_steps"]
-        head_steps = torch.minimum((self.head_share * count.double()).round().long(), count - 1)
-        return local._replace(context={"head_steps": head_steps, "step": torch.zeros_like(count)}), samples
+    def stages(self, num_steps: Tensor) -> Sequence[Stage]:
+        head = torch.minimum((self.head_share * num_steps.double()).round().long(), num_steps - 1)
+        return Stage(self.tune, head), Stage(self.step, num_steps - head, self._afresh)
+
+    def _afresh(self, local: Local) -> Local:
+        return local._replace(solver_state=self.start(local.shared))
 
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        step, head_steps = local.context["step"], local.context["head_steps"]
-        turns = step == head_steps
-        afresh = tree_map(lambda new, old: torch.where(turns, new, old), self.start(local.shared), local.solver_state)
-        local = local._replace(solver_state=afresh)
-        stepped = self.holding_step(local, batch, learning_rate, self._held(local.shared, step < head_steps))
-        return stepped._replace(context=local.context | {"step": step + 1})
+        """Train the body."""
+        return self.holding_step(local, batch, learning_rate, self._head)
 
     def tune(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
-        always = torch.ones_like(local.context["step"], dtype=torch.bool)
-        return self.holding_step(local, batch, learning_rate, self._held(local.shared, always))
+        """Train the head; the body's statistics stay, too."""
+        return self.holding_step(local, batch, learning_rate, frozenset(local.shared) - self._head)
 
-    def _held(self, shared: Tree, is_heads_turn: Tensor) -> Tree:
-        """Say of every leaf whether it is fixed, the body's statistics too."""
-        head = self.model.leaves_called("head")
-        return {name: ~is_heads_turn if name in head else is_heads_turn for name in shared}
+    @property
+    def _head(self) -> frozenset[str]:
+        return self.model.leaves_called("head")
 
 
 register(Method("fedrep", FedRep, Star, title="FedRep",

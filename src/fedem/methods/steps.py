@@ -148,28 +148,25 @@ class SingleModel(Algorithm):
         shared, state = train_step(self.model, self.solver, shared, state, batch, rate, penalty, place)
         return local._replace(shared=shared, solver_state=state)
 
-    def holding_step(self, local: Local, batch: Batch, rate: Tensor, held: Tree) -> Local:
-        """Take one solver step in which every leaf stays as it is whose entry in ``held``, a bool, is there and true.
+    def holding_step(self, local: Local, batch: Batch, rate: Tensor, held: frozenset[str]) -> Local:
+        """Take one solver step in which the leaves ``held`` stay as they are.
 
         The solver is shown zeros in their place, at the bottom of a bowl of their own, |held|^2 / 2. So it finds no
         slope and nothing to decay there and remembers nothing of them, and the others move as if these were constants,
         whatever the solver.
         """
-        received = local.shared
+        constants = {name: leaf for name, leaf in local.shared.items() if name in held}
 
         def restored(tree: Tree) -> Tree:
-            return tree | {
-                name: torch.where(held[name], received[name], tree[name]) for name in held.keys() & tree.keys()
-            }
+            return tree | {name: constants[name] for name in constants.keys() & tree.keys()}
 
         def bowl(candidate: Tree) -> Tensor:
-            own = {name: torch.where(held[name], candidate[name], 0) for name in candidate if name in held}
+            own = {name: leaf for name, leaf in candidate.items() if name in held}
             return inner_product(own, own) / 2
 
-        zeros = {name: torch.where(held[name], 0, leaf) for name, leaf in received.items() if name in held}
-        shown = received | trained_leaves(self.model, zeros)
-        stepped = self.plain_step(local._replace(shared=shown), batch, rate, bowl, restored)
-        return stepped._replace(shared=restored(stepped.shared))
+        zeros = tree_map(torch.zeros_like, trained_leaves(self.model, constants))
+        stepped = self.plain_step(local._replace(shared=local.shared | zeros), batch, rate, bowl, restored)
+        return stepped._replace(shared=stepped.shared | constants)
 
     def predictor(self, shared: Tree, personal: Tree) -> Mixture:
         return mixture_of_one(shared)

@@ -1,12 +1,13 @@
 """Methods around others: whatever they don't say otherwise, they do as the method within."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self, final
 
 from torch import Tensor
 
-from fedem.methods.base import Algorithm, Batch, Local, Trained
+from fedem.methods.base import Algorithm, Batch, Local, Stage, Trained
 
 
 def _as_base(hook: str) -> Any:
@@ -47,6 +48,11 @@ class Wrapped(Algorithm):
     predictor = _as_base("predictor")
     adapt = _as_base("adapt")
     check = _as_base("check")
+
+    def stages(self, num_steps: Tensor) -> Sequence[Stage]:
+        """Those of the method within; who steps otherwise does so throughout."""
+        steps_otherwise = type(self).step is not Wrapped.step
+        return super().stages(num_steps) if steps_otherwise else self.base.stages(num_steps)
 
 
 @final
