@@ -36,7 +36,7 @@ __all__ = [
     "ALIASES", "METHODS", "Algorithm", "Alone", "Batch", "Fixed", "Graph", "Local", "Method", "Mixed", "Mixer",
     "Mixture", "OneGroup", "OwnGroups", "OwnModel", "Penalty", "Round", "RoundPlan", "Served", "SingleModel", "Stage",
     "Star", "Start", "Surrogate", "Trained", "Tree", "Uploads", "Welcome", "by_samples", "distinct_models",
-    "find_method", "gather", "inner_product", "mean_by_mass", "mean_loss", "mean_of_groups", "mixture_of_one", "names_where",
-    "register", "require_gradient_steps", "resolve_method", "square_distance", "times_mass", "title_of", "train_step",
-    "trained_leaves", "tree_towards", "weighted_means",
+    "find_method", "gather", "inner_product", "mean_by_mass", "mean_loss", "mean_of_groups", "mixture_of_one",
+    "names_where", "register", "require_gradient_steps", "resolve_method", "square_distance", "times_mass", "title_of",
+    "train_step", "trained_leaves", "tree_towards", "weighted_means",
 ]
