@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
     assert whole.summary["unseen_test_accuracy"] == resumed.summary["unseen_test_accuracy"]
 
 
-@pytest.mark.parametrize("method", ["ditto", "bfedem", "scaffold"])
-def test_methods_whose_clients_train_more_are_refused(method: str) -> None:
+@pytest.mark.parametrize("method", ["ditto", "bfedem", "scaffold", "fedrep"])
+def test_methods_whose_clients_train_more_or_start_afresh_are_refused(method: str) -> None:
     with pytest.raises(UserError, match=rf"keep_momentum is true, but clients of method {method} .*allowed.*: fedem"):
         fedem.train(make_federation(), method, rounds=1, keep_momentum=True)

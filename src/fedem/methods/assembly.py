@@ -113,7 +113,7 @@ def _problem(row: Method, model: Model, solver: Solver, settings: Mapping[str, A
             return f"{on}, but the server of method {name} does not just average models; allowed with it: {names}"
     if keep_momentum and not row.may_keep_momentum:
         names = names_where(lambda other: other.may_keep_momentum)
-        reason = f"clients of method {name} train or send more than copies of the shared models"
+        reason = f"clients of method {name} train or send more than copies of the shared models, or in several stages"
         return f"run.keep_momentum is true, but {reason}; allowed with it: {names}"
     if defence is not None:
         on = f"defence.name is {_name_of(defence, DEFENCES)!r}"

@@ -273,8 +273,9 @@ class Method:
 
     @property
     def may_keep_momentum(self) -> bool:
-        """Whether clients train copies of u and nothing else, so that their solvers may go on from round to round."""
-        return self.algorithm.uploads_model and not self.algorithm.steps_personal
+        """Whether clients train copies of u, by one kind of steps: their solvers may go on from round to round."""
+        has_one_stage = self.algorithm.stages is Algorithm.stages
+        return has_one_stage and self.algorithm.uploads_model and not self.algorithm.steps_personal
 
     @property
     def takes_defence(self) -> bool:
