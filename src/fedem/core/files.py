@@ -23,13 +23,14 @@ _FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a text begins that a spreadsheet 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+@contextmanager
+def replacing(path: Path, *, private: bool = False) -> Iterator[IO[bytes]]:
     """Write a file whole or not at all, even if the machine crashes; a ``private`` one is never readable by others."""
     temporary = path.with_name(f".{path.name}.tmp")
     if private:
         temporary.unlink(missing_ok=True)  # one that a killed process left keeps the mode that it has
-    with open(temporary, "wb", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
-        file.write(content)
+    with open(temporary, "w+b", opener=partial(os.open, mode=0o600 if private else 0o666)) as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -39,6 +40,12 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False) -> No
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write the ``content`` of a file likewise."""
+    with replacing(path, private=private) as file:
+        file.write(content)
 
 
 def leftovers(folder: Path) -> list[Path]:

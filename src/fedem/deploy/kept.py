@@ -9,11 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from fedem.core.errors import UserError, naming, reason
-from fedem.core.files import write_atomically
 from fedem.core.schema import Flag, Listed, Table, Text, Whole, parse_json
+from fedem.core.tensors import write_tensors
 from fedem.core.tree import Tree, add_prefix, take_prefix
 from fedem.deploy.plan import SHAPES, Plan
 from fedem.methods.wrappers.compression import split_residual
@@ -118,22 +116,15 @@ class Kept:
 
     def save(self, path: Path) -> None:
         """Replace the file, which nobody else on the machine may read."""
-        from safetensors.torch import save
-
         there = {name: tree for name in _TREES if (tree := getattr(self, name)) is not None}
         there |= {f"earlier-{number}": entry.personal for number, entry in enumerate(self.earlier)}
-        tensors = {
-            # Copies: trees may share leaves, which the format does not take.
-            key: leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, tree in there.items()
-            for key, leaf in add_prefix(name, tree).items()
-        }
+        tensors = {key: leaf for name, tree in there.items() for key, leaf in add_prefix(name, tree).items()}
         content = {"round": self.round, "trees": list(there), "run": self.run, "client": self.client}
         content |= {"plan": self.plan.to_json(), "is_first": self.is_first, "joined": self.joined}
         content |= {"earlier": [entry.round for entry in self.earlier], "rollbacks": self.rollbacks}
         for folder in (path.parent.parent, path.parent):  # an experiment's, in that of all
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(path, save(tensors, metadata={"kept": json.dumps(content)}), private=True)
+        write_tensors(path, tensors, {"kept": json.dumps(content)}, private=True)
 
     @classmethod
     def load(cls, path: Path) -> Kept:

@@ -25,6 +25,7 @@ from fedem.core import VERSION
 from fedem.core.errors import UserError, naming, reason
 from fedem.core.files import write_atomically, write_json
 from fedem.core.schema import ANYTHING, Flag, Listed, Maybe, Number, Table, Text, read_json
+from fedem.core.tensors import write_tensors
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted, tree_to
 from fedem.export.formats import FORMATS, TENSORS, capture, check_formats, sample_inputs, try_file
 from fedem.methods.base import Mixture
@@ -78,8 +79,6 @@ def export_personal(
     Every file is loaded again and its predictions are compared with the model's. A format that does not allow the model
     is left out; none at all is an error.
     """
-    from safetensors.torch import save
-
     if personal.neighbours is not None:
         problem = f"run.neighbours is {personal.neighbours.number}: the client looks at its training samples to predict"
         allowed = "a run, or one personalised, with run.neighbours 0; the components of any (--components)"
@@ -100,8 +99,7 @@ def export_personal(
         _write_description(folder, own, config, about)
         if TENSORS in asked:
             tensors = add_prefix("components", own.mixture.components) | {"log_weights": own.mixture.log_weights}
-            content = {name: leaf.detach().contiguous() for name, leaf in tensors.items()}
-            write_atomically(folder / _TENSORS, save(content))
+            write_tensors(folder / _TENSORS, tensors)
             again = load_exported(folder, own.model.build if config.name("model") == GIVEN else None, "cpu")
             if not torch.equal(again.predict(inputs), own.predict(inputs)):
                 raise UserError(f"{_TENSORS} did not come back as it was written; {place} is left out.")

@@ -23,6 +23,7 @@ from torch import Tensor
 from fedem.core.errors import UserError, counted, notify, reason
 from fedem.core.files import digest, file_digest, plain, remove_leftovers, to_json, write_atomically
 from fedem.core.schema import FILE_NAME, HASH, Flag, Listed, Maybe, Number, Table, Text, Whole, parse_json
+from fedem.core.tensors import write_tensors
 from fedem.core.tree import add_prefix, take_prefix, tree_sorted
 from fedem.runs.rounds import State
 
@@ -103,8 +104,6 @@ class Checkpoints:
 
     def save(self, states: Mapping[str, State], facts: Mapping[str, Any]) -> None:
         """Write ``states`` by role, each once, such as "last" and "best", and ``facts``; drop what nothing names."""
-        from safetensors.torch import save
-
         self.path.mkdir(parents=True, exist_ok=True)
         before, entries = self._whole(), dict[str, Any]()
         for role, state in states.items():
@@ -113,10 +112,7 @@ class Checkpoints:
             # A file that was not written or read here may be half of one, or damaged.
             if name not in self._hashes or not (self.path / name).exists():
                 tree = {key: leaf for part in _TREES for key, leaf in add_prefix(part, getattr(state, part)).items()}
-                tensors = {key: leaf.contiguous().cpu() for key, leaf in tree.items()}
-                content = save(tensors, metadata={"round": str(state.round)})
-                write_atomically(self.path / name, content)
-                self._hashes[name] = digest(content)
+                self._hashes[name] = write_tensors(self.path / name, tree, {"round": str(state.round)})
             entries[role] = {"round": state.round, "file": name, _HASH: self._hashes[name]}
         # As it will be read: names that are numbers become texts.
         manifest = json.loads(json.dumps({"facts": plain(dict(facts)), "states": entries}))
