@@ -1,0 +1,65 @@
+"""``scripts/work``: commands of a file, in one process."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "--data synthetic --set data.num_clients=3 --set data.num_test=5 --set run.evaluate_every=0 --quiet --device cpu"
+)
+
+
+def _work(*words: object) -> subprocess.CompletedProcess[str]:
+    given = [sys.executable, str(ROOT / "scripts" / "work"), *map(str, words)]
+    return subprocess.run(given, capture_output=True, text=True)
+
+
+def test_all_commands_are_carried_out_and_those_that_fail_are_named(tmp_path: Path) -> None:
+    queue, added = tmp_path / "queue.txt", tmp_path / "added.txt"
+    lines = ["# first", "", f"train {SMALL} --rounds 1 --out {tmp_path / 'run'}  # trained", "methods nothing"]
+    lines += [f"wait {tmp_path / 'run' / 'summary.json'}", f"methods --out {added}"]
+    queue.write_text("\n".join(lines))
+    done = _work(queue)
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert done.returncode == 2
+    assert done.stdout.count("== exit code 0 ") == 2
+    assert "error: Unknown method 'nothing'" in done.stderr
+    assert "Failed: 2.\nmethods nothing\n" in done.stderr
+
+
+def test_training_ends_in_time(tmp_path: Path) -> None:
+    queue = tmp_path / "queue.txt"
+    queue.write_text(f"train {SMALL} --rounds 1000000 --out {tmp_path / 'run'}\ntrain --out {tmp_path / 'never'}\n")
+    done = _work(queue, 8)
+    assert done.returncode == 3, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint.json").is_file()
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("words", [["none.txt"], ["{queue}", "soon"], []])
+def test_what_it_can_not_work_through_is_refused(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "queue.txt").write_text("methods 'fedem\n" if len(words) == 1 else "methods\n")
+    done = _work(*(word.format(queue=tmp_path / "queue.txt") for word in words))
+    assert done.returncode == 1
+    assert "usage: " in done.stderr if not words else "can't be worked through" in done.stderr
+
+
+def _selections() -> list[str]:
+    lines = (ROOT / "experiments" / "queue.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("experiment run ")]
+
+
+@pytest.mark.parametrize("line", _selections())
+def test_what_is_queued_can_be_run(line: str, run: Callable[..., tuple[int, str, str]]) -> None:
+    _, _, name, *options = (word for word in shlex.split(line) if word != "--quiet")
+    place = ROOT / "experiments"
+    code, out, err = run("experiment", "status", name, *options, "--experiments", place)
+    assert (code, err) == (0, "")
+    assert "to do" in out
