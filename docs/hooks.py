@@ -13,9 +13,8 @@ from mkdocs.structure.files import File, Files
 
 # Docstrings say :class:`~fedem.data.files.FromFile`; the tilde asks for the last part of the name only.
 _ROLE = re.compile(r":(?:class|data|func|meth|mod):<code>(~?)([\w.]+)</code>")
-# The comment behind a field, which is its documentation; what is said to a tool is none.
-_TO_TOOLS = "|".join(("fmt:", "noqa", "type:"))
-_COMMENT = re.compile(rf"  # (?!{_TO_TOOLS})(.+)$")
+# The comment behind a field, which is its documentation; what is said to a tool begins with its name and a colon.
+_COMMENT = re.compile(r"  # (?![a-z]+:)(.+)$")
 _SCRIPT = re.compile(r"\(gallery/(\w+)\.py\)")
 
 

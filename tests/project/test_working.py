@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -32,14 +33,20 @@ def test_all_commands_are_carried_out_and_those_that_fail_are_named(tmp_path: Pa
     assert done.stdout.count("== exit code 0 ") == 2
     assert "error: Unknown method 'nothing'" in done.stderr
     assert "Failed: 2.\nmethods nothing\n" in done.stderr
+    again = _work(queue)
+    assert again.stdout.count("== exit code 0 ") == 2, "what is complete is left out"
 
 
-def test_training_ends_in_time(tmp_path: Path) -> None:
+def test_training_ends_in_time_and_goes_on(tmp_path: Path) -> None:
     queue = tmp_path / "queue.txt"
     queue.write_text(f"train {SMALL} --rounds 1000000 --out {tmp_path / 'run'}\ntrain --out {tmp_path / 'never'}\n")
-    done = _work(queue, 8)
-    assert done.returncode == 3, done.stderr
-    assert (tmp_path / "run" / "checkpoints" / "checkpoint.json").is_file()
+    rounds = []
+    for _ in range(2):  # the second goes on with the first
+        done = _work(queue, 8)
+        assert done.returncode == 3, done.stderr
+        manifest = json.loads((tmp_path / "run" / "checkpoints" / "checkpoint.json").read_text())
+        rounds.append(manifest["states"]["last"]["round"])
+    assert 0 < rounds[0] < rounds[1]
     assert not (tmp_path / "never").exists()
 
 

@@ -85,7 +85,7 @@ def test_the_best_form_of_fedem_stands_beside_the_best_of_the_others(tmp_path: P
     keep(made_up, out, "Here", "Local", [0.5, 0.5, 0.5, 0.5])
     keep(made_up, out, "Here", "FedAvg", [0.65, 0.7, 0.65, 0.7])
     here = section(board_page(gather(tmp_path)), "Here")
-    said = "Yes: FedEM (70.0). Of the other methods FedAvg (67.5) comes next, -2.50 ±1.44 (4 clients) to it.\n"
+    said = "Yes: FedEM (70.0). Of the other methods FedAvg (67.5) comes next: -2.50 ±1.44 (4 clients).\n"
     assert f"**Is a form of FedEM first?** {said}" in here
     assert "first?" not in section(board_page(gather(tmp_path)), "There")
 
@@ -101,7 +101,7 @@ def test_it_is_said_where_another_method_is_ahead(scores: list[float], distance:
     made_up, out = declare_made_up(tmp_path), tmp_path / "made-up/results"
     keep(made_up, out, "Here", "FedEM", [0.5] * 4)
     keep(made_up, out, "Here", "FedAvg", scores)
-    said = f"({100 * sum(scores) / 4:.1f}) is ahead of the best form, FedEM (50.0), by {distance}\n"
+    said = f"({100 * sum(scores) / 4:.1f}) is ahead of the best form, FedEM (50.0): {distance}\n"
     assert f"**Is a form of FedEM first?** No: FedAvg {said}" in section(board_page(gather(tmp_path)), "Here")
 
 

@@ -147,8 +147,10 @@ def test_without_routing_groups_choose_the_folds_alone() -> None:
 
 
 def test_scikit_learn_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    monkeypatch.delitem(sys.modules, "fedem.sklearn")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("fedem.sklearn", "fedem.sklearn.estimators"):
+        monkeypatch.delitem(sys.modules, name)
     missing = "fedem.sklearn needs the package sklearn, which is not installed: pip install 'fedem[sklearn]'."
     with pytest.raises(fedem.UserError, match=re.escape(missing)):
         import_module("fedem.sklearn")

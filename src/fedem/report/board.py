@@ -120,8 +120,8 @@ def _verdict(verdict: Verdict, figure: str) -> str:
     )
     level = ", within the standard error" if verdict.is_within_error else ""
     if verdict.form_leads:
-        return f"Yes: {form}. Of the other methods {other} comes next, {distance} to it{level}."
-    return f"No: {other} is ahead of the best form, {form}, by {distance}{level}."
+        return f"Yes: {form}. Of the other methods {other} comes next: {distance}{level}."
+    return f"No: {other} is ahead of the best form, {form}: {distance}{level}."
 
 
 def _sentences(figures: Sequence[str], section: Section) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from fedem.core.errors import needed
 
-needed("fedem.sklearn", "sklearn", extra="sklearn")
-
-from fedem.sklearn.estimators import FedEMClassifier, FedEMRegressor  # noqa: E402  # scikit-learn is asked for first
+try:
+    from fedem.sklearn.estimators import FedEMClassifier, FedEMRegressor
+except ImportError:
+    needed("fedem.sklearn", "sklearn", extra="sklearn")
+    raise
 
 __all__ = ["FedEMClassifier", "FedEMRegressor"]
