@@ -155,9 +155,11 @@ def joined() -> Iterator[Team]:
         finally:
             dist.destroy_process_group(group)
     elif (size := number_started()) > 1:
+        from torch.distributed.distributed_c10d import PrefixStore  # which not all builds of torch have
+
         rank = int(os.environ["RANK"])
         name = f"fedem/{next(_meetings)}"
-        store = dist.PrefixStore(name, _meeting_place())  # type: ignore[attr-defined]  # documented, but not in its list
+        store = PrefixStore(name, _meeting_place())
         if torch.cuda.is_available():
             # Then "cuda" means another GPU in each process; more of them than GPUs are refused once a GPU is asked for.
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
