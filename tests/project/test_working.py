@@ -6,10 +6,11 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -17,8 +18,8 @@ SMALL = (
 )
 
 
-def _work(*words: object) -> subprocess.CompletedProcess[str]:
-    given = [sys.executable, str(ROOT / "scripts" / "work"), *map(str, words)]
+def _work(*words: object, python: Sequence[str] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    given = [*python, str(ROOT / "scripts" / "work"), *map(str, words)]
     return subprocess.run(given, capture_output=True, text=True)
 
 
@@ -37,6 +38,22 @@ def test_all_commands_are_carried_out_and_those_that_fail_are_named(tmp_path: Pa
     assert again.stdout.count("== exit code 0 ") == 2, "what is complete is left out"
 
 
+def test_a_line_that_is_added_and_can_not_be_read_is_one_that_fails(tmp_path: Path) -> None:
+    queue, data = tmp_path / "queue.txt", tmp_path / "data"
+    queue.write_text(f"wait {data}\n")
+    given = [sys.executable, str(ROOT / "scripts" / "work"), str(queue)]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"== wait {data}\n"
+        queue.write_text(f"wait {data}\nmethods 'fedem\nmethods fedavg\n")
+        data.touch()
+        out, err = process.communicate(timeout=patient(60))
+    assert process.returncode == 2
+    assert "== methods 'fedem: No closing quotation" in out
+    assert out.count("== exit code 0 ") == 2
+    assert err == "Failed: 1.\nmethods 'fedem\n"
+
+
 def test_training_ends_in_time_and_goes_on(tmp_path: Path) -> None:
     queue = tmp_path / "queue.txt"
     queue.write_text(f"train {SMALL} --rounds 1000000 --out {tmp_path / 'run'}\ntrain --out {tmp_path / 'never'}\n")
@@ -50,12 +67,27 @@ def test_training_ends_in_time_and_goes_on(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("words", [["none.txt"], ["{queue}", "soon"], []])
-def test_what_it_can_not_work_through_is_refused(words: list[str], tmp_path: Path) -> None:
-    (tmp_path / "queue.txt").write_text("methods 'fedem\n" if len(words) == 1 else "methods\n")
-    done = _work(*(word.format(queue=tmp_path / "queue.txt") for word in words))
-    assert done.returncode == 1
-    assert "usage: " in done.stderr if not words else "can't be worked through" in done.stderr
+@pytest.mark.parametrize(
+    ("line", "words", "said"),
+    [
+        ("methods", ["none.txt"], "can't be worked through"),
+        ("methods 'fedem", ["queue.txt"], "No closing quotation"),
+        ("wait", ["queue.txt"], "must name one path"),
+        ("methods", ["queue.txt", "soon"], "could not convert string to float: 'soon'"),
+        ("methods", [], "usage: "),
+    ],
+)
+def test_what_it_can_not_work_through_is_refused(line: str, words: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "queue.txt").write_text(line)
+    done = _work(*(tmp_path / word if "." in word else word for word in words))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
+
+
+def test_a_python_without_fedem_is_refused() -> None:
+    done = _work("queue.txt", python=[sys.executable, "-S"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "has no fedem; allowed: a Python that has" in done.stderr
 
 
 def _selections() -> list[str]:
