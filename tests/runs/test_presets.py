@@ -76,3 +76,25 @@ def test_presets_of_cifar100_are_the_best_of_three_trials() -> None:
         for key, value in search["chosen"].items():
             section, _, name = key.partition(".")
             assert sections[section][name] == value, (method, key)
+
+
+def test_the_table_of_cifar100_has_each_trial_in_its_column() -> None:
+    searches = json.loads((TUNING / "cifar100.json").read_text())
+    found = {
+        METHODS[method].title: {trial["schedule.learning_rate"]: trial["accuracy"] for trial in search["trials"]}
+        for method, search in searches.items()
+        if method not in ("fedprox", "pfedme")  # which the text below has
+    }
+    text = (TUNING / "README.md").read_text(encoding="utf-8").partition("## CIFAR-100")[2]
+    (_, *rates), _, *rows = (
+        [cell.strip(" *") for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"
+    )
+    told = {
+        name.partition(",")[0]: {float(rate): float(cell) for rate, cell in zip(rates, cells, strict=True) if cell}
+        for name, *cells in rows
+    }
+    assert told.keys() == found.keys()
+    for name, trials in found.items():
+        assert told[name] == pytest.approx({rate: 100 * accuracy for rate, accuracy in trials.items()}, abs=0.0501), (
+            name
+        )
