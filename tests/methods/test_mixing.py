@@ -172,10 +172,16 @@ def test_alone_keeps_a_diverged_client_to_itself() -> None:
     assert mixed.means["w"].flatten().tolist() == [1.0, float("inf")]
 
 
-def test_any_matrix_mixes() -> None:
-    weights = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]], dtype=torch.float64)
-    uploads = {"w": random_tensor(3, 4)}
-    torch.testing.assert_close(weighted_means(weights, all_at_once(uploads))["w"], weights @ uploads["w"])
+@given(st.integers(1, 5), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.floats(0, 1), st.integers(0, 99))
+def test_any_matrix_mixes_uploads_in_any_pieces(groups: int, pieces: list[int], links: float, seed: int) -> None:
+    """Dense or, as a graph's is, with few links: some groups may hear of nobody."""
+    rng, count = np.random.default_rng(seed), sum(pieces)
+    weights = torch.from_numpy(rng.normal(size=(groups, count)) * (rng.random((groups, count)) < links))
+    uploads, order = {"w": random_tensor(count, 4, 2)}, rng.permutation(count)
+    parts = [part.tolist() for part in np.split(order, np.cumsum(pieces)[:-1])]
+    mixed = weighted_means(weights, in_pieces(uploads, parts))["w"]
+    expected = np.einsum("gc,cij->gij", weights.numpy(), uploads["w"].double().numpy())
+    np.testing.assert_allclose(mixed.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_uploads_mix_as_they_come() -> None:

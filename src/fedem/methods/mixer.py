@@ -161,15 +161,34 @@ def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
     mixed: Tree = {}
     for positions, trees in uploads:
         device = next((leaf.device for leaf in trees.values()), weights.device)
-        here = weights[:, positions.to(weights.device)].to(device)  # once: a GPU is waited for
+        here = weights[:, positions.to(weights.device)]
+        heard = here.any(1).nonzero().squeeze(1)  # on a graph few groups hear of a client
+        rows = None if len(heard) == len(here) else heard.to(device)
+        here = here.to(device)  # once: a GPU is waited for
         for name, leaf in trees.items():
             if leaf.is_floating_point():
-                part = (here.to(leaf.dtype) @ leaf.reshape(len(leaf), -1)).reshape(-1, *leaf.shape[1:])
-                mixed[name] = mixed[name].add_(part) if name in mixed else part
+                mixed[name] = _added(mixed.get(name), here.to(leaf.dtype), rows, leaf)
             else:
                 part = _largest(here > 0, leaf)
                 mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
     return mixed
+
+
+def _added(total: Tensor | None, weights: Tensor, rows: Tensor | None, leaf: Tensor) -> Tensor:
+    """Add rows ``[c, ...]`` by weights ``[g, c]`` to the ``total`` ``[g, ...]``, in place, where there is one.
+
+    Groups other than ``rows`` (None: all) have no weight for them, and are not touched.
+    """
+    flat, shape = leaf.reshape(len(leaf), -1), (len(weights), *leaf.shape[1:])
+    if rows is None and total is None:
+        return (weights @ flat).reshape(shape)
+    total = leaf.new_zeros(shape) if total is None else total
+    place = total.view(len(weights), -1)
+    if rows is None:
+        place.addmm_(weights, flat)
+    else:
+        place.index_add_(0, rows, weights[rows] @ flat)
+    return total
 
 
 def _largest(counts: Tensor, leaf: Tensor) -> Tensor:
