@@ -27,10 +27,10 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks import images
 from benchmarks.engine import SEED
-from benchmarks.measure import Effort, environment, measure
+from benchmarks.measure import Effort, environment, measure, operations
+from fedem.core.precision import products, where_models_compute
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
-from fedem.engines.device import products
 from fedem.runs.config import Config, Sections
 from fedem.runs.recipe import find_device
 from fedem.runs.trainer import Trainer
@@ -104,9 +104,11 @@ def run_job(job: Job, precision: str, device: torch.device, share: float, effort
 
         rounds = measure(advance, effort)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-        launches = _launches(advance) if on_gpu else None
+        launches = sum(kernel.launches for kernel in operations(advance, device)) if on_gpu else None
         pool = federation.train.to(device)
-        floor = measure(_one_model(trainer, pool.read(torch.arange(len(pool), device=device)), precision), effort)
+        alone = _one_model(trainer, pool.read(torch.arange(len(pool), device=device)), precision)
+        with where_models_compute():
+            floor = measure(alone, effort)
     return {
         "seconds": rounds.median,
         "floor_seconds": floor.median,
@@ -116,13 +118,6 @@ def run_job(job: Job, precision: str, device: torch.device, share: float, effort
         "most_together": training.engine.most_together,
         "times_the_official_code": None if job.official is None or share < 1 else job.official / rounds.median,
     }
-
-
-def _launches(advance: Callable[[], None]) -> int:
-    """Count the kernels of a round."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        advance()
-    return sum(event.count for event in profile.key_averages() if event.self_device_time_total)
 
 
 def _one_model(trainer: Trainer, samples: tuple[Tensor, Tensor], precision: str) -> Callable[[], None]:

@@ -31,13 +31,13 @@ from benchmarks.engine import SEED
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
 from benchmarks.methods import time_rounds
 from benchmarks.plain_loop import MOMENTUM, WEIGHT_DECAY, responsibilities
+from fedem.core.precision import products, where_models_compute
 from fedem.core.tree import Tree, tree_index
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
 from fedem.data.partitions import Dirichlet, from_arrays
 from fedem.data.samples import Samples
 from fedem.engines import Stacked
-from fedem.engines.device import products
 from fedem.runs.config import Config, Sections
 from fedem.runs.recipe import find_device
 from fedem.runs.rounds import State, Training
@@ -222,7 +222,7 @@ def run_all(plan: Plan, device: torch.device, console: Console) -> dict[str, Any
         rounds[f"{engine}, {precision}"] = timing.figures() | peak
     torch.manual_seed(SEED)
     loop = PlainLoop(training.init(), training.federation.train)
-    with products("tf32", device):
+    with products("tf32", device), where_models_compute():
         timing, peak = _with_peak(partial(measure, loop.advance, plan.plain), device)
     rounds[PLAIN] = timing.figures() | peak
     for row in rounds.values():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
 
 BUSY = 0.1
 """Cores busy with other processes above which timings can't be trusted: parallel steps wait for the slowest thread."""
@@ -49,6 +50,25 @@ def measure(run: Callable[[], object], effort: Effort) -> Timing:
         run()
         seconds.append(time.perf_counter() - started)
     return Timing(tuple(seconds))
+
+
+class Operation(NamedTuple):
+    """A kernel of a GPU or, on a CPU, one of torch's operations."""
+
+    name: str
+    seconds: float  # by itself, of all launches
+    launches: int
+
+
+def operations(run: Callable[[], object], device: torch.device) -> list[Operation]:
+    """Return what a call has the device do."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        run()
+    pairs = (
+        (event, event.self_device_time_total if on_gpu else event.self_cpu_time_total) for event in found.key_averages()
+    )
+    return [Operation(event.key, microseconds / 1e6, event.count) for event, microseconds in pairs if microseconds]
 
 
 class Disturbance:

@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton")
 
+from fedem.core.precision import products
 from fedem.core.tree import Tree, tree_index, tree_stack  # once Triton is there
-from fedem.engines.device import products
 from fedem.models import convolutions, kernels, layers
 from fedem.models.base import Model
 from fedem.models.convolutions import Geometry, Pair, StackableConv2d

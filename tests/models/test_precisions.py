@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import fedem
 from fedem.core.errors import UserError
+from fedem.core.precision import PRECISIONS
 from fedem.core.tree import Tree, tree_flat, tree_stack
-from fedem.engines.device import PRECISIONS
 from fedem.models import MODELS, Model
 from fedem.models.layers import training_pass
 from fedem.models.losses import CrossEntropy

@@ -12,10 +12,10 @@ import torch
 from helpers import advance, distance, make_training
 from torch import Tensor
 
+from fedem.core.precision import products
 from fedem.core.tree import Tree
 from fedem.data.federation import Federation
 from fedem.engines import Batching, OneByOne, Stacked
-from fedem.engines.device import products
 from fedem.models import MODELS, Model
 from fedem.models.losses import CrossEntropy
 from fedem.solvers.schedules import Constant

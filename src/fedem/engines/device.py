@@ -1,16 +1,14 @@
-"""What a device has to offer: how much memory, what running out of it looks like, how exactly a GPU multiplies."""
+"""What a device has to offer: how much memory, and what running out of it looks like."""
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from fedem.core.memory import free_host_bytes
 
-PRECISIONS = ("tf32", "float32", "bfloat16")
 _MOST_ON_CPU = 2 << 30  # more clients at once gain nothing there: what they work on leaves the caches
 
 
@@ -66,24 +64,3 @@ def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def products(name: str, device: torch.device) -> Iterator[None]:
-    """Work on a GPU that takes products of float32 numbers in TF32 (10 bits of each factor), or not; then set it back.
-
-    "bfloat16" goes further, where a model computes (:class:`~fedem.models.base.Model`); its other products are in TF32.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    matrices, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic
-    try:
-        matrices.allow_tf32 = convolutions.allow_tf32 = name != "float32"
-        convolutions.deterministic = True  # summed in one order: the same run gives the same bits, at the same speed
-        # Recordings are made on the current device.
-        with nullcontext() if device.index is None else torch.cuda.device(device):
-            yield
-    finally:
-        matrices.allow_tf32, convolutions.allow_tf32, convolutions.deterministic = before

@@ -8,8 +8,8 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
+from fedem.core.precision import model_gradient
 from fedem.core.tree import Tree, take_prefix, tree_map
 from fedem.methods.base import Batch, Local, Method, Mixture, register
 from fedem.methods.mixer import Star
@@ -45,7 +45,7 @@ class APFL(OwnModel):
                 leaves = own | _blend(share, trained_leaves(self.model, own), local.shared)
                 return batch_loss(self.model, leaves, batch)[0]
 
-            moved = (alpha - learning_rate * grad(loss)(alpha)).clamp(0, 1)
+            moved = (alpha - learning_rate * model_gradient(loss)(alpha)).clamp(0, 1)
             alpha = torch.where(local.context["moved"] > 0, alpha, moved)
         context = {"moved": torch.ones_like(local.context["moved"])}
         local = local._replace(personal=local.personal | {"alpha": alpha}, context=context)

@@ -10,8 +10,8 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.func import grad
 
+from fedem.core.precision import model_gradient
 from fedem.core.tree import Tree, tree_map
 from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
@@ -45,7 +45,7 @@ class PerFedAvg(SingleModel):
         alpha = self.inner_rate if self.inner_rate >= 0 else learning_rate
 
         def gradient(leaves: Tree, half: Batch) -> Tree:
-            return grad(lambda candidate: batch_loss(self.model, local.shared | candidate, half)[0])(leaves)
+            return model_gradient(lambda candidate: batch_loss(self.model, local.shared | candidate, half)[0])(leaves)
 
         first = gradient(start, inner)
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as pytree_map
 
 from fedem.core.errors import UserError, counted
+from fedem.core.precision import where_models_compute
 from fedem.core.settings import Settings
 from fedem.core.tree import Tree, tree_flat, tree_index, tree_stack, tree_to
 from fedem.models import layers
@@ -248,7 +249,8 @@ class Model:
         return outputs, found.flatten(1).to(self.dtype)
 
     def _call(self, module: nn.Module, state: Tree, inputs: Tensor) -> Tensor:
-        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+        lower = torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        with where_models_compute(), lower:
             return functional_call(module, state, (self.prepare(inputs),)).to(self.dtype)
 
     def losses(self, parameters: Tree, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from fedem.core import schema
 from fedem.core.errors import UserError, unknown
 from fedem.core.files import toml_literal
+from fedem.core.precision import PRECISIONS
 from fedem.core.settings import Settings, complete, entries_of, names_of
 from fedem.data import DATA, Dataset, DataSource
 from fedem.data.partitions import PARTITIONS, Partition
 from fedem.engines import ENGINES, Batching
-from fedem.engines.device import PRECISIONS
 from fedem.graphs import GRAPHS, Topology
 from fedem.methods import ALIASES, METHODS, Method, find_method, resolve_method
 from fedem.methods.wrappers.compression import Compression
@@ -57,8 +57,9 @@ class RunSettings(Settings):
             rounding; "auto" stacks, but for models that can't be stacked and those that a CPU trains faster alone.
         chunk_size: clients stacked together; 0 chooses as many as memory holds. It changes no result beyond rounding.
         dtype: type of the models' parameters and of what is computed with them.
-        precision: how exactly float32 numbers are multiplied. "tf32": ten bits of each factor, on a GPU; "float32": all
-            bits; "bfloat16": models compute in that type where torch deems it safe.
+        precision: how exactly models multiply float32 numbers. "tf32": ten bits of each factor, on a GPU; "float32":
+            all bits; "bfloat16": models compute in that type where torch deems it safe. Means over clients, mixture
+            weights and distances always have all bits.
         local_layers: layers that stay with their clients, with commas between: "bias" is an intercept of one's own,
             "head" the last layer, "body" all but that, "50%" the first half of the layers, "batch_norm" the batch
             normalisations with their statistics; or names of layers and parameters, in which * stands for anything.

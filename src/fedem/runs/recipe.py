@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedem.core.errors import UserError, counted
+from fedem.core.precision import products
 from fedem.core.random import client_keys
 from fedem.core.schema import Listed, Maybe, Number, Table, Text, Whole
 from fedem.core.tree import tree_index
@@ -25,7 +26,6 @@ from fedem.data.encoding import ENCODING, Encoding
 from fedem.data.federation import PARTS, Federation
 from fedem.data.samples import check_inputs
 from fedem.engines import Engine, choose_engine
-from fedem.engines.device import products
 from fedem.methods.assembly import Around, Assembled, assemble
 from fedem.methods.base import Algorithm, Mixture
 from fedem.methods.mixer import Mixer, Settled

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 from fedem.core.errors import UserError, unknown
+from fedem.core.precision import model_gradient
 from fedem.core.random import SOLVER, derive
 from fedem.core.settings import Settings, names_of
 from fedem.core.tree import Tree, add_prefix, take_prefix, tree_map
@@ -62,7 +63,7 @@ class Solver(Settings, ABC):
         """Take one step from ``parameters``."""
 
     def _gradient(self, objective: Objective, parameters: Tree) -> tuple[Tree, Tree]:
-        gradient, besides = grad(objective, has_aux=True)(parameters)
+        gradient, besides = model_gradient(objective, has_aux=True)(parameters)
         if self.weight_decay:
             gradient = tree_map(lambda g, p: g.add(p, alpha=self.weight_decay), gradient, parameters)
         return gradient, besides
@@ -208,7 +209,7 @@ class LBFGS(Solver):
         """``p -= length H g``, H being the inverse Hessian as the remembered pairs have it."""
         problem = VectorObjective(objective, parameters, self.weight_decay)
         start = problem.start
-        gradient, besides = grad(problem.evaluate, has_aux=True)(start)
+        gradient, besides = model_gradient(problem.evaluate, has_aux=True)(start)
         direction = state["reach"] * _times_inverse_hessian(gradient, state).nan_to_num()
         # In the order of preference, and last 0.
         lengths = [1.0, 2.0, 4.0, *(0.5**k for k in range(1, self.num_trials - 2)), 0.0]
@@ -216,7 +217,7 @@ class LBFGS(Solver):
         # One after the other: under vmap modules that change their buffers, or have no rule for it, would fail.
         chosen = pick(torch.stack([problem.value(trial) for trial in trials]))
         moved = chosen @ trials
-        state = _remember(state, moved - start, grad(problem.value)(moved) - gradient)
+        state = _remember(state, moved - start, model_gradient(problem.value)(moved) - gradient)
         reach = torch.where(chosen[-1] > 0, state["reach"] * lengths[-2], torch.ones_like(state["reach"]))
         return problem.tree(moved), state | {"reach": reach}, besides
 
