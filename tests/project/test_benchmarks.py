@@ -21,6 +21,7 @@ from benchmarks import (
     neighbours,
     plain_loop,
     published_labels,
+    spent,
     tables,
 )
 from benchmarks.__main__ import QUICK, TITLES, main
@@ -28,6 +29,7 @@ from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
 from torch import Tensor
 
+from fedem.core.errors import UserError
 from fedem.data import Synthetic
 from fedem.methods import METHODS
 
@@ -296,3 +298,27 @@ def test_both_kinds_of_labels_stand_beside_the_paper(
     published_labels.main([f"--table={table}", "--seeds=1", "--rounds=1", "--clients=10", "--test=20"])
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| FedEM |"))
     assert row.endswith(f"| {paper} |")
+
+
+def test_what_a_round_spends_its_time_on_is_told_of_each_method(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, settings = tmp_path / "figures.json", ["data.name=synthetic", "data.num_clients=3", "run.device=cpu"]
+    spent.main([*settings, "--methods", "fedem,fedavg", "--out", str(out)])
+    figures = json.loads(out.read_text())
+    assert list(figures["methods"]) == ["fedem", "fedavg"]
+    printed = capsys.readouterr().out
+    for name, row in figures["methods"].items():
+        seconds = [kernel["seconds"] for kernel in row["kernels"]]
+        assert seconds == sorted(seconds, reverse=True)
+        assert row["busy_seconds"] == pytest.approx(sum(seconds))
+        assert row["launches"] == sum(kernel["launches"] for kernel in row["kernels"]) > 0
+        assert f"A round of {name}: {row['seconds']:.3f} s" in printed
+        assert row["kernels"][0]["name"] in printed
+    # Three components are scored, and products of matrices are what both do.
+    assert any("mm" in kernel["name"] for kernel in figures["methods"]["fedavg"]["kernels"])
+
+
+def test_a_setting_that_is_none_is_refused_before_a_round_is_trained() -> None:
+    with pytest.raises(UserError, match=r"allowed: section\.key=value"):
+        spent.main(["synthetic"])

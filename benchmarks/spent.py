@@ -1,0 +1,81 @@
+"""``python -m benchmarks.spent SETTING ...``: what a round of any run spends its time on.
+
+Settings are as ``fedem train --set`` has them. After rounds in which shapes are recorded one is timed, and one more is
+profiled: how long the GPU is busy, with how many launches, and which kernels take longest. On a CPU these are torch's
+operations. Each method is trained in turn where several are named:
+
+python -m benchmarks.spent data.name=cifar100 run.precision=bfloat16 run.device=cuda --methods fedavg,fedbabu
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Effort, environment, measure, operations
+from fedem.core.precision import products
+from fedem.runs.config import Config, parse_assignment
+from fedem.runs.trainer import Trainer
+
+EFFORT = Effort(4, 3)  # shapes are recorded in the first rounds
+_SHOWN = 12  # kernels
+_WIDTH = 70  # of their names, which templates make long
+
+
+def look(config: Config) -> dict[str, Any]:
+    """Time rounds and profile one: seconds, seconds busy, launches, and both of each kernel, the longest first."""
+    trainer = Trainer.prepare(config, config.make_data()).placed()
+    training, device = trainer.training, trainer.recipe.device
+    on_gpu = device.type == "cuda"
+    with products(config.run.precision, device):
+        state = training.init()
+
+        def advance() -> None:
+            nonlocal state
+            state, _ = training.step(state)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+
+        rounds = measure(advance, EFFORT)
+        kernels = sorted(operations(advance, device), key=lambda kernel: -kernel.seconds)
+    busy, launches = sum(kernel.seconds for kernel in kernels), sum(kernel.launches for kernel in kernels)
+    longest = [kernel._asdict() for kernel in kernels]
+    return {"seconds": rounds.median, "busy_seconds": busy, "launches": launches, "kernels": longest}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Look at a round of each method, print a table of each and, if asked, write all figures to a file as they come."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spent", description=__doc__)
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help="section.key=value")
+    parser.add_argument("--methods", default="fedem", help="with commas between")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
+    options = parser.parse_args(arguments)
+    asked = [parse_assignment(setting) for setting in options.settings]
+    configs = {name: Config.build(*asked, {"method": {"name": name}}) for name in options.methods.split(",")}
+    figures: dict[str, Any] = {"environment": environment(), "settings": options.settings, "methods": {}}
+    console = Console(highlight=False, markup=False, width=120)
+    for name, config in configs.items():
+        row = figures["methods"][name] = look(config)
+        shares = f"busy for {row['busy_seconds']:.3f} with {row['launches']:,} launches"
+        title = f"A round of {name}: {row['seconds']:.3f} s, {shares}"
+        console.print(title)
+        table = Table(box=box.ASCII2)
+        for heading in ("longest", "seconds", "launches"):
+            table.add_column(heading, justify="left" if heading == "longest" else "right", no_wrap=True)
+        for kernel in row["kernels"][:_SHOWN]:
+            table.add_row(kernel["name"][:_WIDTH], f"{kernel['seconds']:.4f}", f"{kernel['launches']:,}")
+        console.print(table)
+        if options.out:
+            options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
