@@ -4,6 +4,7 @@ Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classi
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -35,7 +36,7 @@ class FedBABU(SingleModel):
         """Take the mean; of heads, which are all the same, not even that: it would round."""
         return mean | {name: leaf for name, leaf in shared.items() if name in self._head}
 
-    @property
+    @cached_property
     def _head(self) -> frozenset[str]:
         return self.model.leaves_called("head")
 

@@ -6,6 +6,7 @@ ICML 2021.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
@@ -47,7 +48,7 @@ class FedRep(SingleModel):
         """Train the head; the body's statistics stay, too."""
         return self.holding_step(local, batch, learning_rate, frozenset(local.shared) - self._head)
 
-    @property
+    @cached_property
     def _head(self) -> frozenset[str]:
         return self.model.leaves_called("head")
 
