@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.plain_loop import MOMENTUM, WEIGHT_DECAY, Server, start
@@ -39,6 +41,19 @@ def make_training(method: str, federation: Federation, batching: Batching, cohor
         cohort_size=federation.num_clients if cohort_size is None else cohort_size,
         device=torch.device("cpu"),
     )
+
+
+def advancing(training: Training) -> Callable[[], None]:
+    """Return what trains the next round, to its end on a GPU as well."""
+    state = training.init()
+
+    def advance() -> None:
+        nonlocal state
+        state, _ = training.step(state)
+        if training.device.type == "cuda":
+            torch.cuda.synchronize(training.device)
+
+    return advance
 
 
 def as_server(state: State, num_clients: int) -> Server:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks import images
-from benchmarks.engine import SEED
+from benchmarks.engine import SEED, advancing
 from benchmarks.measure import Effort, environment, measure, operations
 from fedem.core.precision import products, where_models_compute
 from fedem.data.dataset import Dataset
@@ -94,14 +94,7 @@ def run_job(job: Job, precision: str, device: torch.device, share: float, effort
         if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        state = training.init()
-
-        def advance() -> None:
-            nonlocal state
-            state, _ = training.step(state)
-            if on_gpu:
-                torch.cuda.synchronize(device)
-
+        advance = advancing(training)
         rounds = measure(advance, effort)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
         launches = sum(kernel.launches for kernel in operations(advance, device)) if on_gpu else None

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.engine import advancing
 from benchmarks.measure import Effort, environment, measure, operations
-from fedem.core.precision import products
 from fedem.runs.config import Config, parse_assignment
 from fedem.runs.trainer import Trainer
 
@@ -33,17 +32,9 @@ _WIDTH = 70  # of their names, which templates make long
 def look(config: Config) -> dict[str, Any]:
     """Time rounds and profile one: seconds, seconds busy, launches, and both of each kernel, the longest first."""
     trainer = Trainer.prepare(config, config.make_data()).placed()
-    training, device = trainer.training, trainer.recipe.device
-    on_gpu = device.type == "cuda"
-    with products(config.run.precision, device):
-        state = training.init()
-
-        def advance() -> None:
-            nonlocal state
-            state, _ = training.step(state)
-            if on_gpu:
-                torch.cuda.synchronize(device)
-
+    device = trainer.recipe.device
+    with trainer.recipe.products():
+        advance = advancing(trainer.training)
         rounds = measure(advance, EFFORT)
         kernels = sorted(operations(advance, device), key=lambda kernel: -kernel.seconds)
     busy, launches = sum(kernel.seconds for kernel in kernels), sum(kernel.launches for kernel in kernels)

@@ -30,9 +30,8 @@ def products(name: str, device: torch.device) -> Iterator[None]:
         yield
         return
     deterministic, asked = torch.backends.cudnn.deterministic, _ASKED.set(name)
-    torch.backends.cudnn.deterministic = (
-        True  # summed in one order: the same run gives the same bits, at the same speed
-    )
+    # Summed in one order: the same run gives the same bits, at the same speed.
+    torch.backends.cudnn.deterministic = True
     try:
         # Recordings are made on the current device.
         with _tf32(False), nullcontext() if device.index is None else torch.cuda.device(device):
