@@ -11,7 +11,7 @@ from helpers import make_training
 from torch import Tensor, nn
 from torch.func import grad
 
-from fedem.core.precision import PRECISIONS, model_gradient, products, where_models_compute
+from fedem.core.precision import PRECISIONS, model_gradient, products, where_models_compute, with_all_digits
 from fedem.methods.mixer import weighted_means
 from fedem.models import Model
 from fedem.models.losses import CrossEntropy
@@ -96,6 +96,21 @@ def test_models_and_their_gradients_are_rounded_and_no_mean_of_them() -> None:
         weighted_means(torch.ones(1, 2), uploads())
     assert set(Noted.seen) == {(True, True)}
     assert seen == [(False, False)]
+
+
+@pytest.mark.parametrize("hessian_free", [False, True])
+def test_differences_of_gradients_have_all_digits(hessian_free: bool) -> None:
+    model = Model(lambda: nn.Sequential(Noted(4, 3)), CrossEntropy())
+    training = make_training("perfedavg", model=model, loss="cross_entropy", hessian_free=hessian_free)
+    Noted.seen.clear()
+    with products("tf32", GPU):
+        training.step(training.init())
+    assert set(Noted.seen) == {(True, True), *[(False, False)] * hessian_free}
+
+
+def test_all_digits_are_nothing_new_outside_of_a_run(told: tuple[bool, bool]) -> None:
+    with with_all_digits(), where_models_compute():
+        assert _flags() == told
 
 
 def test_the_way_back_multiplies_as_the_way_there() -> None:

@@ -10,6 +10,7 @@ from least_squares import WHOLE, assert_same, change_of, conflict, design, quadr
 from torch import Tensor
 from torch.func import grad
 
+from fedem.core.errors import UserError
 from fedem.core.tree import Tree, add_prefix, tree_flat, tree_map, tree_stack
 from fedem.data.federation import Federation
 from fedem.engines import Batching, Stacked
@@ -251,6 +252,12 @@ def test_fedu_with_short_steps_solves_the_regularised_problem() -> None:
     expected = np.linalg.solve(blocks + penalty * laplacian, sides)
     alone = np.linalg.solve(blocks, sides)
     assert np.abs(found - expected).max() < 0.1 * np.abs(alone - expected).max()
+
+
+def test_per_fedavgs_differences_are_refused_in_bfloat16() -> None:
+    model = Model(lambda: Linear().build((2,), 1), SquaredError(), precision="bfloat16")
+    with pytest.raises(UserError, match=r"lost in bfloat16; allowed with it: run\.precision tf32 or float32"):
+        PerFedAvg(model, SGD(), hessian_free=True)
 
 
 @pytest.mark.slow

@@ -49,6 +49,21 @@ def where_models_compute() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_all_digits() -> Iterator[None]:
+    """Multiply with all digits where models compute as well: for small differences of what they make."""
+    asked = _ASKED.get()
+    if asked is None:
+        yield
+        return
+    token = _ASKED.set("float32")
+    try:
+        with _tf32(False):
+            yield
+    finally:
+        _ASKED.reset(token)
+
+
 def model_gradient(function: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Return ``torch.func.grad`` of what models compute; the way back multiplies as the way there does."""
     decorated: Callable[..., Any] = where_models_compute()(grad(function, has_aux=has_aux))

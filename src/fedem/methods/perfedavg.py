@@ -11,7 +11,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedem.core.precision import model_gradient
+from fedem.core.errors import UserError
+from fedem.core.precision import model_gradient, with_all_digits
 from fedem.core.tree import Tree, tree_map
 from fedem.methods.base import Batch, Local, Method, register
 from fedem.methods.mixer import Star
@@ -39,6 +40,12 @@ class PerFedAvg(SingleModel):
     difference: float = field(default=0.01, metadata={"above": 0})
     independent: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hessian_free and self.model.precision == "bfloat16":
+            problem = "method.hessian_free takes small differences of gradients, which are lost in bfloat16"
+            raise UserError(f"{problem}; allowed with it: run.precision tf32 or float32.")
+
     def step(self, local: Local, batch: Batch, learning_rate: Tensor) -> Local:
         inner, outer = _halves(batch) if self.independent else (batch, batch)
         start = trained_leaves(self.model, local.shared)
@@ -57,8 +64,9 @@ class PerFedAvg(SingleModel):
         if self.hessian_free:
             second = gradient(adapted(start), outer)
             scale = alpha / (2 * self.difference)
-            ahead = gradient(tree_map(lambda w, g: w + self.difference * g, start, second), inner)
-            behind = gradient(tree_map(lambda w, g: w - self.difference * g, start, second), inner)
+            with with_all_digits():
+                ahead = gradient(tree_map(lambda w, g: w + self.difference * g, start, second), inner)
+                behind = gradient(tree_map(lambda w, g: w - self.difference * g, start, second), inner)
             # A linear term whose gradient is -alpha times the Hessian times the outer gradient.
             correction = partial(inner_product, tree_map(lambda a, b: -scale * (a - b), ahead, behind))
         return self.plain_step(local, outer, learning_rate, correction, adapted)
