@@ -9,7 +9,7 @@ Shapes: n samples of a batch, padding included, S stacked models or directions, 
 gates that the cell depends on.
 """
 
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ _State = tuple[Tensor, Tensor]
 class StackableLSTM(nn.LSTM):
     """``nn.LSTM`` in a form that stacks: same parameters, same values."""
 
-    def forward(  # type: ignore[override]  # torch's is overloaded for packed sequences
-        self, input: Tensor | PackedSequence, hx: _State | None = None
-    ) -> tuple[Tensor, _State]:
+    @overload
+    def forward(self, input: Tensor, hx: _State | None = None) -> tuple[Tensor, _State]: ...
+    @overload
+    def forward(self, input: PackedSequence, hx: _State | None = None) -> NoReturn: ...
+    def forward(self, input: Tensor | PackedSequence, hx: _State | None = None) -> tuple[Tensor, _State]:
         """``[T, n, d] -> [T, n, directions * h]`` and the last state, in all of ``nn.LSTM``'s layouts."""
         if isinstance(input, PackedSequence):
             raise UserError("A stackable LSTM received a PackedSequence; allowed: sequences padded to one tensor.")

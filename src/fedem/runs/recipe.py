@@ -209,7 +209,7 @@ class Recipe:
         return choose_engine(self.config.run.engine, self.config.run.chunk_size, self.model, self.device)
 
     def products(self) -> AbstractContextManager[None]:
-        """Return a context in which numbers are multiplied as exactly as run.precision says."""
+        """Return a context in which models multiply as exactly as run.precision says."""
         return products(self.config.run.precision, self.device)
 
     def personalizer(self, engine: Engine) -> Personalizer:
