@@ -125,10 +125,24 @@ def test_the_sentence_tells_what_each_has_sent_on_reaching_the_worst_final_score
 
 def test_a_seed_that_lacks_a_round_takes_it_from_the_curve(data: Gathered) -> None:
     first, second = data.runs["fedem"]
-    shorter = dataclasses.replace(second, history=second.history[-1:])
-    rounds, values = curves.common_curve([first, shorter], "test_loss")
-    assert rounds.tolist() == [4]
-    assert values.shape == (2, 1)
+    longer = dataclasses.replace(second, history=[*second.history, second.history[-1] | {"round": 6}])
+    rounds, values = curves.common_curve([first, longer], "test_loss")
+    assert rounds.tolist() == [2, 4]
+    assert values.shape == (2, 2)
+
+
+def test_a_seed_scored_at_its_end_alone_or_kept_without_rounds_takes_no_others_curve(data: Gathered) -> None:
+    first, second = data.runs["fedem"]
+    for history in (second.history[-1:], []):
+        short = dataclasses.replace(second, history=history)
+        rounds, values = curves.common_curve([first, short], "test_loss")
+        assert rounds.tolist() == [2, 4]
+        np.testing.assert_array_equal(values, [[line["test_loss"] for line in first.history[1::2]]])
+        mixed = dataclasses.replace(data, runs=data.runs | {"fedem": [first, short]})
+        for name in ("rounds", "bytes"):
+            panes = drawn(name, mixed).figure.axes
+            (line,) = (line for line in panes[0].lines if line.get_label() == data.titles["fedem"])
+            assert line.get_ydata() == pytest.approx([100 * line["test_accuracy"] for line in first.history[1::2]])
 
 
 def test_the_sentence_compares_the_best_with_the_worst(data: Gathered) -> None:

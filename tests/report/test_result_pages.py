@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,14 @@ from kept import MADE_UP, declare_made_up, keep
 from fedem.core.errors import UserError
 from fedem.report.board import board_page
 from fedem.report.pages import LEADERBOARD, result_pages
+from fedem.report.pictures.canvas import Picture
+from fedem.report.pictures.declared import draw_experiment
 from fedem.report.runs import gather
-from fedem.report.studies import draw_experiment, experiment_markdown
+from fedem.report.studies import experiment_markdown
+from fedem.runs.folder import METRICS_FILE
 from fedem.studies import board
 from fedem.studies.experiments import RESULTS, Experiment, kept, read, tabulate
+from fedem.studies.sweep import Entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,10 +41,22 @@ def _keep_some(experiment: Experiment, place: Path) -> Path:
     return out
 
 
+def _drawn(experiment: Experiment, out: Path) -> Picture | None:
+    entries = kept(experiment, out)
+    return draw_experiment(experiment, tabulate(experiment, entries), entries)
+
+
+def _score(entry: Entry, scores: Mapping[int, float]) -> None:
+    """Give a kept run the rounds after which it was scored, and one in which it was not."""
+    plain = {"seconds": 0.1, "bytes_up": 8, "bytes_down": 8}
+    scored = ({"round": number, "test_accuracy": score} | plain for number, score in scores.items())
+    lines = [{"round": 9} | plain, *scored]
+    (entry.folder.path / METRICS_FILE).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
 def test_a_picture_has_a_panel_for_each_data_set_and_figure_and_what_is_not_run_is_left_out(tmp_path: Path) -> None:
     experiment = _declare(tmp_path, "method")
-    out = _keep_some(experiment, tmp_path)
-    picture = draw_experiment(experiment, tabulate(experiment, kept(experiment, out)))
+    picture = _drawn(experiment, _keep_some(experiment, tmp_path))
     assert picture is not None
     assert picture.title == "Made up\nmean ± deviation over the seeds 0, 1"
     panes = picture.figure.axes
@@ -58,21 +75,58 @@ def test_a_picture_has_a_panel_for_each_data_set_and_figure_and_what_is_not_run_
 
 def test_choices_on_other_axes_are_lines(tmp_path: Path) -> None:
     experiment = _declare(tmp_path, "data")
-    picture = draw_experiment(experiment, tabulate(experiment, kept(experiment, _keep_some(experiment, tmp_path))))
+    picture = _drawn(experiment, _keep_some(experiment, tmp_path))
     assert picture is not None
     assert [line.get_label() for line in picture.figure.axes[0].lines] == ["Local", "FedEM", "FedAvg"]
     (legend,) = picture.figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["Local", "FedEM", "FedAvg"]
 
 
+def test_along_the_rounds_lines_are_of_runs_scored_on_the_way(tmp_path: Path) -> None:
+    experiment = _declare(tmp_path, "rounds")
+    out = tmp_path / experiment.name / RESULTS
+    _score(keep(experiment, out, "Here", "Local", [0.5] * 4, run_evaluate_every=0), {30: 0.5})
+    _score(keep(experiment, out, "Here", "Local", [0.6] * 4, seed=1), {10: 0.3, 20: 0.4, 30: 0.6})
+    _score(keep(experiment, out, "Here", "Local", [0.8] * 4, seed=2), {10: 0.5, 30: 0.8})
+    keep(experiment, out, "Here", "FedEM", [0.7] * 4, run_evaluate_every=0)
+    picture = _drawn(experiment, out)
+    assert picture is not None
+    assert picture.title == "Made up\nmean ± deviation over the seeds 1, 2", "seed 0 was scored at its end alone"
+    (axes,) = picture.figure.axes
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("test, %", "communication rounds")
+    (line,) = axes.lines
+    assert line.get_label() == "Local"
+    np.testing.assert_allclose(line.get_xydata(), [[10, 40], [30, 70]])
+    (band,) = axes.collections
+    assert np.max(band.get_paths()[0].vertices[:, 1]) == pytest.approx(70 + 100 * np.std([0.6, 0.8], ddof=1))
+
+
+def test_without_scores_on_the_way_there_are_no_lines_along_the_rounds(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    experiment = _declare(tmp_path, "rounds")
+    _keep_some(experiment, tmp_path)
+    assert _drawn(experiment, tmp_path / "drawn" / RESULTS) is None
+    told = run("experiment", "table", "drawn", "--experiments", tmp_path, "--figure", tmp_path / "figure.png")[2]
+    assert "is complete and was scored on the way (run.evaluate_every), so there is nothing to draw" in told
+
+
+def test_a_ratio_is_not_known_along_the_rounds(tmp_path: Path) -> None:
+    content = MADE_UP.replace('"bottom_decile"]', '"test_loss / FedAvg"]').partition("[paper]")[0]
+    (tmp_path / "drawn").mkdir()
+    (tmp_path / "drawn" / "experiment.toml").write_text(f'along = "rounds"\n{content}')
+    with pytest.raises(UserError, match=r"figures = .*'test_loss / FedAvg'.*; allowed: names of what is recorded"):
+        read(tmp_path / "drawn")
+
+
 def test_nothing_is_drawn_where_nothing_was_run(tmp_path: Path) -> None:
     experiment = _declare(tmp_path, "method")
-    assert draw_experiment(experiment, tabulate(experiment, kept(experiment, tmp_path / "none"))) is None
+    assert _drawn(experiment, tmp_path / "none") is None
 
 
 def test_an_axis_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Unknown axis in .*, along 'rounds'; allowed: data, method\."):
-        _declare(tmp_path, "rounds")
+    with pytest.raises(UserError, match=r"Unknown axis in .*, along 'colour'; allowed: data, method, rounds\."):
+        _declare(tmp_path, "colour")
 
 
 def test_one_command_makes_everything_anew(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -147,12 +201,12 @@ def test_a_table_is_drawn_where_it_is_asked_for(run: Callable[..., tuple[int, st
     assert (tmp_path / "new/figure.png").read_bytes().startswith(b"\x89PNG")
     assert "is there already" in run(*ask, "--figure", "new/figure.png")[2]
     assert "unknown ending of --figure" in run(*ask, "--figure", "figure.doc")[2].lower()
-    assert "drawn along no axis; allowed for: drawn." in run(*ask[:2], "plain", *ask[3:], "--figure", "figure.png")[2]
+    assert "drawn along nothing; allowed for: drawn." in run(*ask[:2], "plain", *ask[3:], "--figure", "figure.png")[2]
     assert "nothing to draw" in run(*ask, "--out", tmp_path / "empty", "--figure", "figure.png")[2]
     assert not (tmp_path / "figure.png").exists()
 
 
-@pytest.mark.parametrize("name", ["components", "participation", "unseen_samples"])
+@pytest.mark.parametrize("name", ["components", "participation", "unseen_samples", "convergence"])
 def test_the_papers_pictures_against_a_quantity_are_declared(name: str) -> None:
     experiment = read(ROOT / "experiments" / name)
-    assert draw_experiment(experiment, tabulate(experiment, kept(experiment, ROOT / "experiments" / name / RESULTS)))
+    assert _drawn(experiment, ROOT / "experiments" / experiment.home / RESULTS)

@@ -15,7 +15,7 @@ from fedem.core.errors import UserError
 from fedem.report.board import board_page
 from fedem.runs.folder import RunFolder
 from fedem.studies.board import Board, Cell, Plain, client_scores, gather
-from fedem.studies.experiments import Experiment, kept
+from fedem.studies.experiments import Experiment, kept, tabulate
 from fedem.studies.sweep import Gap
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -146,6 +146,18 @@ def test_seeds_of_different_settings_make_no_mean(made_up: Experiment, tmp_path:
         kept(made_up, tmp_path / "out")
     assert "--seeds" in str(error.value)
     assert kept(made_up, tmp_path / "out", [1], {"data": ["Here"]})
+
+
+def test_seeds_may_be_scored_on_the_way_or_not_unless_that_decides_when_they_end(
+    made_up: Experiment, tmp_path: Path
+) -> None:
+    for patience, name in ((0, "full"), (5, "early")):
+        keep(made_up, tmp_path / name, "Here", "FedEM", [0.5] * 4, run_patience=patience)
+        keep(made_up, tmp_path / name, "Here", "FedEM", [0.7] * 4, seed=1, run_patience=patience, run_evaluate_every=1)
+    (line,) = tabulate(made_up, kept(made_up, tmp_path / "full", None, {"data": ["Here"], "method": ["FedEM"]}))
+    assert (line.seeds, line.ours["test_accuracy"].mean) == ((0, 1), pytest.approx(0.6))
+    with pytest.raises(UserError, match=r"made with different settings \(run\.evaluate_every\)"):
+        kept(made_up, tmp_path / "early")
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,24 @@ from fedem.studies.experiments import (
     sort_settings,
     tabulate,
 )
-from fedem.studies.sweep import SharedData, work_off
+from fedem.studies.sweep import Entry, SharedData, work_off
 
 DECLARED = Path(__file__).parents[2] / "experiments"
+ALIKE = """
+title = "A small one"
+figures = ["test_accuracy"]
+
+[settings]
+"data.name" = "synthetic"
+"data.num_clients" = 4
+"run.rounds" = 2
+"run.evaluate_every" = 0
+
+[axes.method]
+"FedAvg" = { "method.name" = "fedavg" }
+"FedAvg+" = { "method.name" = "fedavg+" }
+"kNN-Per" = { "method.name" = "fedavg", "run.neighbours" = 2 }
+"""
 
 
 @pytest.fixture
@@ -108,32 +123,22 @@ def test_runs_that_differ_in_what_unseen_clients_have_train_once(
         assert {k: v for k, v in mine.items() if k not in own} == {k: v for k, v in alone.items() if k not in own}
 
 
-def test_what_acts_after_training_needs_none_even_in_a_later_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FedAvg+ is FedAvg until it is fine-tuned, and kNN-Per until samples are asked."""
-    text = """
-title = "A small one"
-figures = ["test_accuracy"]
-
-[settings]
-"data.name" = "synthetic"
-"data.num_clients" = 4
-"run.rounds" = 2
-"run.evaluate_every" = 0
-
-[axes.method]
-"FedAvg" = { "method.name" = "fedavg" }
-"FedAvg+" = { "method.name" = "fedavg+" }
-"kNN-Per" = { "method.name" = "fedavg", "run.neighbours" = 2 }
-"""
-    experiment, trained, real = declare(tmp_path, text), list[int](), Training.step
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rounds that are run from here on, whatever run they are of."""
+    rounds, real = list[int](), Training.step
 
     def step(training: Training, state: State) -> tuple[State, RoundCosts]:
-        trained.append(state.round)
+        rounds.append(state.round)
         return real(training, state)
 
     monkeypatch.setattr(Training, "step", step)
+    return rounds
+
+
+def test_what_acts_after_training_needs_none_even_in_a_later_command(tmp_path: Path, trained: list[int]) -> None:
+    """FedAvg+ is FedAvg until it is fine-tuned, and kNN-Per until samples are asked."""
+    experiment = declare(tmp_path, ALIKE)
     for label in ("FedAvg", "FedAvg+", "kNN-Per"):
         (entry,) = plan(experiment, tmp_path / "out", [0], {"method": [label]})
         assert work_off([entry], nobody_watches, SharedData()) == {}
@@ -146,6 +151,38 @@ figures = ["test_accuracy"]
         mine = entry.folder.summary() or {}
         assert mine["test_accuracy"] == alone["test_accuracy"]
         assert entry.departures == {}, "what the data decided, such as the loss, is none"
+
+
+def test_a_run_lends_its_training_to_one_that_is_not_scored_on_the_way_in_another_folder(
+    tmp_path: Path, trained: list[int]
+) -> None:
+    experiment, places = declare(tmp_path, ALIKE), tmp_path / "runs"
+
+    def work(folder: str, label: str, settings: str, around: Path | None = places) -> Entry:
+        del trained[:]
+        shared, own = sort_settings(experiment, settings.split())
+        (entry,) = plan(experiment, places / folder, [0], {"method": [label]}, shared, own)
+        assert work_off([entry], nobody_watches, SharedData(), around) == {}
+        return entry
+
+    scored = work("curves", "FedAvg", "run.evaluate_every=1")
+    assert [line["round"] for line in scored.folder.metrics() if "test_loss" in line] == [1, 2]
+    assert trained == [0, 1]
+    tuned = work("others", "FedAvg+", "")
+    assert trained == [], "from the other folder"
+    alone = work("alone", "FedAvg+", "", around=None)
+    assert trained == [0, 1], "nobody is around"
+    for first, second in zip(tuned.folder.metrics(), alone.folder.metrics(), strict=True):
+        assert first | {"seconds": 0} == second | {"seconds": 0}
+    own = {"seconds_total", "seconds_per_round", "peak_host_bytes", "clients_together"}
+    mine, theirs = (entry.folder.summary() or {} for entry in (tuned, alone))
+    assert mine["best"] == theirs["best"], "it has the fine-tuned last state, whatever was best on the way"
+    assert {k: v for k, v in mine.items() if k not in own} == {k: v for k, v in theirs.items() if k not in own}
+    work("on-the-way", "FedAvg+", "run.evaluate_every=1")
+    assert trained == [0, 1], "its clients are fine-tuned whenever they are scored"
+    work("early", "FedAvg", "run.evaluate_every=1 run.patience=1")
+    work("patient", "FedAvg", "run.patience=1")
+    assert trained == [0, 1], "scores on the way may have ended the other"
 
 
 def test_a_run_that_another_process_holds_is_left_to_it(small: Experiment, tmp_path: Path) -> None:

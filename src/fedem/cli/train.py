@@ -24,6 +24,7 @@ from fedem.report.board import board_page
 from fedem.report.console import aside, display, progress, put, say, show_run, waiting, writing
 from fedem.report.pages import result_pages
 from fedem.report.pictures import canvas
+from fedem.report.pictures.declared import draw_experiment
 from fedem.runs.config import Config, Layer, Values, parse_assignment, read_toml, to_toml, unbound
 from fedem.runs.evaluate import Record
 from fedem.runs.folder import RunFolder, new_folder
@@ -318,6 +319,11 @@ class _Asked:
         return self.out or Path("runs") / "experiments" / name
 
     @property
+    def around(self) -> Path | None:
+        """Where the runs of all experiments are; None for those that are elsewhere."""
+        return self.folder.parent if self.out is None else None
+
+    @property
     def page(self) -> Path:
         """The file of its table: in a folder of another experiment's runs, ``table.md`` is that one's."""
         is_guest = self.out is None and not self.quick and self.experiment.runs
@@ -394,7 +400,7 @@ def run(
     """
     experiment, entries, folder = asked.experiment, asked.plan(), asked.folder
     with stopping_after(stop_after):
-        stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed)
+        stopped = _work(entries, experiments.check, SharedData(), quiet, retry_failed, around=asked.around)
     lines = experiments.tabulate(experiment, entries)
     put(asked.page, reports.experiment_markdown(experiment, lines).encode())
     failed = [entry for entry in entries if entry.failure is not None]
@@ -430,7 +436,8 @@ def status(asked: _Asked) -> None:
 def table(
     asked: _Asked,
     figure: Annotated[
-        Path | None, Option(help="Also draw them along the experiment's axis, to this .svg, .png or .pdf.")
+        Path | None,
+        Option(help="Also draw them along the experiment's axis or the rounds, to this .svg, .png or .pdf."),
     ] = None,
     force: options.Force = False,
 ) -> None:
@@ -454,13 +461,14 @@ def table(
         if not experiment.along:
             others = (experiments.read(asked.place / name) for name in experiments.listed(asked.place))
             allowed = ", ".join(other.name for other in others if other.along) or "none"
-            raise UserError(f"--figure is given, but {experiment.name} is drawn along no axis; allowed for: {allowed}.")
+            raise UserError(f"--figure is given, but {experiment.name} is drawn along nothing; allowed for: {allowed}.")
         options.check_new(force, figure)
     entries, folder = asked.found()
     lines = experiments.tabulate(experiment, entries)
     if figure is not None:
-        if (picture := reports.draw_experiment(experiment, lines)) is None:
-            raise UserError(f"No run in {folder} is complete, so there is nothing to draw.")
+        if (picture := draw_experiment(experiment, lines, entries)) is None:
+            how = " and was scored on the way (run.evaluate_every)" if experiment.along == experiments.ROUNDS else ""
+            raise UserError(f"No run in {folder} is complete{how}, so there is nothing to draw.")
         put(figure, canvas.alone(picture, ending))
     display(*reports.experiment_tables(experiment, lines), *reports.experiment_remarks(experiment, lines))
     say(f"Runs: {folder}")
@@ -640,8 +648,12 @@ def _work(
     quiet: bool,
     retry_failed: bool,
     titles: Mapping[str, str] | None = None,
+    around: Path | None = None,
 ) -> dict[str, str]:
-    """Check all runs and train those that are not over, shown by ``titles``; returns what stopped some, by entry."""
+    """Check all runs and train those that are not over, shown by ``titles``; returns what stopped some, by entry.
+
+    Runs in other folders ``around`` may lend their training.
+    """
     if retry_failed:
         sweep.clear_failed(entries)
     pending = [entry for entry in entries if not entry.is_over]
@@ -658,7 +670,7 @@ def _work(
         aside(f"note: {same[0]}{more} can't be trained: {message}")
     pending = [entry for entry in pending if entry.title not in refused]
     with reports.runs_progress(pending, quiet, titles or {}) as watch:
-        return sweep.work_off(entries, watch, data)
+        return sweep.work_off(entries, watch, data, around)
 
 
 def _check_retry(retry_failed: bool, resume: bool) -> None:

@@ -7,8 +7,9 @@ from fedem.core.errors import UserError
 from fedem.report.board import board_page
 from fedem.report.page import build_page
 from fedem.report.pictures.canvas import alone
+from fedem.report.pictures.declared import draw_experiment
 from fedem.report.runs import gather
-from fedem.report.studies import draw_experiment, experiment_markdown
+from fedem.report.studies import experiment_markdown
 from fedem.studies import board, experiments
 from fedem.studies.sweep import Labels
 
@@ -19,8 +20,8 @@ _PICTURE = "svg"
 def result_pages(place: Path) -> Iterator[tuple[Path, bytes]]:
     """Yield names and contents of files, from the runs kept with the experiments in ``place``.
 
-    These are ``leaderboard.md`` and, for each experiment, ``NAME/table.md``; where it is drawn along an axis
-    ``NAME/figure.svg``; and, unless its runs are another's, ``NAME/report.html`` with all their figures.
+    These are ``leaderboard.md`` and, for each experiment, ``NAME/table.md``; where it is drawn along an axis or the
+    rounds ``NAME/figure.svg``; and, unless its runs are another's, ``NAME/report.html`` with all their figures.
     """
     found = [experiments.read(place / name) for name in experiments.listed(place)]
     homes = {each.name: place / each.home / experiments.RESULTS for each in found}
@@ -33,7 +34,7 @@ def result_pages(place: Path) -> Iterator[tuple[Path, bytes]]:
         entries = experiments.kept(each, folder)
         lines = experiments.tabulate(each, entries)
         yield own / "table.md", experiment_markdown(each, lines).encode()
-        if each.along and (picture := draw_experiment(each, lines)) is not None:
+        if each.along and (picture := draw_experiment(each, lines, entries)) is not None:
             yield own / f"figure.{_PICTURE}", alone(picture, _PICTURE)
         if each.home == each.name:
             called = {entry.folder.path: _name(entry.labels) for entry in entries}

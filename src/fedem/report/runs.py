@@ -17,7 +17,7 @@ from fedem.core.errors import UserError, check_known
 from fedem.core.schema import read_json_if_there
 from fedem.methods import METHODS
 from fedem.models.metrics import Metric, find_metric
-from fedem.runs.config import GIVEN, Config
+from fedem.runs.config import GIVEN, ON_THE_WAY, Config
 from fedem.runs.evaluate import Record, metrics_of
 from fedem.runs.folder import SUMMARY_FILE, RunFolder
 from fedem.studies.comparison import COMPARISON, Comparison, data_name, summarize
@@ -237,7 +237,8 @@ def _settings_of(run: Run) -> Settings:
     """Return what may not differ among the seeds of an entry."""
     sections = run.config.sections.items()
     flat = {f"{section}.{key}": value for section, values in sections for key, value in values.items()}
-    return {place: value for place, value in flat.items() if place not in _PLACE}
+    left_out = _PLACE if run.config.run.patience else {*_PLACE, ON_THE_WAY}  # unless scores decide when it ends
+    return {place: value for place, value in flat.items() if place not in left_out}
 
 
 def _data_of(run: Run) -> Settings:

@@ -23,7 +23,6 @@ from fedem.report.pictures.canvas import (
     alone,
     bytes_unit,
     inked,
-    legend,
     logarithmic,
     look,
     panels,
@@ -32,7 +31,6 @@ from fedem.report.pictures.curves import DIAGNOSED, recorded
 from fedem.runs.config import Config, assignment
 from fedem.runs.evaluate import Record
 from fedem.runs.trainer import Listener, Trainer
-from fedem.studies.board import DATA
 from fedem.studies.comparison import Comparison, data_name
 from fedem.studies.experiments import SLASH, Experiment, Line, in_percent, metric_of
 from fedem.studies.sweep import Entry, Gap, Spread, reason
@@ -41,7 +39,6 @@ from fedem.studies.tuning import RATE, Tuned
 
 _Watch = Callable[[Entry], AbstractContextManager[Listener]]
 _NONE = "-"
-_TICKS = 26  # letters below an axis, at most
 _DECISIVE = "test\naverage"
 _PAIRED = "to the best, ± s.e."  # differences seed by seed, and the standard error of their mean
 # Names of an experiment's figures that their parts do not make.
@@ -119,7 +116,8 @@ def gap_text(gap: Gap, metric: Metric) -> str:
     return metric.text(gap.mean, "+.2f", "+.3g") + error
 
 
-def _over(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
+def over_seeds(seeds: Sequence[int], what: str = "mean ± deviation over ") -> str:
+    """Say which seeds figures are of, after ``what`` where they are several."""
     return f"seed {seeds[0]}" if len(seeds) == 1 else f"{what}the seeds {', '.join(map(str, seeds))}"
 
 
@@ -262,7 +260,7 @@ def _left_out(fewest: int, most: int, clients: int) -> str:
 
 
 def _comparison_title(comparison: Comparison) -> str:
-    metric, over = find_metric(comparison.metric), _over(comparison.seeds)
+    metric, over = find_metric(comparison.metric), over_seeds(comparison.seeds)
     rate = comparison.rows[0].figures.get("test_base_rate") if metric.name == "accuracy" else None
     base = "" if rate is None else f" (base rate {metric.text(rate.mean)})"
     return f"{comparison.data}, {counted(comparison.rounds, 'round')}: {metric.unit}{base}, {over}"
@@ -303,7 +301,7 @@ def draw(comparison: Comparison) -> dict[str, bytes]:
         if not metric.larger_is_better:  # errors differ by factors, and those of a method that diverges by many
             logarithmic(axes, "y")
         figure.legend(loc="outside right upper", handlelength=3.2, title="after the last round", alignment="left")
-    over = _over(comparison.seeds, "mean ± standard deviation over ")
+    over = over_seeds(comparison.seeds, "mean ± standard deviation over ")
     picture = Picture(f"{comparison.data}, {counted(comparison.num_clients, 'client')}: {over}", "", figure)
     return {ending: alone(picture, ending) for ending in ("png", "svg")}
 
@@ -317,41 +315,6 @@ def experiments_table(experiments: Sequence[Experiment]) -> Table:
         place = f"{experiment.place}: " if experiment.place else ""
         rows.append((experiment.name, f"{place}{experiment.title} ({runs})"))
     return simple_table(*headings, rows=rows, whole=("name",))
-
-
-def draw_experiment(experiment: Experiment, lines: Sequence[Line]) -> Picture | None:
-    """Draw the figures along the experiment's axis, in bands of a standard deviation; None where none is known.
-
-    Each data set and figure has a panel, each choice on the other axes a line.
-    """
-    places = list(experiment.axes[experiment.along])
-    curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = {}
-    for line in lines:
-        labels = dict(line.labels)
-        where, panel = places.index(labels.pop(experiment.along)), labels.pop(DATA, "")
-        for figure, spread in line.ours.items():
-            if spread.mean is not None:
-                scale = 100 if in_percent(figure) else 1
-                point = where, scale * spread.mean, scale * (spread.deviation or 0)
-                curves.setdefault((panel, figure), {}).setdefault(SLASH.join(labels.values()), []).append(point)
-    if not curves:
-        return None
-    names = list(dict.fromkeys(name for own in curves.values() for name in own))
-    with inked():
-        drawn, panes = panels(len(curves))
-        for axes, ((panel, figure), own) in zip(panes, curves.items(), strict=True):
-            for name, points in own.items():
-                along, means, widths = np.array(points).T
-                how = look(name, names)
-                axes.plot(along, means, label=name, markersize=4, **how)
-                axes.fill_between(along, means - widths, means + widths, color=how["color"], alpha=0.15, linewidth=0)
-            # In half a row's width, longer ones would run into each other.
-            axes.set_xticks(range(len(places)), places, rotation=45 if len("".join(places)) > _TICKS else 0)
-            axes.set(title=panel, xlabel=experiment.along, ylabel=figure_heading(figure))
-        if len(names) > 1:
-            legend(drawn, panes[0])
-    over = _over(sorted({seed for line in lines for seed in line.seeds}))
-    return Picture(f"{experiment.title}\n{over}", "", drawn)
 
 
 def status_table(entries: Sequence[Entry]) -> Table:
@@ -468,7 +431,7 @@ def trials_table(tuned: Tuned) -> Table:
     """Return one row per trial, the best first."""
     base, grids, metric = tuned.search.base, tuned.search.grids, find_metric(tuned.metric)
     what = f"{METHODS[base.name('method')].title} on {data_name(base)}, {counted(base.run.rounds, 'round')}"
-    title = f"{what}: validation {metric.unit}, {_over(tuned.search.seeds)}"
+    title = f"{what}: validation {metric.unit}, {over_seeds(tuned.search.seeds)}"
     headings = ["trial", *(key.replace(".", "\n") for key in grids), "validation", "seconds"]
     rows = []
     for trial in tuned.trials:
@@ -494,7 +457,7 @@ def _value(value: Any) -> str:
 
 def study_table(study: Study) -> Table:
     """Return one row for each K, then the slopes beside the theorem's."""
-    how = f"means over K rounds at learning rate {study.initial_rate:g} / sqrt(K), {_over(study.seeds, '')}"
+    how = f"means over K rounds at learning rate {study.initial_rate:g} / sqrt(K), {over_seeds(study.seeds, '')}"
     headings = ["K", "learning rate", *(DIAGNOSED[name] for name in QUANTITIES)]
     rows = [
         (str(point.rounds), f"{point.learning_rate:.3g}", *(f"{point.means[name]:.3g}" for name in QUANTITIES))

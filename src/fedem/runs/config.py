@@ -40,6 +40,7 @@ Layer = Mapping[str, Mapping[str, Any]]
 _Kind = TypeVar("_Kind")
 
 GIVEN = "given"  # the name of data or a model passed from Python, which can't be made again from a file
+ON_THE_WAY = "run.evaluate_every"  # how often clients are scored before the last round
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ class RunSettings(Settings):
     def is_scored(self, done: int) -> bool:
         """Whether clients are scored after ``done`` rounds: each ``evaluate_every`` and, even if 0, after the last."""
         return done == self.rounds or self.is_due(self.evaluate_every, done)
+
+    @property
+    def scores_on_the_way(self) -> bool:
+        """Whether clients are scored before the last round, too."""
+        return 0 < self.evaluate_every < self.rounds
 
 
 class MethodSettings(NamedTuple):
@@ -354,9 +360,14 @@ class Config:
         return {place: entry.metadata["acts"] for place, entry in fields if "acts" in entry.metadata}
 
     def trains_as(self, other: Config) -> bool:
-        """Whether a run of the other is this one until it is over; scores on the way are part of it."""
-        on_the_way = any(map(self.run.is_scored, range(1, self.run.rounds)))
+        """Whether a run of the other is this one until it is over.
+
+        Scores on the way are part of it. A run that has none may be one with them, unless these decide when it ends.
+        """
+        on_the_way = other.run.scores_on_the_way
         same = {place for place, where in self.acting_later.items() if where == "unseen" or not on_the_way}
+        if not (on_the_way or self.run.patience):
+            same.add(ON_THE_WAY)
         if find_method(self.method.name).trains_as(find_method(other.method.name)):
             same.add("method.name")
         return set(self.differences(other)) <= same

@@ -580,14 +580,23 @@ class Trainer:
         return name_scores(scores)
 
     def take_over(self, other: RunFolder, folder: RunFolder) -> None:
-        """Write to ``folder`` the training of ``other``, a run that trains alike, to be gone on with from its end."""
+        """Write to ``folder`` the training of ``other``, a run that trains alike, to be gone on with from its end.
+
+        Of its scores on the way nothing is left where this run has none.
+        """
         here = self.placed()
         with folder.created(self.config), self.recipe.products():
             progress = _restore(here, other).to(self.recipe.device)
             if progress.history and progress.state.round == progress.rounds:
-                if progress.best is not None and progress.best.round == progress.rounds:
+                on_the_way = self.config.run.scores_on_the_way
+                if progress.best is not None and (progress.best.round == progress.rounds or not on_the_way):
                     progress.best, progress.best_validation = None, None
-                progress.history[-1] |= here._score(progress)
+                scored = here._score(progress)
+                if not on_the_way:
+                    progress.history = [
+                        {name: value for name, value in line.items() if name not in scored} for line in progress.history
+                    ]
+                progress.history[-1] |= scored
             with folder.open_metrics(0) as file:
                 file.writelines(map(folder.line, progress.history))
             folder.save(progress.states, here.checkpoint(progress))

@@ -25,6 +25,7 @@ FILE = "experiment.toml"
 RESULTS = "results"  # the folder beside it, of runs that are kept
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
 ALL = "all"  # in [quick], all runs
+ROUNDS = "rounds"  # what an experiment may be drawn along besides its axes
 _Axes = Mapping[str, Mapping[str, tuple[Layer, ...]]]  # the choices: axis -> label -> settings
 _METHODS = "method"  # the axis whose choices are compared
 _NEEDED = ("title", "figures", "axes")
@@ -40,7 +41,7 @@ class Experiment:
     title: str
     place: str  # where the paper has it
     runs: str  # the experiment beside it whose runs are its own, under the same labels; empty: it has runs by itself
-    along: str  # the axis that the figures are drawn along; empty: there is no picture
+    along: str  # the axis that the figures are drawn along, or ROUNDS; empty: there is no picture
     seeds: int  # how many the paper has
     # Of a summary; "recovery.weight_distance" lies deeper, "test_loss / FedAvg" is a ratio to that label's run.
     figures: Sequence[str]
@@ -96,7 +97,10 @@ def read(folder: Path) -> Experiment:
     _check(path, "without", without, gaps, f"tables of labels by axis ({', '.join(axes)})")
     check_known(f"label in {path}, quick", content["quick"], (*labels, ALL))
     content |= {key: str(content[key]) for key in ("title", *_WORDS)}
-    check_known(f"axis in {path}, along", [content["along"]] if content["along"] else [], axes)
+    check_known(f"axis in {path}, along", [content["along"]] if content["along"] else [], (*axes, ROUNDS))
+    if content["along"] == ROUNDS and ROUNDS not in axes:
+        allowed = "names of what is recorded of a round, such as test_accuracy"
+        _check(path, "figures", figures, not any(SLASH in name for name in figures), f"{allowed}, along {ROUNDS!r}")
     content["settings"] = _layers(content["settings"], f"{path}, settings")
     content["paper"] = {key: _paper(path, key, values, axes, figures) for key, values in content["paper"].items()}
     content["quick"] = {label: _layers(values, f"{path}, quick") for label, values in content["quick"].items()}

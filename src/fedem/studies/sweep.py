@@ -24,7 +24,7 @@ from fedem.core.errors import UserError, naming
 from fedem.core.files import holding, is_empty, locked
 from fedem.data.dataset import Dataset
 from fedem.models.metrics import find_metric
-from fedem.runs.config import Config, Layer, parse_assignment
+from fedem.runs.config import ON_THE_WAY, Config, Layer, parse_assignment
 from fedem.runs.evaluate import Record, has_diverged
 from fedem.runs.folder import CONFIG, DIVERGED, Failure, RunFolder
 from fedem.runs.rounds import DivergedError
@@ -189,7 +189,8 @@ def kept(
 ) -> list[Entry]:
     """Return the runs that lie in ``out``, whatever they were made with, and one that is not for what has none there.
 
-    What they were made with in place of the planned settings is in their ``departures``, the same for all seeds.
+    What they were made with in place of the planned settings is in their ``departures``, the same for all seeds. But
+    some may be scored on the way and others not, where that decides nothing.
     """
     if seeds is not None:
         check_seeds(seeds)
@@ -203,9 +204,12 @@ def kept(
         begun = [entry for entry in own if entry.folder.exists()]
         for entry in begun[1:]:
             one, other = begun[0].departures, entry.departures
-            if one != other:
-                differing = ", ".join(sorted(key for key in {**one, **other} if one.get(key) != other.get(key)))
-                what = f"{begun[0].title} and {entry.title} in {out} were made with different settings ({differing})"
+            differing = {key for key in {**one, **other} if one.get(key) != other.get(key)}
+            if not any(each.folder.config().run.patience for each in (begun[0], entry)):
+                differing.discard(ON_THE_WAY)
+            if differing:
+                settings = ", ".join(sorted(differing))
+                what = f"{begun[0].title} and {entry.title} in {out} were made with different settings ({settings})"
                 raise UserError(f"{what}; allowed: the same for all seeds. Name those to show with --seeds.")
         entries += own
     return entries
@@ -316,11 +320,15 @@ def check(entries: Sequence[Entry], data: SharedData, shared: bool = False) -> l
 
 
 def work_off(
-    entries: Sequence[Entry], watch: Callable[[Entry], AbstractContextManager[Listener | None]], data: SharedData
+    entries: Sequence[Entry],
+    watch: Callable[[Entry], AbstractContextManager[Listener | None]],
+    data: SharedData,
+    around: Path | None = None,
 ) -> dict[str, str]:
     """Train what is not over, but for runs that another process is training; return what went wrong, by title.
 
-    What is no fault of a run, such as a file that is gone, is not written down: the run is tried again when resumed.
+    A run that is complete and trains alike lends its training: one of the set, or of any in the folder ``around``. What
+    is no fault of a run, such as a file that is gone, is not written down: the run is tried again when resumed.
     """
     failed: dict[str, str] = {}
     for entry in (entry for entry in entries if not entry.is_over):
@@ -332,14 +340,19 @@ def work_off(
                 with watch(entry) as listener:
                     # What is made at a run's start, such as a graph, was tried when all were checked.
                     trainer = Trainer.prepare(entry.config, dataset, fresh=False)
-                    beside = sorted(entry.folder.path.parent.glob(f"*/{CONFIG}"))
-                    begun = is_begun(entry, trainer, (RunFolder(path.parent) for path in beside))
+                    begun = is_begun(entry, trainer, _around(entry.folder.path.parent, around))
                     carry_out(trainer, out=entry.folder.path, resume=begun, listener=listener)
             except DivergedError:  # its folder says so, and the others can go on without it
                 continue
             except UserError as error:
                 failed[entry.title] = str(error)
     return failed
+
+
+def _around(place: Path, around: Path | None) -> Iterator[RunFolder]:
+    """Yield the runs in ``place``, then those of all sets in ``around``."""
+    found = [place.glob(f"*/{CONFIG}"), *([around.glob(f"*/*/{CONFIG}")] if around else [])]
+    return (RunFolder(path.parent) for paths in found for path in sorted(paths))
 
 
 def clear_failed(entries: Iterable[Entry]) -> None:

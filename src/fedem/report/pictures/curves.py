@@ -29,9 +29,9 @@ def against_rounds(data: Gathered) -> Picture | None:
 
 def against_bytes(data: Gathered) -> Picture | None:
     """Draw score and loss against what all clients have sent and received."""
-    if not any(run.sent.any() for runs in data.runs.values() for run in runs):
+    if not (most := max((run.sent[-1] for runs in data.runs.values() for run in runs if run.history), default=0)):
         return None
-    unit, size = bytes_unit(max(run.sent[-1] for runs in data.runs.values() for run in runs))
+    unit, size = bytes_unit(most)
     below = f"{unit} sent up and down, all clients together"
     return _against(data, "Scores against bytes sent", _reaching, below, size)
 
@@ -98,17 +98,21 @@ def recorded(history: Sequence[Record], name: str) -> Numbers:
 
 
 def common_curve(runs: list[Run], name: str) -> tuple[Numbers, Numbers]:
-    """Return the rounds after which every seed knows the figure, and its values, ``[n]`` and ``[seeds, n]``."""
+    """Return the rounds after which every seed knows the figure, and its values, ``[n]`` and ``[seeds, n]``.
+
+    Seeds that know it after the last round alone are left out where others know it on the way.
+    """
     curves = [dict(recorded(run.history, name).tolist()) for run in runs]
+    curves = [curve for curve in curves if len(curve) > 1] or curves
     rounds = [number for number in curves[0] if all(number in curve for curve in curves)]
     values = np.array([[curve[number] for number in rounds] for curve in curves], dtype=np.float64)
-    return np.array(rounds, dtype=np.float64), values.reshape(len(runs), len(rounds))
+    return np.array(rounds, dtype=np.float64), values.reshape(len(curves), len(rounds))
 
 
 def sent_by(runs: list[Run], rounds: Numbers) -> Numbers:
-    """Return the bytes sent by the end of each of ``rounds`` ``[n]``, the mean over seeds."""
-    recorded = [np.array([line["round"] for line in run.history]) for run in runs]
-    found = [run.sent[np.searchsorted(known, rounds)] for run, known in zip(runs, recorded, strict=True)]
+    """Return the bytes sent by the end of each of ``rounds`` ``[n]``, the mean over seeds whose rounds are kept."""
+    known = [(run.sent, np.array([line["round"] for line in run.history])) for run in runs if run.history]
+    found = [sent[np.searchsorted(numbers, rounds)] for sent, numbers in known]
     return np.mean(found, axis=0)
 
 
