@@ -216,6 +216,23 @@ def test_gathered_uploads_stand_in_the_cohorts_order() -> None:
     assert all(torch.equal(leaf, uploads[name]) for name, leaf in gathered.items())
 
 
+def test_counters_of_any_kind_are_compared_together_and_leaves_keep_their_order() -> None:
+    kinds = {"a": torch.int64, "b": torch.uint8, "c": torch.int64, "w": torch.float32, "d": torch.int32}
+    uploads = {
+        name: (50 * random_tensor(4, place + 1).abs()).to(kind) for place, (name, kind) in enumerate(kinds.items())
+    }
+    uploads["none"] = torch.zeros(4, 0, dtype=torch.int64)
+    weights = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 0.2, 0.2, 0.6]])
+    mixed = weighted_means(weights, in_pieces(uploads, [[2, 0], [1, 3]]))
+    assert list(mixed) == list(uploads)
+    for name, kind in (kinds | {"none": torch.int64}).items():
+        assert mixed[name].dtype == kind
+        assert mixed[name].shape == (2, *uploads[name].shape[1:])
+        if kind != torch.float32 and name != "none":
+            for group, row in enumerate(weights.numpy()):
+                np.testing.assert_array_equal(mixed[name][group], uploads[name].numpy()[row > 0].max(0))
+
+
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6))
 def test_weights_by_samples_are_a_distribution(sizes: list[int]) -> None:
     weights = by_samples(make_round(sizes))

@@ -230,6 +230,9 @@ class Stacked(Engine):
 
 
 def _slice(local: Local, which: slice) -> Local:
+    """Cut every leaf; all of it is returned as it is, for a deep network has hundreds of leaves."""
+    if which.start in (None, 0) and which.stop == len(next(iter(local.shared.values()))):
+        return local
     return Local(*(tree_index(tree, which) for tree in local))
 
 
@@ -327,9 +330,12 @@ class Walk:
             some, width = order[run], 0
             if self._on_gpu:
                 width = 1 << (int(widths[some[0]]) - 1).bit_length()
-                some = torch.cat([some, some[-1:].expand(_rounded(len(some)) - len(some))])
-            here = sent(some, self.starts.device)
-            own = Local(*(tree_index(tree, here) for tree in local))
+                height = min(_rounded(len(some)), len(order))  # as many as there are is a shape that is there already
+                some = torch.cat([some, some[-1:].expand(height - len(some))])
+            own = local
+            if not torch.equal(some, torch.arange(len(order))):
+                here = sent(some, self.starts.device)
+                own = Local(*(tree_index(tree, here) for tree in local))
             advanced = self._advance(own, last[some], some, width)
             _copy(_slice(ends, run), _slice(advanced, slice(len(order[run]))))
         return ends, order

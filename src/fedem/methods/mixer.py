@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedem.core.errors import UserError
 from fedem.core.settings import Settings
-from fedem.core.tree import Tree, tree_cat, tree_map, tree_repeat
+from fedem.core.tree import Tree, tree_cat, tree_floats, tree_map, tree_repeat
 from fedem.graphs import Topology
 
 _MOST_PAIRED = 10_000  # clients at most where the server keeps a number for each pair of them: 800 MB
@@ -159,19 +159,21 @@ class Mixer(Settings, ABC):
 def weighted_means(weights: Tensor, uploads: Uploads) -> Tree:
     """Mix uploads as they come by weights ``[g, C]``, to ``[g, ...]``; of counters take the largest that counts."""
     mixed: Tree = {}
+    trees: Tree = {}
     for positions, trees in uploads:
         device = next((leaf.device for leaf in trees.values()), weights.device)
         here = weights[:, positions.to(weights.device)]
         heard = here.any(1).nonzero().squeeze(1)  # on a graph few groups hear of a client
         rows = None if len(heard) == len(here) else heard.to(device)
         here = here.to(device)  # once: a GPU is waited for
-        for name, leaf in trees.items():
-            if leaf.is_floating_point():
-                mixed[name] = _added(mixed.get(name), here.to(leaf.dtype), rows, leaf)
-            else:
-                part = _largest(here > 0, leaf)
-                mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
-    return mixed
+        floats = tree_floats(trees)
+        by_type = {dtype: here.to(dtype) for dtype in {leaf.dtype for leaf in floats.values()}}
+        for name, leaf in floats.items():
+            mixed[name] = _added(mixed.get(name), by_type[leaf.dtype], rows, leaf)
+        counters = {name: leaf for name, leaf in trees.items() if name not in floats}
+        for name, part in _largest(here > 0, counters).items():
+            mixed[name] = torch.maximum(mixed[name], part) if name in mixed else part
+    return {name: mixed[name] for name in trees}  # in the order of the uploads' leaves
 
 
 def _added(total: Tensor | None, weights: Tensor, rows: Tensor | None, leaf: Tensor) -> Tensor:
@@ -191,13 +193,22 @@ def _added(total: Tensor | None, weights: Tensor, rows: Tensor | None, leaf: Ten
     return total
 
 
-def _largest(counts: Tensor, leaf: Tensor) -> Tensor:
-    """Return the largest of the rows ``[c, ...]`` that count, ``[g, c]``, as ``[g, ...]``."""
-    lowest, flat = torch.iinfo(leaf.dtype).min, leaf.reshape(len(leaf), -1)
-    # Many rows at once: a deep network has fifty counters, and clients on a graph a row each.
-    blocks = counts[:, :, None].split(max(1, _MOST_COMPARED // max(1, flat.numel())))
-    found = torch.cat([torch.where(block, flat, lowest).amax(1) for block in blocks])
-    return found.reshape(-1, *leaf.shape[1:])
+def _largest(counts: Tensor, counters: Tree) -> Tree:
+    """Return the largest of the rows ``[c, ...]`` that count, ``[g, c]``, as ``[g, ...]``; those of a type at once."""
+    found: Tree = {}
+    for dtype in {leaf.dtype for leaf in counters.values()}:
+        alike = {name: leaf for name, leaf in counters.items() if leaf.dtype == dtype}
+        widths = [leaf[0].numel() for leaf in alike.values()]
+        flat = torch.cat(
+            [leaf.reshape(len(leaf), width) for leaf, width in zip(alike.values(), widths, strict=True)], 1
+        )
+        # Many groups at once: clients on a graph have a row each.
+        blocks = counts[:, :, None].split(max(1, _MOST_COMPARED // max(1, flat.numel())))
+        lowest = torch.iinfo(dtype).min
+        largest = torch.cat([torch.where(block, flat, lowest).amax(1) for block in blocks])
+        for (name, leaf), piece in zip(alike.items(), largest.split(widths, 1), strict=True):
+            found[name] = piece.reshape(len(piece), *leaf.shape[1:])
+    return found
 
 
 def gather(uploads: Uploads) -> Tree:

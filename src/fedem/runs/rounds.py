@@ -8,6 +8,7 @@ Shapes: T clients, G groups, g groups written in a round, C clients of the cohor
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.utils import get_total_norm
 
 from fedem.core.errors import UserError
 from fedem.core.random import COHORT, COMPONENTS, MIXER, PERSONAL, SHUFFLE, choose, derive
@@ -175,20 +177,25 @@ def server_step(
 
 def step_groups(algorithm: Algorithm, shared: Tree, mixed: Mixed, share: float) -> Tree:
     """Return the groups' next trees ``[G, ...]``: those that are written take the method's step on the server."""
-    first = next(iter(shared.values()))
-    groups, count = mixed.groups.to(first.device), len(first)
+    first, step = next(iter(shared.values())), vmap(partial(algorithm.update, share=share))
+    count = len(first)
+    if torch.equal(mixed.groups.cpu(), torch.arange(count)):  # most often: nothing is to be picked or put back
+        return tree_map(lambda leaf, rows: rows.to(leaf.dtype), shared, step(shared, mixed.means))
+    groups = mixed.groups.to(first.device)
     # A new group has no past of its own.
     past = tree_index(shared, torch.where(groups < count, groups, 0))
-    written = vmap(partial(algorithm.update, share=share))(past, mixed.means)
+    written = step(past, mixed.means)
     new = max(0, int(groups.max()) + 1 - count)
     grown = tree_map(lambda leaf: torch.cat([leaf, leaf[:1].expand(new, *leaf.shape[1:])]), shared) if new else shared
     return tree_map(lambda leaf, rows: leaf.index_copy(0, groups, rows.to(leaf.dtype)), grown, written)
 
 
 def not_finite(tree: Tree, is_fine: Callable[[Tensor], Tensor] = torch.isfinite) -> str | None:
-    """Return the name of a leaf with numbers that are not finite, if there is one."""
-    fine = torch.stack([is_fine(leaf).all() for leaf in tree.values()]).tolist() if tree else []  # asked of a GPU once
-    return next((name for name, is_it in zip(tree, fine, strict=True) if not is_it), None)
+    """Return the name of a leaf with numbers that are not finite, or not ``is_fine``, if there is one."""
+    floats = [leaf for leaf in tree.values() if leaf.is_floating_point() and leaf.numel()]
+    if not floats or math.isfinite(get_total_norm(floats, math.inf).item()):
+        return None  # a deep network has hundreds of leaves: few calls answer for all of them
+    return next((name for name, leaf in tree.items() if not is_fine(leaf).all()), None)
 
 
 def _refuse_divergence(name: str | None, round_number: int, learning_rate: float, causes: str) -> None:
