@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 import fedem
+from benchmarks.arguments import add_names
+from fedem.core.errors import UserError
+from fedem.methods import METHODS
 from fedem.methods.base import title_of
 from fedem.runs.config import SECTIONS, Config, parse_assignment
 from fedem.runs.rounds import DivergedError
@@ -191,8 +194,8 @@ def draw(outcomes: Outcomes, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train all cases, print tables and draw a picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attacks", description=__doc__)
-    parser.add_argument("--methods", default="fedavg,fedem", help="with commas between them")
-    parser.add_argument("--attacks", default=",".join(ATTACKS), help=f"among {', '.join(ATTACKS)}")
+    add_names(parser, "--methods", "method", METHODS, "fedavg,fedem")
+    add_names(parser, "--attacks", "attack", ATTACKS)
     parser.add_argument("--shares", default="0,0.1,0.2,0.3", help="of the clients that are hostile")
     here = "; settings may follow, mean:max_weight=0.1;other=2"
     parser.add_argument("--defences", default=NONE, help=f"here there are {', '.join(defences())}, or all{here}")
@@ -205,10 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     size = Size(*(getattr(asked, name) for name in Size._fields))
     against = defences() if asked.defences == "all" else asked.defences.split(",")
-    attacks, shares = asked.attacks.split(","), [float(share) for share in asked.shares.split(",")]
-    planned = cases(asked.methods.split(","), attacks, shares, against, asked.seeds)
-    for case in planned:
-        configure(case, size)  # refused before any work
+    shares = [float(share) for share in asked.shares.split(",")]
+    planned = cases(asked.methods, asked.attacks, shares, against, asked.seeds)
+    try:
+        for case in planned:
+            configure(case, size)  # refused before any work
+    except UserError as error:
+        parser.error(str(error))
     if asked.workers == 1:
         found = [train(size, case) for case in planned]
     else:

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.arguments import add_names
 from benchmarks.measure import Disturbance, environment, show_disturbance
 from fedem.core.tree import Tree, tree_map
 from fedem.methods.mixer import Round, Uploads, gather
@@ -63,7 +64,7 @@ class _Holding(Defence):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Time rounds of each method and print the ratios."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.defences", description=__doc__)
-    parser.add_argument("--rules", default="clip", help=f"of {', '.join(DEFENCES)}, with commas between")
+    add_names(parser, "--rules", "rule", DEFENCES, "clip")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tries", type=int, default=50, help="how often a round's uploads are mixed, each way")
     parser.add_argument("--seed", type=int, default=0)
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     console, disturbance, found = Console(highlight=False), Disturbance(), []
     for method in METHODS:
-        for rule in options.rules.split(","):
+        for rule in options.rules:
             found.append(line := compare(method, rule, options.rounds, options.tries, options.seed, options.quick))
             times = f"{1e3 * line.round:.1f} ms a round, {1e3 * line.extra:.2f} ms more with it"
             same = "the same bits" if line.is_same else "other models"

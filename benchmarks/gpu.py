@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks import images
+from benchmarks.arguments import add_names
 from benchmarks.engine import SEED, advancing
 from benchmarks.measure import Effort, environment, measure, operations
-from fedem.core.precision import products, where_models_compute
+from fedem.core.precision import PRECISIONS, products, where_models_compute
 from fedem.data.dataset import Dataset
 from fedem.data.federation import Federation
 from fedem.runs.config import Config, Sections
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--jobs", default="", help="words, with commas between, that the names of jobs have: lstm,resnet"
     )
-    parser.add_argument("--precisions", default="tf32,bfloat16")
+    add_names(parser, "--precisions", "precision", PRECISIONS, "tf32,bfloat16")
     parser.add_argument("--quick", action="store_true", help="a smoke run on few samples; its figures mean nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
@@ -162,15 +163,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     on_gpu = device.type == "cuda"
     gpu = {"gpu": torch.cuda.get_device_name(device)} if on_gpu else {}
     figures: dict[str, Any] = {"environment": environment() | gpu, "jobs": {}}
-    words = [word for word in options.jobs.lower().split(",") if word]
+    words = options.jobs.lower().split(",")
+    jobs = {name: job for name, job in JOBS.items() if any(word in name.lower() for word in words)}
+    if not jobs:
+        parser.error(f"no job's name has any of {options.jobs!r}; allowed: parts of {'; '.join(JOBS)}.")
     table = Table(title=f"One round of FedEM, M = {NUM_COMPONENTS}", box=box.ASCII2, title_justify="left")
     for heading in ("", "seconds", "floor", "ratio", "launches", "peak, GiB", "together", "x official"):
         table.add_column(heading, justify="right" if heading else "left")
     share, effort = (0.02, Effort(0, 1)) if options.quick or not on_gpu else (1.0, Effort(3, 3))
-    for name, job in JOBS.items():
-        if words and not any(word in name.lower() for word in words):
-            continue
-        for precision in options.precisions.split(",") if on_gpu else ("float32",):
+    for name, job in jobs.items():
+        for precision in options.precisions if on_gpu else ("float32",):
             row = figures["jobs"][f"{name}, {precision}"] = run_job(job, precision, device, share, effort)
             peak, launches = row["peak_gpu_bytes"], row["launches"]
             table.add_row(

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.arguments import add_names
 from benchmarks.engine import SEED
 from benchmarks.measure import Disturbance, Effort, Timing, environment, measure
 from fedem.core.tree import Tree
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print and, if asked, write the figures to a file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke run on tiny data; its figures mean nothing")
-    parser.add_argument("--methods", default=",".join(TIMED), help="only these, separated by commas")
+    add_names(parser, "--methods", "method", TIMED)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
     source = Synthetic(num_validation=0, num_test=0)
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         source = Synthetic(num_clients=5, dimension=6, max_samples=200, num_validation=0, num_test=0)
         effort = dict.fromkeys(effort, Effort(1, 2))
-    figures = run_all(source, effort, options.methods.split(","), Console(highlight=False))
+    figures = run_all(source, effort, options.methods, Console(highlight=False))
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
 

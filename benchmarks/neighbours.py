@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.arguments import add_names
 from benchmarks.tables import TABLES
 from fedem.data.dataset import Dataset
 from fedem.data.files import from_frame
 from fedem.data.synthetic import Synthetic
+from fedem.methods import METHODS
 from fedem.runs.config import GIVEN, Config
 from fedem.runs.neighbours import Neighbours, choose_weights, losses_by_weight, scale_of, with_votes
 from fedem.runs.outputs import features_of
@@ -78,15 +80,15 @@ def cross_validate(losses: Sequence[Tensor], pseudo_samples: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line in Markdown for each data set and method."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours", description=__doc__)
-    parser.add_argument("--data", default=",".join(DATA), help="names with commas between them")
-    parser.add_argument("--methods", default="fedavg,fedem,fedavg+,local", help="names with commas between them")
+    add_names(parser, "--data", "data set", DATA)
+    add_names(parser, "--methods", "method", METHODS, "fedavg,fedem,fedavg+,local")
     parser.add_argument("--neighbours", type=int, default=10, help="k")
     parser.add_argument("--rounds", type=int, default=50)
     options = parser.parse_args(arguments)
     titles = ["data", "method", "model alone", *(f"{strength:g}" for strength in STRENGTHS)]
     print(f"| {' | '.join(titles)} |\n| --- | --- |{' ---: |' * (len(titles) - 2)}")
-    for data in options.data.split(","):
-        for method in options.methods.split(","):
+    for data in options.data:
+        for method in options.methods:
             losses = validation_losses(data, method, options.neighbours, options.rounds)
             alone = float(torch.cat([each[0] for each in losses]).mean())
             figures = [alone, *(cross_validate(losses, strength) for strength in STRENGTHS)]

@@ -19,8 +19,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import add_names, refused
 from benchmarks.engine import advancing
 from benchmarks.measure import Effort, environment, measure, operations
+from fedem.core.errors import UserError
+from fedem.methods import METHODS
 from fedem.runs.config import Config, parse_assignment
 from fedem.runs.trainer import Trainer
 
@@ -45,12 +48,16 @@ def look(config: Config) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Look at a round of each method, print a table of each and, if asked, write all figures to a file as they come."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spent", description=__doc__)
-    parser.add_argument("settings", nargs="*", metavar="SETTING", help="section.key=value")
-    parser.add_argument("--methods", default="fedem", help="with commas between")
+    parser.add_argument(
+        "settings", nargs="*", type=refused(parse_assignment), metavar="SETTING", help="section.key=value"
+    )
+    add_names(parser, "--methods", "method", METHODS, "fedem")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
-    asked = [parse_assignment(setting) for setting in options.settings]
-    configs = {name: Config.build(*asked, {"method": {"name": name}}) for name in options.methods.split(",")}
+    try:
+        configs = {name: Config.build(*options.settings, {"method": {"name": name}}) for name in options.methods}
+    except UserError as error:
+        parser.error(str(error))
     figures: dict[str, Any] = {"environment": environment(), "settings": options.settings, "methods": {}}
     console = Console(highlight=False, markup=False, width=120)
     for name, config in configs.items():

@@ -30,9 +30,9 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.arguments import add_names
 from benchmarks.measure import environment
 from fedem.cli import main as fedem
-from fedem.core.errors import check_known
 from fedem.models.metrics import find_metric
 from fedem.runs.evaluate import Record, has_diverged, metrics_of
 from fedem.runs.folder import RunFolder
@@ -175,7 +175,7 @@ TABLES: dict[str, Callable[[int], pd.DataFrame]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train on every table for every seed, print a line each in Markdown and, if asked, write all figures to a file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--tables", default=",".join(TABLES), help="names with commas between them")
+    add_names(parser, "--tables", "table", TABLES)
     parser.add_argument("--seeds", type=int, default=3, help="how many")
     parser.add_argument("--budget", default="10m", help="of fedem choose")
     parser.add_argument("--jobs", type=int, default=1, help="tables at a time, a thread each")
@@ -184,9 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--quick", action="store_true", help="a smoke run: two tables, 2 rounds; its figures mean nothing"
     )
     options = parser.parse_args(arguments)
-    names = ["diabetes", "no_effect"] if options.quick else options.tables.split(",")
+    names = ["diabetes", "no_effect"] if options.quick else options.tables
     budget, more = ("1s", ["--rounds", "2"]) if options.quick else (options.budget, [])
-    check_known("table", names, TABLES)
     seeds = range(1 if options.quick else options.seeds)
     runs: list[Record] = []
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:  # torch's threads don't survive a fork

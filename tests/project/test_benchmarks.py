@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from benchmarks import (
     busy,
     components,
     defences,
+    gpu,
     images,
     many_clients,
     methods,
@@ -29,7 +30,6 @@ from benchmarks.agreement import TOLERANCE, DisagreementError, check_agreement
 from benchmarks.engine import NUM_COMPONENTS, SEED
 from torch import Tensor
 
-from fedem.core.errors import UserError
 from fedem.data import Synthetic
 from fedem.methods import METHODS
 
@@ -319,6 +319,22 @@ def test_what_a_round_spends_its_time_on_is_told_of_each_method(
     assert any("mm" in kernel["name"] for kernel in figures["methods"]["fedavg"]["kernels"])
 
 
-def test_a_setting_that_is_none_is_refused_before_a_round_is_trained() -> None:
-    with pytest.raises(UserError, match=r"allowed: section\.key=value"):
-        spent.main(["synthetic"])
+@pytest.mark.parametrize(
+    ("main", "wrong", "said"),
+    [
+        (spent.main, ["synthetic"], "allowed: section.key=value"),
+        (spent.main, ["data.name=synthetic", "run.roundz=3"], "Did you mean 'rounds'?"),
+        (spent.main, ["--methods", "fedem,fedmm"], "Unknown method 'fedmm'; allowed: afl, "),
+        (attacks.main, ["--attacks", "flip"], "Unknown attack 'flip'; allowed: backdoor, "),
+        (attacks.main, ["--defences", "shield"], "Unknown defence 'shield'; allowed: "),
+        (tables.main, ["--tables", "iris"], "Unknown table 'iris'; allowed: "),
+        (gpu.main, ["--jobs", "vgg"], "no job's name has any of 'vgg'; allowed: parts of EMNIST, CNN; "),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    main: Callable[[list[str]], None], wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(wrong)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
