@@ -16,7 +16,7 @@ from scipy.stats import sem
 import fedem
 from fedem.core.errors import UserError
 from fedem.studies import choice
-from fedem.studies.choice import Candidate, Choice, Tried, _afford, _kept, candidates, paired, read_budget
+from fedem.studies.choice import PLAIN, Candidate, Choice, Tried, _afford, _kept, candidates, paired, read_budget
 
 SMALL = {
     "one_model": {"title": "one model for all", "method.name": "fedavg"},
@@ -174,6 +174,19 @@ def test_the_whole_portfolio_can_be_trained() -> None:
     assert len(found.rungs[0]) == len(candidates(("linear", "mlp"), "classes", 4)) == 23
 
 
+@pytest.mark.slow
+def test_mixtures_for_images_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {*PLAIN, "heads", "heads_label_shares", "components_label_shares"}
+    monkeypatch.setattr(choice, "PORTFOLIO", {key: entry for key, entry in choice.PORTFOLIO.items() if key in ours})
+    rng = np.random.default_rng(0)
+    inputs = [rng.integers(0, 256, (12, 1, 16, 16), dtype=np.uint8) for _ in range(3)]
+    clients = [(x, (x[:, 0, :4, :4].mean((1, 2)) > 128).astype(int)) for x in inputs]
+    federation = fedem.Federation.from_clients(clients, validation=0.25, test=0.25)
+    found = fedem.choose(federation, rounds=2, device="cpu", budget="1h")
+    assert not [tried.failure for rung in found.rungs for tried in rung if tried.failure]
+    assert {tried.candidate.key for tried in found.rungs[0]} == ours
+
+
 class TestPortfolio:
     def test_what_does_not_suit_is_left_out(self) -> None:
         every = {each.name for each in candidates(("linear", "mlp"), "classes", 10)}
@@ -182,8 +195,14 @@ class TestPortfolio:
         assert "label_shares-linear" not in {each.name for each in candidates(("linear",), "numbers", 10)}
         assert "related_models-linear" not in {each.name for each in candidates(("linear",), "numbers", 301)}
 
+    def test_heads_and_mixtures_with_label_shares_are_for_images(self) -> None:
+        ours = {"heads", "heads_label_shares", "components_label_shares"}
+        assert ours <= {each.key for each in candidates(("cnn",), "classes", 10)}
+        assert ours & {each.key for each in candidates(("cnn",), "numbers", 10)} == {"heads"}
+        assert not ours & {each.key for each in candidates(("linear", "mlp"), "classes", 10)}
+
     def test_every_entry_is_a_run_that_can_be_described(self) -> None:
-        for each in candidates(("linear", "mlp"), "classes", 10):
+        for each in candidates(("linear", "mlp", "cnn"), "classes", 10):
             fedem.Config.build({"data": {"name": "given"}}, *each.layers)
 
 
