@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from torch import library
 
@@ -22,24 +20,14 @@ from fluke.client import Client
 from fluke.config import OptimizerConfigurator
 from fluke.data import FastDataLoader
 from fluke.server import Server
-from fluke.utils import FederationObserver
 from torch import nn
 
 from benchmarks.rivals.jobs import Clock, Job, Leaves, report
 
 
-class _GivenCohorts(Server):  # type: ignore[misc]  # fluke is not there where types are checked
-    """A server whose cohorts are those of the job."""
+class _AfterRounds:
+    """An observer as fluke wants it: it is told of the events that it has a method for."""
 
-    def __init__(self, cohorts: Sequence[Sequence[int]], *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self._cohorts = iter(cohorts)
-
-    def get_eligible_clients(self, eligible_perc: float) -> list[Client]:
-        return [self.clients[position] for position in next(self._cohorts)]
-
-
-class _AfterRounds(FederationObserver):  # type: ignore[misc]  # fluke is not there where types are checked
     def __init__(self, clock: Clock):
         self._clock = clock
 
@@ -71,9 +59,10 @@ def train(given: Job, clock: Clock) -> Leaves:
         )
         for position in range(count)
     ]
-    server = _GivenCohorts(job.cohorts, network, None, clients, weighted=True)
+    server, cohorts = Server(network, None, clients, weighted=True), iter(job.cohorts)
+    server.get_eligible_clients = lambda share: [clients[position] for position in next(cohorts)]
     federation = FedAVG(count, None, DDict(), clients=clients, server=server)
-    federation.set_callbacks([_AfterRounds(clock)])
+    federation.attach(_AfterRounds(clock))
     clock()
     federation.run(len(job.cohorts), len(job.cohorts[0]) / count)
     return dict(server.model.state_dict())

@@ -9,7 +9,6 @@ from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
 from pfl.algorithm.base import NNAlgorithmParams
 from pfl.algorithm.federated_averaging import FederatedAveraging
-from pfl.callback.base import TrainingProcessCallback
 from pfl.data.dataset import Dataset
 from pfl.data.federated_dataset import FederatedDataset
 from pfl.hyperparam.base import NNTrainHyperParams
@@ -31,7 +30,9 @@ class _WithLoss(nn.Sequential):
         return {}  # nothing is evaluated on the way
 
 
-class _AfterRounds(TrainingProcessCallback):  # type: ignore[misc]  # pfl is not there where types are checked
+class _AfterRounds:
+    """A callback as pfl wants it."""
+
     def __init__(self, clock: Clock):
         self._clock = clock
 
@@ -44,6 +45,9 @@ class _AfterRounds(TrainingProcessCallback):  # type: ignore[misc]  # pfl is not
     ) -> tuple[bool, Metrics]:
         self._clock()
         return False, Metrics()
+
+    def on_train_end(self, *, model: PyTorchModel) -> None:
+        pass
 
 
 def train(given: Job, clock: Clock) -> Leaves:
