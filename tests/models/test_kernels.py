@@ -55,6 +55,8 @@ CASES = {
     "depthwise, stride 2": (2, 3, 5, 5, (7, 6), Geometry((3, 3), (2, 2), (1, 1), True)),
     "depthwise 5x5": (2, 2, 6, 6, (6, 6), Geometry((5, 5), (1, 1), (2, 2), True)),
     "depthwise, nine beside": (2, 2, 5, 5, (4, 9), Geometry((3, 3), (1, 1), (1, 1), True)),
+    "depthwise, three strips of 19": (1, 2, 33, 33, (3, 19), Geometry((3, 3), (1, 1), (1, 1), True)),
+    "depthwise 5x5, stride 2, three strips of 34": (2, 1, 3, 3, (5, 34), Geometry((5, 5), (2, 2), (2, 2), True)),
     "depthwise, stride 3 and 2": (2, 2, 3, 3, (8, 11), Geometry((2, 4), (3, 2), (1, 2), True)),
     "depthwise, padded by more than its window": (2, 2, 3, 3, (3, 2), Geometry((1, 2), (1, 1), (1, 3), True)),
     "one model": (1, 2, 3, 4, (9, 9), Geometry((7, 7), (2, 2), (3, 3), False)),
@@ -64,8 +66,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("busy", [1, kernels._BUSY])  # a program passes over all lines of an image, or over one
 @pytest.mark.parametrize("case", CASES)
-def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(case: str) -> None:
+def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(
+    case: str, busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_BUSY", busy)
     models, samples, channels, outputs, size, geometry = CASES[case]
     inputs = _draw(models, samples, channels, *size).requires_grad_()
     weight = _draw(models, outputs, 1 if geometry.depthwise else channels, *geometry.window).requires_grad_()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
@@ -29,6 +29,7 @@ from fedem.models.convolutions import Geometry, Pair
 
 _LONGEST = 16  # tiles that a program passes over where it adds up, if there are others enough
 _BUSY = 2048  # programs that occupy a GPU
+_MOST_BESIDE = 8  # pixels of a line that a program has at once
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
 
@@ -67,12 +68,7 @@ def convolve_back(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geomet
     """Return the gradient of inputs of ``size``, ``[S, n, H', W', O], [S, O, C, *] -> [S, n, H, W, C]``."""
     if not geometry.depthwise:
         return _multiplied(gradient, weight.permute(0, 3, 4, 1, 2), size, geometry, back=True)
-    if geometry.stride != (1, 1):
-        return _filtered(gradient, weight.permute(0, 3, 4, 2, 1), size, geometry, back=True)
-    # A convolution by the window turned around.
-    (high, wide), (down, across) = geometry.window, geometry.padding
-    turned = geometry._replace(padding=(high - 1 - down, wide - 1 - across))
-    return _filtered(gradient, weight.flip(3, 4).permute(0, 3, 4, 2, 1), size, turned, back=False)
+    return _filtered(gradient, weight.permute(0, 3, 4, 2, 1), size, geometry, back=True)
 
 
 def _multiplied(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
@@ -95,17 +91,16 @@ def _filtered(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, ba
     models, samples, height, width, channels = images.shape
     outputs = images.new_empty(models, samples, *size, channels)
     weight = weight.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    # Backwards a program has pixels a stride apart, forwards rows of them that are beside each other.
-    (down, across), beside = (geometry.stride, 1) if back else ((1, 1), _beside(size[1]))
-    num_rows = samples * triton.cdiv(size[0], down) * triton.cdiv(size[1], across * beside)
-    rows, columns = _tile(num_rows, channels, 1024)  # with more, numbers do not fit into registers
-    grid = triton.cdiv(num_rows, rows) * down * across, triton.cdiv(channels, columns), models
-    given = images, weight, outputs, samples, *size, height, width, channels
-    how: dict[str, Any] = {**_constants(geometry), "ROWS": rows, "COLUMNS": columns}
-    if back:
-        _filter_back[grid](*given, **how)
-    else:
-        _filter[grid](*given, **how, BESIDE=beside)
+    strips = _strips(samples, size[1], channels, step=geometry.stride[1] if back else 1)
+    columns = triton.cdiv(channels, strips.columns)
+    # A program passes over the lines of an image one after the other: what one has read is near when the next needs it.
+    parts = min(size[0], triton.cdiv(_BUSY, strips.number * columns * models))
+    lines = triton.cdiv(size[0], parts)
+    grid = strips.number * triton.cdiv(size[0], lines), columns, models
+    run = _filter_back if back else _filter
+    sides = {"WIDE": size[1], "WIDTH": width}
+    given = images, weight, outputs, samples, size[0], height, lines
+    run[grid](*given, **sides, **_constants(geometry), **strips.constants)
     return outputs
 
 
@@ -114,20 +109,15 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     """Return the gradient of the weight, ``[S, n, H, W, C], [S, n, H', W', O] -> [S, O, C, *]``."""
     (models, samples, height, width, channels), (*_, high, wide, outputs) = inputs.shape, gradient.shape
     num_rows, places = samples * high * wide, geometry.window[0] * geometry.window[1]
-    # Compiled in: to divide by what is not known takes many instructions, in each turn of a loop.
-    pixels = {"HIGH": high, "WIDE": wide, "HEIGHT": height, "WIDTH": width}
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
-        beside = _beside(wide)
-        num_rows = samples * high * triton.cdiv(wide, beside)
-        rows, columns = _tile(num_rows, channels, 1024)
-        tiles = triton.cdiv(num_rows, rows)
-        grid, parts = _in_parts(geometry.window[0], triton.cdiv(channels, columns), models, tiles)
+        strips = _strips(samples, wide, channels)
+        tiles = strips.number * high
+        grid, parts = _in_parts(geometry.window[0], triton.cdiv(channels, strips.columns), models, tiles)
         found = _room(inputs, models, parts, places, 1, channels)
-        how: dict[str, Any] = {"BESIDE": beside, "ROWS": rows, "COLUMNS": columns}
-        _filter_gradient[grid](
-            inputs, gradient, found, parts, samples, channels, **_constants(geometry), **pixels, **how
-        )
+        given = inputs, gradient, found, parts, samples, high, height
+        sides = {"WIDE": wide, "WIDTH": width}
+        _filter_gradient[grid](*given, **sides, **_constants(geometry), **strips.constants)
     else:
         flat = channels < _FEW
         blocks = _blocks(places * channels if flat else channels, outputs, num_rows, inputs)
@@ -136,9 +126,10 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
         columns = triton.cdiv(outputs, blocks["COLUMNS"])
         grid, parts = _in_parts(units, columns, models, triton.cdiv(num_rows, blocks["INNER"]))
         found = _room(inputs, models, parts, places, channels, outputs)
-        how = {"FLAT": flat, **blocks}
+        # Compiled in: to divide by what is not known takes many instructions, in each turn of a loop.
+        pixels = {"HIGH": high, "WIDE": wide, "HEIGHT": height, "WIDTH": width}
         given = inputs, gradient, found, parts, num_rows, channels, outputs
-        _multiply_gradient[grid](*given, **_constants(geometry), **pixels, **how)
+        _multiply_gradient[grid](*given, **_constants(geometry), **pixels, FLAT=flat, **blocks)
     whole = found[:, 0] if parts == 1 else found.sum(1).to(inputs.dtype)
     return whole.unflatten(1, geometry.window).permute(0, 4, 3, 1, 2)
 
@@ -163,14 +154,37 @@ def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (1
     return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
 
 
-def _beside(width: int) -> int:
-    """Return how many pixels beside each other one row of a program has, whose windows share what they see."""
-    return min(4, triton.next_power_of_2(width))
+class _Strips(NamedTuple):
+    """How images are cut for programs: into pixels beside each other in a line, of some samples, in some channels."""
+
+    number: int  # of all: of each line, for all samples
+    in_line: int
+    beside: int
+    channels: int
+    rows: int  # samples of a strip
+    columns: int  # its channels
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Return what a kernel is compiled for."""
+        shape = {"BESIDE": self.beside, "CHANNELS": self.channels, "ROWS": self.rows, "COLUMNS": self.columns}
+        return {"STRIPS": self.in_line, **shape}
 
 
-def _tile(rows: int, columns: int, numbers: int = 4096) -> Pair:
+def _strips(samples: int, width: int, channels: int, step: int = 1) -> _Strips:
+    """Cut lines of ``width`` pixels into strips of a multiple of ``step``, as even as they come."""
+    steps = triton.cdiv(width, step)
+    in_line = triton.cdiv(steps, max(1, _MOST_BESIDE // step))
+    beside = step * triton.cdiv(steps, in_line)
+    widest = min((64, 32), key=lambda side: -channels % side)  # that leaves the last tile the least empty
+    # All numbers of a strip are to fit into registers.
+    rows, columns = _tile(samples, channels, max(1, 4096 // triton.next_power_of_2(beside)), widest)
+    return _Strips(triton.cdiv(samples, rows) * in_line, in_line, beside, channels, rows, columns)
+
+
+def _tile(rows: int, columns: int, numbers: int = 4096, widest: int = 64) -> Pair:
     """Return how many rows and columns one program passes over together."""
-    across = min(64, triton.next_power_of_2(columns))
+    across = min(widest, triton.next_power_of_2(columns))
     return max(1, min(numbers // across, triton.next_power_of_2(rows))), across
 
 
@@ -289,135 +303,150 @@ def _multiply_gradient(
 
 
 @triton.jit
-def _place(row, high, wide, BESIDE: tl.constexpr):
-    """Return the sample of a row of pixels beside each other in ``[n, high, wide]``, and where the first of them is."""
-    groups = tl.cdiv(wide, BESIDE)
-    inner = row % (high * groups)
-    return row // (high * groups), inner // groups, inner % groups * BESIDE
+def _strip(
+    num_samples, high, lines,
+    STRIPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return a program's strip of a line and its first line, its samples and channels, and which of these there are."""
+    strip, rest = tl.program_id(0) % STRIPS, tl.program_id(0) // STRIPS
+    parts = tl.cdiv(high, lines)
+    sample = (rest // parts * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    channel = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    return strip, rest % parts * lines, sample, channel, (sample < num_samples) & (channel < CHANNELS)
 
 
 @triton.jit
-def _pixel(first, place, left, width, inside, known, channels):
-    """Return what is ``place`` pixels right of the ``first`` ones, which are ``left`` in their lines; 0 outside."""
-    there = inside & (left + place >= 0) & (left + place < width)
-    return tl.load(first + place * channels, mask=there[:, None] & known[None, :], other=0.0).to(tl.float32)
+def _pixel(line, place, left, kept, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SURE: tl.constexpr):
+    """Return what is ``place`` pixels right of ``left`` in a line of some images; 0 if that may be outside and is."""
+    there = kept if SURE else kept & (left + place >= 0) & (left + place < WIDTH)
+    return tl.load(line + left * CHANNELS + place * CHANNELS, mask=there, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples", "lines"])
 def _filter(
-    images, weight, outputs, num_samples, high, wide, height, width, channels,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    images, weight, outputs, num_samples, high, height, lines,
+    WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Convolve each channel by itself; what some outputs beside each other see is read once."""
     model = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = channel < channels
-    sample, h, w = _place(row, high, wide, BESIDE)
-    top, left = h * STRIDE_H - PAD_H, w * STRIDE_W - PAD_W
-    images += model * num_samples * height * width * channels
-    weight += model * KERNEL_H * KERNEL_W * channels
-    totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
-    for down in range(KERNEL_H):  # unrolled, all places of a large window would be loaded before one is used
-        scales = ()
-        for across in tl.static_range(KERNEL_W):
-            scale = tl.load(weight + (down * KERNEL_W + across) * channels + channel, mask=known, other=0.0)
-            scales += (scale[None, :],)
-        line = ((sample * height + top + down) * width + left).to(tl.int64)
-        inside = (sample < num_samples) & (top + down >= 0) & (top + down < height)
-        first = images + line[:, None] * channels + channel[None, :]
-        for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-            pixel = _pixel(first, place, left, width, inside, known, channels)
-            added = ()
-            for which in tl.static_range(BESIDE):
-                if (place >= which * STRIDE_W) and (place - which * STRIDE_W < KERNEL_W):
-                    added += (totals[which] + pixel * scales[place - which * STRIDE_W],)
-                else:
-                    added += (totals[which],)
-            totals = added
-    line = ((model * num_samples + sample) * high + h) * wide + w
-    first = outputs + line[:, None] * channels + channel[None, :]
-    for which in tl.static_range(BESIDE):
-        there = (sample < num_samples) & (w + which < wide)
-        tl.store(first + which * channels, totals[which], mask=there[:, None] & known[None, :])
+    strip, top, sample, channel, kept = _strip(num_samples, high, lines, STRIPS, CHANNELS, ROWS, COLUMNS)
+    images += (model * num_samples + sample) * height * WIDTH * CHANNELS + channel
+    weight += model * KERNEL_H * KERNEL_W * CHANNELS + channel
+    outputs += (model * num_samples + sample) * high * WIDE * CHANNELS + channel
+    left = strip * BESIDE * STRIDE_W - PAD_W
+    for h in range(top, tl.minimum(top + lines, high)):
+        totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
+        seen = h * STRIDE_H - PAD_H
+        for down in range(tl.maximum(-seen, 0), tl.minimum(height - seen, KERNEL_H)):
+            scales = ()
+            for across in tl.static_range(KERNEL_W):
+                place = (down * KERNEL_W + across) * CHANNELS
+                scales += (tl.load(weight + place, mask=channel < CHANNELS, other=0.0),)
+            line = images + (seen + down) * WIDTH * CHANNELS
+            for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
+                # Of a single strip it is known which pixels are outside.
+                if (STRIPS > 1) or ((place >= PAD_W) and (place - PAD_W < WIDTH)):
+                    sure = (place >= PAD_W) and ((STRIPS - 1) * BESIDE * STRIDE_W - PAD_W + place < WIDTH)
+                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
+                    added = ()
+                    for which in tl.static_range(BESIDE):
+                        if (place >= which * STRIDE_W) and (place - which * STRIDE_W < KERNEL_W):
+                            added += (totals[which] + pixel * scales[place - which * STRIDE_W],)
+                        else:
+                            added += (totals[which],)
+                    totals = added
+        for which in tl.static_range(BESIDE):
+            w = strip * BESIDE + which
+            tl.store(outputs + (h * WIDE + w) * CHANNELS, totals[which], mask=kept & (w < WIDE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples", "lines"])
 def _filter_back(
-    images, weight, outputs, num_samples, high, wide, height, width, channels,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    images, weight, outputs, num_samples, high, height, lines,
+    WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Do the same backwards; a program has pixels a stride apart, which are in the same places of windows."""
+    """Do the same backwards: ``images`` are gradients of what was put out, and what is put out those of the inputs."""
     model = tl.program_id(2).to(tl.int64)
-    phase, tile = tl.program_id(0) % (STRIDE_H * STRIDE_W), tl.program_id(0) // (STRIDE_H * STRIDE_W)
-    row = tile * ROWS + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = channel < channels
-    sample, h, w = _place(row, tl.cdiv(high, STRIDE_H), tl.cdiv(wide, STRIDE_W), 1)
-    h, w = h * STRIDE_H + phase // STRIDE_W, w * STRIDE_W + phase % STRIDE_W
-    kept = (sample < num_samples) & (h < high) & (w < wide)
-    images += model * num_samples * height * width * channels
-    weight += model * KERNEL_H * KERNEL_W * channels
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for down in range((phase // STRIDE_W + PAD_H) % STRIDE_H, KERNEL_H, STRIDE_H):
-        for across in range((phase % STRIDE_W + PAD_W) % STRIDE_W, KERNEL_W, STRIDE_W):
-            y, x = (h + PAD_H - down) // STRIDE_H, (w + PAD_W - across) // STRIDE_W
-            there = kept & (h + PAD_H >= down) & (w + PAD_W >= across) & (y < height) & (x < width)
-            line = ((sample * height + y) * width + x).to(tl.int64)
-            pixel = tl.load(
-                images + line[:, None] * channels + channel[None, :], mask=there[:, None] & known[None, :], other=0.0
-            )
-            scale = tl.load(weight + (down * KERNEL_W + across) * channels + channel, mask=known, other=0.0)
-            total += pixel.to(tl.float32) * scale[None, :]
-    line = ((model * num_samples + sample) * high + h) * wide + w
-    tl.store(outputs + line[:, None] * channels + channel[None, :], total, mask=kept[:, None] & known[None, :])
+    strip, top, sample, channel, kept = _strip(num_samples, high, lines, STRIPS, CHANNELS, ROWS, COLUMNS)
+    images += (model * num_samples + sample) * height * WIDTH * CHANNELS + channel
+    weight += model * KERNEL_H * KERNEL_W * CHANNELS + channel
+    outputs += (model * num_samples + sample) * high * WIDE * CHANNELS + channel
+    left = strip * (BESIDE // STRIDE_W)  # strips are whole strides
+    for h in range(top, tl.minimum(top + lines, high)):
+        totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
+        seen = h + PAD_H
+        first = tl.maximum(seen % STRIDE_H, seen - (height - 1) * STRIDE_H)
+        for down in range(first, tl.minimum(seen + 1, KERNEL_H), STRIDE_H):
+            scales = ()
+            for across in tl.static_range(KERNEL_W):
+                place = (down * KERNEL_W + across) * CHANNELS
+                scales += (tl.load(weight + place, mask=channel < CHANNELS, other=0.0),)
+            line = images + (seen - down) // STRIDE_H * WIDTH * CHANNELS
+            for place in tl.static_range(-((KERNEL_W - 1 - PAD_W) // STRIDE_W), (BESIDE - 1 + PAD_W) // STRIDE_W + 1):
+                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):
+                    sure = (place >= 0) and ((STRIPS - 1) * (BESIDE // STRIDE_W) + place < WIDTH)
+                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
+                    added = ()
+                    for which in tl.static_range(BESIDE):
+                        if (which + PAD_W >= place * STRIDE_W) and (which + PAD_W - place * STRIDE_W < KERNEL_W):
+                            added += (totals[which] + pixel * scales[which + PAD_W - place * STRIDE_W],)
+                        else:
+                            added += (totals[which],)
+                    totals = added
+        for which in tl.static_range(BESIDE):
+            w = strip * BESIDE + which
+            tl.store(outputs + (h * WIDE + w) * CHANNELS, totals[which], mask=kept & (w < WIDE))
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "num_samples"])
 def _filter_gradient(
-    images, gradient, found, parts, num_samples, channels,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, BESIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    images, gradient, found, parts, num_samples, high, height,
+    WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum, for each channel and the places in a line of the window, what they saw times the gradients of outputs."""
     # The lines of a part one after the other: what one has read is near when the next one needs it.
     model, down, part = tl.program_id(2).to(tl.int64), tl.program_id(0) % KERNEL_H, tl.program_id(0) // KERNEL_H
-    channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    known = channel < channels
-    images += model * num_samples * HEIGHT * WIDTH * channels
-    gradient += model * num_samples * HIGH * WIDE * channels
+    channel = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    images += model * num_samples * height * WIDTH * CHANNELS + channel
+    gradient += model * num_samples * high * WIDE * CHANNELS + channel
     totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * KERNEL_W  # added up over their rows once, in the end
-    num_rows = num_samples * HIGH * tl.cdiv(WIDE, BESIDE)
-    length = tl.cdiv(tl.cdiv(num_rows, ROWS), parts) * ROWS
-    for start in range(part * length, tl.minimum((part + 1) * length, num_rows), ROWS):
-        sample, h, w = _place(start + tl.arange(0, ROWS), HIGH, WIDE, BESIDE)
-        top, left = h * STRIDE_H - PAD_H + down, w * STRIDE_W - PAD_W
-        slopes = ()
-        line = ((sample * HIGH + h) * WIDE + w).to(tl.int64)
-        first = gradient + line[:, None] * channels + channel[None, :]
-        for which in tl.static_range(BESIDE):
-            there = (sample < num_samples) & (w + which < WIDE)
-            slope = tl.load(first + which * channels, mask=there[:, None] & known[None, :], other=0.0)
-            slopes += (slope.to(tl.float32),)
-        inside = (sample < num_samples) & (top >= 0) & (top < HEIGHT)
-        line = ((sample * HEIGHT + top) * WIDTH + left).to(tl.int64)
-        first = images + line[:, None] * channels + channel[None, :]
-        for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-            pixel = _pixel(first, place, left, WIDTH, inside, known, channels)
-            added = ()
-            for across in tl.static_range(KERNEL_W):
-                total = totals[across]
-                for which in tl.static_range(BESIDE):
-                    if place - which * STRIDE_W == across:
-                        total += pixel * slopes[which]
-                added += (total,)
-            totals = added
-    found += ((model * parts + part) * KERNEL_H + down) * KERNEL_W * channels
+    # Lines that see one of the images' in this place of the window.
+    top = tl.cdiv(tl.maximum(PAD_H - down, 0), STRIDE_H)
+    bottom = tl.minimum(high, tl.cdiv(tl.maximum(height + PAD_H - down, 0), STRIDE_H))
+    lines = tl.maximum(bottom - top, 0)
+    number = tl.cdiv(num_samples, ROWS) * lines
+    length = tl.cdiv(number, parts)
+    for turn in range(part * length, tl.minimum((part + 1) * length, number)):
+        sample, h = (turn // lines * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None], top + turn % lines
+        kept = (sample < num_samples) & (channel < CHANNELS)
+        sloped = gradient + (sample * high + h) * WIDE * CHANNELS
+        line = images + (sample * height + h * STRIDE_H - PAD_H + down) * WIDTH * CHANNELS
+        for strip in range(STRIPS):
+            slopes = ()
+            for which in tl.static_range(BESIDE):
+                slopes += (_pixel(sloped, which, strip * BESIDE, kept, WIDE, CHANNELS, STRIPS * BESIDE == WIDE),)
+            left = strip * BESIDE * STRIDE_W - PAD_W
+            for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
+                if (STRIPS > 1) or ((place >= PAD_W) and (place - PAD_W < WIDTH)):
+                    sure = (place >= PAD_W) and ((STRIPS - 1) * BESIDE * STRIDE_W - PAD_W + place < WIDTH)
+                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
+                    added = ()
+                    for across in tl.static_range(KERNEL_W):
+                        total = totals[across]
+                        for which in tl.static_range(BESIDE):
+                            if place - which * STRIDE_W == across:
+                                total += pixel * slopes[which]
+                        added += (total,)
+                    totals = added
+    found += ((model * parts + part) * KERNEL_H + down) * KERNEL_W * CHANNELS + channel
     for across in tl.static_range(KERNEL_W):
-        tl.store(found + across * channels + channel, tl.sum(totals[across], axis=0), mask=known)
+        tl.store(found + across * CHANNELS, tl.sum(totals[across], axis=0)[None, :], mask=channel < CHANNELS)
 
 
 @_launches
