@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fedem.models import kernels
+from fedem.models.convolutions import Geometry
 
 def stack(kernel, floats=(), small=("weight",), warps=4, **constants):
     names, images = kernel.arg_names, ("images", "gradient", "outputs", *small)
@@ -49,14 +50,14 @@ BOUNDS = ("eps", "low", "high")
 window = {"KERNEL_H": 5, "KERNEL_W": 5, "STRIDE_H": 2, "STRIDE_W": 2, "PAD_H": 1, "PAD_W": 1}
 pixels = {"HIGH": 8, "WIDE": 8, "HEIGHT": 16, "WIDTH": 16}
 tile = {"ROWS": 64, "COLUMNS": 64}
-def strips(wide, width, step=1):
-    cut = kernels._strips(128, wide, 240, step)
-    return {"WIDE": wide, "WIDTH": width, **cut.constants}
+geometry = Geometry((5, 5), (2, 2), (1, 1), True)
+def strips(wide, width, *back):
+    return {"WIDE": wide, "WIDTH": width, **kernels._strips(128, wide, 240, geometry, *back).constants}
 product = {"warps": 8, "FLAT": False, "PRECISION": "tf32", "ROWS": 128, "COLUMNS": 128, "INNER": 64}
 found = {
-    "filter": stack(kernels._filter, small=(), **window, **strips(8, 16)),
-    "filter, narrow": stack(kernels._filter, small=(), **window, **strips(2, 4)),
-    "filter back": stack(kernels._filter_back, small=(), **window, **strips(16, 8, 2)),
+    "filter": stack(kernels._filter, small=(), **window, **strips(8, 16), BACK=False),
+    "filter, narrow": stack(kernels._filter, small=(), **window, **strips(2, 4), BACK=False),
+    "filter back": stack(kernels._filter, small=(), **window, **strips(16, 8, True), BACK=True),
     "filter gradient": stack(kernels._filter_gradient, **window, **strips(8, 16)),
     "filter gradient, narrow": stack(kernels._filter_gradient, **window, **strips(2, 4)),
     "multiply": stack(kernels._multiply, **window, **product, BACK=False),

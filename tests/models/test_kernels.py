@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import batch_norm, conv2d, pad
@@ -84,6 +86,39 @@ def test_a_convolution_and_its_gradients_are_those_of_each_model_alone(
     outer = _draw(*expected.shape, seed=1)
     ours, theirs = (torch.autograd.grad(each, (inputs, weight), outer) for each in (found, expected))
     torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def _sides(down: tuple[int, int], across: tuple[int, int]) -> st.SearchStrategy[Pair]:
+    return st.tuples(st.integers(*down), st.integers(*across))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    window=_sides((1, 3), (1, 6)),
+    stride=_sides((1, 3), (1, 10)),
+    padding=_sides((0, 2), (0, 7)),
+    size=_sides((1, 4), (1, 18)),
+    sides=st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 3, 17])),
+    busy=st.sampled_from([1, 8]),
+    longest=st.sampled_from([1, 16]),
+)
+def test_each_channel_by_itself_in_any_geometry(
+    window: Pair, stride: Pair, padding: Pair, size: Pair, sides: tuple[int, int, int], busy: int, longest: int
+) -> None:
+    assume(all(side + 2 * pad >= wide for side, pad, wide in zip(size, padding, window, strict=True)))
+    models, samples, channels = sides
+    inputs = _draw(models, samples, channels, *size).requires_grad_()
+    weight = _draw(models, channels, 1, *window).requires_grad_()
+    how = (None, stride, padding, 1, channels)
+    expected = torch.stack([conv2d(own, each, *how) for own, each in zip(inputs, weight, strict=True)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_BUSY", busy)
+        patch.setattr(kernels, "_LONGEST", longest)
+        found = convolutions._Convolution.apply(inputs, weight, Geometry(window, stride, padding, True))
+        torch.testing.assert_close(found, expected, **CLOSE)
+        outer = _draw(*expected.shape, seed=1)
+        ours = torch.autograd.grad(found, (inputs, weight), outer)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected, (inputs, weight), outer), **CLOSE)
 
 
 @pytest.mark.parametrize("case", ["3x3", "uneven", "depthwise, stride 2"])

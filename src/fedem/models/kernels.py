@@ -91,16 +91,14 @@ def _filtered(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, ba
     models, samples, height, width, channels = images.shape
     outputs = images.new_empty(models, samples, *size, channels)
     weight = weight.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    strips = _strips(samples, size[1], channels, step=geometry.stride[1] if back else 1)
+    strips = _strips(samples, size[1], channels, geometry, back)
     columns = triton.cdiv(channels, strips.columns)
     # A program passes over the lines of an image one after the other: what one has read is near when the next needs it.
     parts = min(size[0], triton.cdiv(_BUSY, strips.number * columns * models))
     lines = triton.cdiv(size[0], parts)
     grid = strips.number * triton.cdiv(size[0], lines), columns, models
-    run = _filter_back if back else _filter
-    sides = {"WIDE": size[1], "WIDTH": width}
-    given = images, weight, outputs, samples, size[0], height, lines
-    run[grid](*given, **sides, **_constants(geometry), **strips.constants)
+    how = {"WIDE": size[1], "WIDTH": width, "BACK": back, **_constants(geometry), **strips.constants}
+    _filter[grid](images, weight, outputs, samples, size[0], height, lines, **how)
     return outputs
 
 
@@ -111,13 +109,12 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     num_rows, places = samples * high * wide, geometry.window[0] * geometry.window[1]
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
-        strips = _strips(samples, wide, channels)
+        strips = _strips(samples, wide, channels, geometry)
         tiles = strips.number * high
         grid, parts = _in_parts(geometry.window[0], triton.cdiv(channels, strips.columns), models, tiles)
         found = _room(inputs, models, parts, places, 1, channels)
-        given = inputs, gradient, found, parts, samples, high, height
-        sides = {"WIDE": wide, "WIDTH": width}
-        _filter_gradient[grid](*given, **sides, **_constants(geometry), **strips.constants)
+        sides = {"WIDE": wide, "WIDTH": width, **_constants(geometry), **strips.constants}
+        _filter_gradient[grid](inputs, gradient, found, parts, samples, high, height, **sides)
     else:
         flat = channels < _FEW
         blocks = _blocks(places * channels if flat else channels, outputs, num_rows, inputs)
@@ -158,28 +155,28 @@ class _Strips(NamedTuple):
     """How images are cut for programs: into pixels beside each other in a line, of some samples, in some channels."""
 
     number: int  # of all: of each line, for all samples
-    in_line: int
-    beside: int
-    channels: int
-    rows: int  # samples of a strip
-    columns: int  # its channels
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """Return what a kernel is compiled for."""
-        shape = {"BESIDE": self.beside, "CHANNELS": self.channels, "ROWS": self.rows, "COLUMNS": self.columns}
-        return {"STRIPS": self.in_line, **shape}
+    columns: int  # channels of a strip
+    constants: dict[str, int]  # what a kernel is compiled for
 
 
-def _strips(samples: int, width: int, channels: int, step: int = 1) -> _Strips:
-    """Cut lines of ``width`` pixels into strips of a multiple of ``step``, as even as they come."""
+def _strips(samples: int, width: int, channels: int, geometry: Geometry, back: bool = False) -> _Strips:
+    """Cut lines of ``width`` pixels as evenly as they come; ``back`` strips are of whole strides."""
+    window, stride, padding = (pair[1] for pair in geometry[:3])
+    step = stride if back else 1
     steps = triton.cdiv(width, step)
     in_line = triton.cdiv(steps, max(1, _MOST_BESIDE // step))
     beside = step * triton.cdiv(steps, in_line)
+    # The pixels that the first strip sees, and how far the next one's are from these.
+    if back:
+        left, right, apart = -((window - 1 - padding) // stride), (beside - 1 + padding) // stride, beside // stride
+    else:
+        left, right, apart = -padding, (beside - 1) * stride + window - 1 - padding, beside * stride
     widest = min((64, 32), key=lambda side: -channels % side)  # that leaves the last tile the least empty
     # All numbers of a strip are to fit into registers.
     rows, columns = _tile(samples, channels, max(1, 4096 // triton.next_power_of_2(beside)), widest)
-    return _Strips(triton.cdiv(samples, rows) * in_line, in_line, beside, channels, rows, columns)
+    seen = {"LEFT": left, "RIGHT": right, "APART": apart}
+    tile = {"STRIPS": in_line, "BESIDE": beside, "CHANNELS": channels, "ROWS": rows, "COLUMNS": columns}
+    return _Strips(triton.cdiv(samples, rows) * in_line, columns, seen | tile)
 
 
 def _tile(rows: int, columns: int, numbers: int = 4096, widest: int = 64) -> Pair:
@@ -316,86 +313,51 @@ def _strip(
 
 
 @triton.jit
-def _pixel(line, place, left, kept, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SURE: tl.constexpr):
-    """Return what is ``place`` pixels right of ``left`` in a line of some images; 0 if that may be outside and is."""
-    there = kept if SURE else kept & (left + place >= 0) & (left + place < WIDTH)
-    return tl.load(line + left * CHANNELS + place * CHANNELS, mask=there, other=0.0).to(tl.float32)
+def _pixel(line, start, place, kept, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SURE: tl.constexpr):
+    """Return what is ``place`` pixels right of ``start`` in a line of some images; 0 if that may be outside and is."""
+    there = kept if SURE else kept & (start + place >= 0) & (start + place < WIDTH)
+    return tl.load(line + start * CHANNELS + place * CHANNELS, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_samples", "lines"])
 def _filter(
     images, weight, outputs, num_samples, high, height, lines,
     WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr,
     STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Convolve each channel by itself; what some outputs beside each other see is read once."""
+    """Convolve each channel by itself; what some pixels beside each other see is read once."""
     model = tl.program_id(2).to(tl.int64)
     strip, top, sample, channel, kept = _strip(num_samples, high, lines, STRIPS, CHANNELS, ROWS, COLUMNS)
     images += (model * num_samples + sample) * height * WIDTH * CHANNELS + channel
     weight += model * KERNEL_H * KERNEL_W * CHANNELS + channel
     outputs += (model * num_samples + sample) * high * WIDE * CHANNELS + channel
-    left = strip * BESIDE * STRIDE_W - PAD_W
     for h in range(top, tl.minimum(top + lines, high)):
         totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
-        seen = h * STRIDE_H - PAD_H
-        for down in range(tl.maximum(-seen, 0), tl.minimum(height - seen, KERNEL_H)):
+        if BACK:  # from an input to the outputs whose windows have it, which are a stride apart
+            step, seen = STRIDE_H, h + PAD_H
+            first, last = tl.maximum(seen % STRIDE_H, seen - (height - 1) * STRIDE_H), tl.minimum(seen + 1, KERNEL_H)
+        else:
+            step, seen = 1, h * STRIDE_H - PAD_H
+            first, last = tl.maximum(-seen, 0), tl.minimum(height - seen, KERNEL_H)
+        for down in range(first, last, step):
             scales = ()
             for across in tl.static_range(KERNEL_W):
                 place = (down * KERNEL_W + across) * CHANNELS
                 scales += (tl.load(weight + place, mask=channel < CHANNELS, other=0.0),)
-            line = images + (seen + down) * WIDTH * CHANNELS
-            for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-                # Of a single strip it is known which pixels are outside.
-                if (STRIPS > 1) or ((place >= PAD_W) and (place - PAD_W < WIDTH)):
-                    sure = (place >= PAD_W) and ((STRIPS - 1) * BESIDE * STRIDE_W - PAD_W + place < WIDTH)
-                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
+            line = images + ((seen - down) // STRIDE_H if BACK else seen + down) * WIDTH * CHANNELS
+            for place in tl.static_range(LEFT, RIGHT + 1):
+                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):  # of a single strip it is known what is outside
+                    sure = (place >= 0) and ((STRIPS - 1) * APART + place < WIDTH)
+                    pixel = _pixel(line, strip * APART, place, kept, WIDTH, CHANNELS, sure)
                     added = ()
                     for which in tl.static_range(BESIDE):
-                        if (place >= which * STRIDE_W) and (place - which * STRIDE_W < KERNEL_W):
-                            added += (totals[which] + pixel * scales[place - which * STRIDE_W],)
-                        else:
-                            added += (totals[which],)
-                    totals = added
-        for which in tl.static_range(BESIDE):
-            w = strip * BESIDE + which
-            tl.store(outputs + (h * WIDE + w) * CHANNELS, totals[which], mask=kept & (w < WIDE))
-
-
-@triton.jit(do_not_specialize=["num_samples", "lines"])
-def _filter_back(
-    images, weight, outputs, num_samples, high, height, lines,
-    WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
-    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Do the same backwards: ``images`` are gradients of what was put out, and what is put out those of the inputs."""
-    model = tl.program_id(2).to(tl.int64)
-    strip, top, sample, channel, kept = _strip(num_samples, high, lines, STRIPS, CHANNELS, ROWS, COLUMNS)
-    images += (model * num_samples + sample) * height * WIDTH * CHANNELS + channel
-    weight += model * KERNEL_H * KERNEL_W * CHANNELS + channel
-    outputs += (model * num_samples + sample) * high * WIDE * CHANNELS + channel
-    left = strip * (BESIDE // STRIDE_W)  # strips are whole strides
-    for h in range(top, tl.minimum(top + lines, high)):
-        totals = (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),) * BESIDE
-        seen = h + PAD_H
-        first = tl.maximum(seen % STRIDE_H, seen - (height - 1) * STRIDE_H)
-        for down in range(first, tl.minimum(seen + 1, KERNEL_H), STRIDE_H):
-            scales = ()
-            for across in tl.static_range(KERNEL_W):
-                place = (down * KERNEL_W + across) * CHANNELS
-                scales += (tl.load(weight + place, mask=channel < CHANNELS, other=0.0),)
-            line = images + (seen - down) // STRIDE_H * WIDTH * CHANNELS
-            for place in tl.static_range(-((KERNEL_W - 1 - PAD_W) // STRIDE_W), (BESIDE - 1 + PAD_W) // STRIDE_W + 1):
-                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):
-                    sure = (place >= 0) and ((STRIPS - 1) * (BESIDE // STRIDE_W) + place < WIDTH)
-                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
-                    added = ()
-                    for which in tl.static_range(BESIDE):
-                        if (which + PAD_W >= place * STRIDE_W) and (which + PAD_W - place * STRIDE_W < KERNEL_W):
-                            added += (totals[which] + pixel * scales[which + PAD_W - place * STRIDE_W],)
-                        else:
-                            added += (totals[which],)
+                        total = totals[which]
+                        for across in tl.static_range(KERNEL_W):
+                            if across - PAD_W == (which - place * STRIDE_W if BACK else place - which * STRIDE_W):
+                                total += pixel * scales[across]
+                        added += (total,)
                     totals = added
         for which in tl.static_range(BESIDE):
             w = strip * BESIDE + which
@@ -408,6 +370,7 @@ def _filter_gradient(
     WIDE: tl.constexpr, WIDTH: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     STRIPS: tl.constexpr, BESIDE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Sum, for each channel and the places in a line of the window, what they saw times the gradients of outputs."""
     # The lines of a part one after the other: what one has read is near when the next one needs it.
@@ -430,17 +393,17 @@ def _filter_gradient(
         for strip in range(STRIPS):
             slopes = ()
             for which in tl.static_range(BESIDE):
-                slopes += (_pixel(sloped, which, strip * BESIDE, kept, WIDE, CHANNELS, STRIPS * BESIDE == WIDE),)
-            left = strip * BESIDE * STRIDE_W - PAD_W
-            for place in tl.static_range(KERNEL_W + (BESIDE - 1) * STRIDE_W):
-                if (STRIPS > 1) or ((place >= PAD_W) and (place - PAD_W < WIDTH)):
-                    sure = (place >= PAD_W) and ((STRIPS - 1) * BESIDE * STRIDE_W - PAD_W + place < WIDTH)
-                    pixel = _pixel(line, place, left, kept, WIDTH, CHANNELS, sure)
+                sure = STRIPS * BESIDE == WIDE
+                slopes += (_pixel(sloped, strip * BESIDE, which, kept, WIDE, CHANNELS, sure),)
+            for place in tl.static_range(LEFT, RIGHT + 1):
+                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):
+                    sure = (place >= 0) and ((STRIPS - 1) * APART + place < WIDTH)
+                    pixel = _pixel(line, strip * APART, place, kept, WIDTH, CHANNELS, sure)
                     added = ()
                     for across in tl.static_range(KERNEL_W):
                         total = totals[across]
                         for which in tl.static_range(BESIDE):
-                            if place - which * STRIDE_W == across:
+                            if across - PAD_W == place - which * STRIDE_W:
                                 total += pixel * slopes[which]
                         added += (total,)
                     totals = added
