@@ -165,6 +165,19 @@ def test_a_run_says_what_fine_tuning_brought(method: str, rate: float, *, is_wor
     assert not any("Fine-tuning" in line for line in remarks(plain))
 
 
+def test_where_fine_tuning_diverged_its_rate_is_to_blame() -> None:
+    record = {
+        "train_accuracy": 0.1,
+        "train_loss": 1e14,
+        "validation_accuracy": 0.1,
+        "fine_tuning": {"epochs": 1, "rate": 2.0},
+    }
+    for before, setting in ((0.8, "run.fine_tune_rate"), (0.05, "schedule.learning_rate")):
+        record["fine_tuning"]["validation_accuracy_before"] = before
+        (warning,) = (line for line in remarks(record) if line.startswith("warning"))
+        assert f"A smaller {setting} is needed" in warning
+
+
 def test_without_validation_samples_there_is_no_telling_what_fine_tuning_brought() -> None:
     run = {"rounds": 2, "fine_tune_epochs": 1}
     sections = {"method": {"name": "perfedavg", "inner_rate": 0.05}, "data": {**SMALL, "num_validation": 0}, "run": run}

@@ -246,10 +246,21 @@ def remarks(summary: Summary) -> Iterator[str]:
     metrics = metrics_of(summary)
     counts = {metric.title: summary.get(f"test_{metric.name}_undefined") for metric in metrics}
     undefined = [f"{title} ({count})" for title, count in counts.items() if count]
-    known: dict[str, Any] = {"metrics": metrics, "diverged": has_diverged(summary), "counted": counted}
+    known: dict[str, Any] = {"diverged": has_diverged(summary), "counted": counted, "metrics": metrics}
+    known["tuned"] = _tuned(summary, metrics[0])
     yield from rendered("run.txt", summary=summary, idle=idle, undefined=undefined, **known).splitlines()
     if note := summary.get("note"):
         yield str(note)
+
+
+def _tuned(summary: Summary, metric: Metric) -> dict[str, Any] | None:
+    """Return what fine-tuning did to the validation score; None where that is not known."""
+    known, after = summary.get("fine_tuning", {}), summary.get(f"validation_{metric.name}")
+    before = known.get(f"validation_{metric.name}_before")
+    if before is None or after is None:
+        return None
+    harms = after != before and (after < before) == metric.larger_is_better
+    return {**known, "metric": metric.title, "before": before, "after": after, "harms": harms}
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -267,5 +278,8 @@ def score_text(record: Summary) -> str:
     return "" if value is None else f"test {metric.title} {value:.4f}"
 
 
-def _number(value: float | None, form: str = "{:.4f}", unit: float = 1) -> str:
-    return "-" if value is None else form.format(value / unit)
+def _number(value: float | None, form: str = "", unit: float = 1) -> str:
+    """Write a number; four digits after the point, or four in all of a million and more, where no form is given."""
+    if value is None:
+        return "-"
+    return (form or ("{:.4f}" if abs(value) < 1e6 else "{:.4g}")).format(value / unit)
