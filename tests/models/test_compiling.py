@@ -52,14 +52,14 @@ pixels = {"HIGH": 8, "WIDE": 8, "HEIGHT": 16, "WIDTH": 16}
 tile = {"ROWS": 64, "COLUMNS": 64}
 geometry = Geometry((5, 5), (2, 2), (1, 1), True)
 def strips(wide, width, *back):
-    return {"WIDE": wide, "WIDTH": width, **kernels._strips(128, wide, 240, geometry, *back).constants}
+    return kernels._strips(128, wide, width, 240, geometry, *back).constants
 product = {"warps": 8, "FLAT": False, "PRECISION": "tf32", "ROWS": 128, "COLUMNS": 128, "INNER": 64}
 found = {
-    "filter": stack(kernels._filter, small=(), **window, **strips(8, 16), BACK=False),
-    "filter, narrow": stack(kernels._filter, small=(), **window, **strips(2, 4), BACK=False),
-    "filter back": stack(kernels._filter, small=(), **window, **strips(16, 8, True), BACK=True),
-    "filter gradient": stack(kernels._filter_gradient, **window, **strips(8, 16)),
-    "filter gradient, narrow": stack(kernels._filter_gradient, **window, **strips(2, 4)),
+    "filter": stack(kernels._filter, small=(), **strips(8, 16), BACK=False),
+    "filter, narrow": stack(kernels._filter, small=(), **strips(2, 4), BACK=False),
+    "filter back": stack(kernels._filter, small=(), **strips(16, 8, True), BACK=True),
+    "filter gradient": stack(kernels._filter_gradient, **strips(8, 16)),
+    "filter gradient, narrow": stack(kernels._filter_gradient, **strips(2, 4)),
     "multiply": stack(kernels._multiply, **window, **product, BACK=False),
     "multiply gradient": stack(kernels._multiply_gradient, **window, **pixels, **product),
     "sums": stack(kernels._sums, **tile),

@@ -91,14 +91,13 @@ def _filtered(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, ba
     models, samples, height, width, channels = images.shape
     outputs = images.new_empty(models, samples, *size, channels)
     weight = weight.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    strips = _strips(samples, size[1], channels, geometry, back)
+    strips = _strips(samples, size[1], width, channels, geometry, back)
     columns = triton.cdiv(channels, strips.columns)
     # A program passes over the lines of an image one after the other: what one has read is near when the next needs it.
     parts = min(size[0], triton.cdiv(_BUSY, strips.number * columns * models))
     lines = triton.cdiv(size[0], parts)
     grid = strips.number * triton.cdiv(size[0], lines), columns, models
-    how = {"WIDE": size[1], "WIDTH": width, "BACK": back, **_constants(geometry), **strips.constants}
-    _filter[grid](images, weight, outputs, samples, size[0], height, lines, **how)
+    _filter[grid](images, weight, outputs, samples, size[0], height, lines, BACK=back, **strips.constants)
     return outputs
 
 
@@ -109,12 +108,11 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
     num_rows, places = samples * high * wide, geometry.window[0] * geometry.window[1]
     # A sum over the rows, or a product whose inner side is the rows, which may be cut into parts.
     if geometry.depthwise:
-        strips = _strips(samples, wide, channels, geometry)
+        strips = _strips(samples, wide, width, channels, geometry)
         tiles = strips.number * high
         grid, parts = _in_parts(geometry.window[0], triton.cdiv(channels, strips.columns), models, tiles)
         found = _room(inputs, models, parts, places, 1, channels)
-        sides = {"WIDE": wide, "WIDTH": width, **_constants(geometry), **strips.constants}
-        _filter_gradient[grid](inputs, gradient, found, parts, samples, high, height, **sides)
+        _filter_gradient[grid](inputs, gradient, found, parts, samples, high, height, **strips.constants)
     else:
         flat = channels < _FEW
         blocks = _blocks(places * channels if flat else channels, outputs, num_rows, inputs)
@@ -159,11 +157,11 @@ class _Strips(NamedTuple):
     constants: dict[str, int]  # what a kernel is compiled for
 
 
-def _strips(samples: int, width: int, channels: int, geometry: Geometry, back: bool = False) -> _Strips:
-    """Cut lines of ``width`` pixels as evenly as they come; ``back`` strips are of whole strides."""
+def _strips(samples: int, wide: int, width: int, channels: int, geometry: Geometry, back: bool = False) -> _Strips:
+    """Cut lines of ``wide`` pixels, made of others of ``width``, as evenly as they come; ``back`` by whole strides."""
     window, stride, padding = (pair[1] for pair in geometry[:3])
     step = stride if back else 1
-    steps = triton.cdiv(width, step)
+    steps = triton.cdiv(wide, step)
     in_line = triton.cdiv(steps, max(1, _MOST_BESIDE // step))
     beside = step * triton.cdiv(steps, in_line)
     # The pixels that the first strip sees, and how far the next one's are from these.
@@ -171,12 +169,14 @@ def _strips(samples: int, width: int, channels: int, geometry: Geometry, back: b
         left, right, apart = -((window - 1 - padding) // stride), (beside - 1 + padding) // stride, beside // stride
     else:
         left, right, apart = -padding, (beside - 1) * stride + window - 1 - padding, beside * stride
+    if in_line == 1:  # what is outside is known
+        left, right = max(left, 0), min(right, width - 1)
     widest = min((64, 32), key=lambda side: -channels % side)  # that leaves the last tile the least empty
     # All numbers of a strip are to fit into registers.
     rows, columns = _tile(samples, channels, max(1, 4096 // triton.next_power_of_2(beside)), widest)
-    seen = {"LEFT": left, "RIGHT": right, "APART": apart}
+    seen = {"WIDE": wide, "WIDTH": width, "LEFT": left, "RIGHT": right, "APART": apart}
     tile = {"STRIPS": in_line, "BESIDE": beside, "CHANNELS": channels, "ROWS": rows, "COLUMNS": columns}
-    return _Strips(triton.cdiv(samples, rows) * in_line, columns, seen | tile)
+    return _Strips(triton.cdiv(samples, rows) * in_line, columns, {**_constants(geometry), **seen, **tile})
 
 
 def _tile(rows: int, columns: int, numbers: int = 4096, widest: int = 64) -> Pair:
@@ -313,9 +313,15 @@ def _strip(
 
 
 @triton.jit
-def _pixel(line, start, place, kept, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, SURE: tl.constexpr):
-    """Return what is ``place`` pixels right of ``start`` in a line of some images; 0 if that may be outside and is."""
-    there = kept if SURE else kept & (start + place >= 0) & (start + place < WIDTH)
+def _pixel(
+    line, strip, place: tl.constexpr, kept,
+    WIDTH: tl.constexpr, STRIPS: tl.constexpr, APART: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Return the pixel at a ``place`` of a strip in a line of some images; 0 where it is outside."""
+    start = strip * APART
+    there = kept
+    if (place < 0) or ((STRIPS - 1) * APART + place >= WIDTH):  # in some strip
+        there = kept & (start + place >= 0) & (start + place < WIDTH)
     return tl.load(line + start * CHANNELS + place * CHANNELS, mask=there, other=0.0).to(tl.float32)
 
 
@@ -348,17 +354,15 @@ def _filter(
                 scales += (tl.load(weight + place, mask=channel < CHANNELS, other=0.0),)
             line = images + ((seen - down) // STRIDE_H if BACK else seen + down) * WIDTH * CHANNELS
             for place in tl.static_range(LEFT, RIGHT + 1):
-                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):  # of a single strip it is known what is outside
-                    sure = (place >= 0) and ((STRIPS - 1) * APART + place < WIDTH)
-                    pixel = _pixel(line, strip * APART, place, kept, WIDTH, CHANNELS, sure)
-                    added = ()
-                    for which in tl.static_range(BESIDE):
-                        total = totals[which]
-                        for across in tl.static_range(KERNEL_W):
-                            if across - PAD_W == (which - place * STRIDE_W if BACK else place - which * STRIDE_W):
-                                total += pixel * scales[across]
-                        added += (total,)
-                    totals = added
+                pixel = _pixel(line, strip, place, kept, WIDTH, STRIPS, APART, CHANNELS)
+                added = ()
+                for which in tl.static_range(BESIDE):
+                    total = totals[which]
+                    for across in tl.static_range(KERNEL_W):
+                        if across - PAD_W == (which - place * STRIDE_W if BACK else place - which * STRIDE_W):
+                            total += pixel * scales[across]
+                    added += (total,)
+                totals = added
         for which in tl.static_range(BESIDE):
             w = strip * BESIDE + which
             tl.store(outputs + (h * WIDE + w) * CHANNELS, totals[which], mask=kept & (w < WIDE))
@@ -393,20 +397,17 @@ def _filter_gradient(
         for strip in range(STRIPS):
             slopes = ()
             for which in tl.static_range(BESIDE):
-                sure = STRIPS * BESIDE == WIDE
-                slopes += (_pixel(sloped, strip * BESIDE, which, kept, WIDE, CHANNELS, sure),)
+                slopes += (_pixel(sloped, strip, which, kept, WIDE, STRIPS, BESIDE, CHANNELS),)
             for place in tl.static_range(LEFT, RIGHT + 1):
-                if (STRIPS > 1) or ((place >= 0) and (place < WIDTH)):
-                    sure = (place >= 0) and ((STRIPS - 1) * APART + place < WIDTH)
-                    pixel = _pixel(line, strip * APART, place, kept, WIDTH, CHANNELS, sure)
-                    added = ()
-                    for across in tl.static_range(KERNEL_W):
-                        total = totals[across]
-                        for which in tl.static_range(BESIDE):
-                            if across - PAD_W == place - which * STRIDE_W:
-                                total += pixel * slopes[which]
-                        added += (total,)
-                    totals = added
+                pixel = _pixel(line, strip, place, kept, WIDTH, STRIPS, APART, CHANNELS)
+                added = ()
+                for across in tl.static_range(KERNEL_W):
+                    total = totals[across]
+                    for which in tl.static_range(BESIDE):
+                        if across - PAD_W == place - which * STRIDE_W:
+                            total += pixel * slopes[which]
+                    added += (total,)
+                totals = added
     found += ((model * parts + part) * KERNEL_H + down) * KERNEL_W * CHANNELS + channel
     for across in tl.static_range(KERNEL_W):
         tl.store(found + across * CHANNELS, tl.sum(totals[across], axis=0)[None, :], mask=channel < CHANNELS)
