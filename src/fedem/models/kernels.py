@@ -158,7 +158,7 @@ class _Strips(NamedTuple):
 
 
 def _strips(samples: int, wide: int, width: int, channels: int, geometry: Geometry, back: bool = False) -> _Strips:
-    """Cut lines of ``wide`` pixels, made of others of ``width``, as evenly as they come; ``back`` by whole strides."""
+    """Cut lines of ``wide`` pixels, which see lines of ``width``, as evenly as they come; ``back`` by whole strides."""
     window, stride, padding = (pair[1] for pair in geometry[:3])
     step = stride if back else 1
     steps = triton.cdiv(wide, step)

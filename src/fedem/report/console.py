@@ -246,9 +246,9 @@ def remarks(summary: Summary) -> Iterator[str]:
     metrics = metrics_of(summary)
     counts = {metric.title: summary.get(f"test_{metric.name}_undefined") for metric in metrics}
     undefined = [f"{title} ({count})" for title, count in counts.items() if count]
-    known: dict[str, Any] = {"diverged": has_diverged(summary), "counted": counted, "metrics": metrics}
-    known["tuned"] = _tuned(summary, metrics[0])
-    yield from rendered("run.txt", summary=summary, idle=idle, undefined=undefined, **known).splitlines()
+    known: dict[str, Any] = {"diverged": has_diverged(summary), "tuned": _tuned(summary, metrics[0])}
+    known |= {"idle": idle, "undefined": undefined, "metrics": metrics, "counted": counted}
+    yield from rendered("run.txt", summary=summary, **known).splitlines()
     if note := summary.get("note"):
         yield str(note)
 

@@ -30,7 +30,7 @@ Array = NDArray[Any]
 _ALONE = "all"  # name of the one client where there are no groups
 
 
-class _Estimator(BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
+class _Estimator(BaseEstimator):
     """What the two have in common: rows and groups become a federation, and a group's own model predicts its rows."""
 
     def __init__(
@@ -143,7 +143,7 @@ def _free(name: str, taken: Iterable[str]) -> str:
     return name
 
 
-class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]  # scikit-learn has no types
+class FedEMClassifier(ClassifierMixin, _Estimator):
     """Classes by each client's own model; ``groups`` says whose sample a row is.
 
     Columns of numbers are standardised by the rows of ``fit``; in a data frame, text becomes one input per category.
@@ -191,7 +191,7 @@ class FedEMClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]  # sci
         return accuracy_score(y, self.predict(X, groups), sample_weight=sample_weight)
 
 
-class FedEMRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]  # scikit-learn has no types
+class FedEMRegressor(RegressorMixin, _Estimator):
     """Numbers by each client's own model; ``groups`` says whose sample a row is.
 
     Columns of numbers, and y, are standardised by the rows of ``fit``; predictions are in y's own units. Arguments and
