@@ -14,6 +14,7 @@ from fedem.core.errors import UserError
 from fedem.report.board import board_page
 from fedem.report.pages import LEADERBOARD, result_pages
 from fedem.report.pictures.canvas import Picture
+from fedem.report.pictures.curves import against_bytes
 from fedem.report.pictures.declared import draw_experiment
 from fedem.report.runs import gather
 from fedem.report.studies import experiment_markdown
@@ -182,6 +183,33 @@ def test_reports_call_runs_as_the_experiment_does(tmp_path: Path) -> None:
     (named,) = gather([out], called)
     assert set(named.titles.values()) == {"FedAvg small", "kNN-Per"}
     assert [len(runs) for runs in named.runs.values()] == [2, 2]
+
+
+def test_a_method_whose_rounds_are_not_kept_has_no_line_in_a_report(tmp_path: Path) -> None:
+    experiment = _declare(tmp_path, "method")
+    out = _keep_some(experiment, tmp_path)
+    for entry in kept(experiment, out):
+        if (entry.labels["data"], entry.labels["method"]) == ("Here", "Local"):
+            _score(entry, {10: 0.4, 20: 0.6})
+    page = dict(result_pages(tmp_path))[Path("drawn/report.html")].decode()
+    assert "Scores against bytes sent" in page
+    here = next(data for data in gather([out]) if any(run.history for runs in data.runs.values() for run in runs))
+    picture = against_bytes(here)
+    assert picture is not None
+    # It ends at 62% in the summaries and at 60% in the rounds that are kept.
+    assert picture.sentence.startswith(
+        "On reaching 60.0 %, the worst of the final scores, for the first time, Local has sent 0.048 kB"
+    )
+    lines = picture.figure.axes[0].get_lines()
+    assert [line.get_label() for line in lines] == ["Local"]
+    assert [line.get_xdata().tolist() for line in lines] == [[0.032, 0.048]]
+
+
+@pytest.mark.slow
+def test_all_that_is_kept_here_has_pages() -> None:
+    places = {path.parent.name for path in (ROOT / "experiments").glob(f"*/{RESULTS}")}
+    names = {str(name) for name, _ in result_pages(ROOT / "experiments")}
+    assert names >= {str(Path(place, page)) for place in places for page in ("table.md", "report.html")}
 
 
 def test_experiments_without_kept_runs_have_no_pages(tmp_path: Path) -> None:

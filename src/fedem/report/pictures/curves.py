@@ -46,9 +46,11 @@ def _against(data: Gathered, title: str, say: Callable[[Gathered], str], below: 
         scale = metric.scale if metric else 1
         for method, runs in data.runs.items():
             rounds, values = common_curve(runs, name)
+            if not len(rounds):  # of its rounds nothing is kept
+                continue
             along = sent_by(runs, rounds) / size if size else rounds
             # A method that sends nothing has no place on an axis of bytes.
-            if len(along) and along[-1] > 0:
+            if along[-1] > 0:
                 band(axes, along, scale * values, data, method)
         if size:
             widely(axes, "x")
@@ -137,16 +139,17 @@ def _ending(data: Gathered) -> str:
 
 def _reaching(data: Gathered) -> str:
     """Say how much each method sends until it has what the worst one ends with."""
-    if not (finals := _finals(data)):
+    curves = {method: common_curve(runs, data.score) for method, runs in data.runs.items()}
+    # Of the seeds that are drawn: others may end elsewhere.
+    ends = [curves[method][1].mean(0)[-1] for method, _ in _finals(data) if len(curves[method][0])]
+    if not ends:
         return _UNSCORED
-    goal, reaching = finals[-1][1], []
-    for method, runs in data.runs.items():
-        rounds, values = common_curve(runs, data.score)
+    goal, reaching = min(ends) if data.metric.larger_is_better else max(ends), []
+    for method, (rounds, values) in curves.items():
         means = values.mean(0)
-        better = means > goal if data.metric.larger_is_better else means < goal
-        # Means of the same numbers, taken in two ways, may differ by a rounding.
-        if len(reached := (np.isclose(means, goal) | better).nonzero()[0]):
-            unit, size = bytes_unit(sent := sent_by(runs, rounds)[reached[0]])
+        reached = means >= goal if data.metric.larger_is_better else means <= goal
+        if reached.any():
+            unit, size = bytes_unit(sent := sent_by(data.runs[method], rounds)[reached.argmax()])
             reaching.append(f"{data.name(method)} has sent {f'{sent / size:.3g} {unit}' if sent else 'nothing'}")
     which = "its final score" if len(data.runs) == 1 else "the worst of the final scores"
     if len(reaching) > _LISTED + 1:  # to say that there is one more takes as long as to say what it is
