@@ -366,10 +366,11 @@ def test_networks_are_scored_by_kernels_as_they_are_folded(kind: str, monkeypatc
     torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize(("size", "samples"), [(5, 3), (40, 18)])
+@pytest.mark.parametrize(("size", "samples", "programs"), [(5, 3, 1), (40, 18, 1), (40, 18, kernels._ALL)])
 def test_an_lstm_runs_and_learns_as_it_does_without_kernels(
-    size: int, samples: int, monkeypatch: pytest.MonkeyPatch
+    size: int, samples: int, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "_ALL", programs)  # which choose between large tiles and small ones
     layer = make_stackable(nn.LSTM(4, size, num_layers=2, batch_first=True)).to(DEVICE)
     state = tree_stack(
         [{name: _draw(*leaf.shape, seed=model) / 3 for name, leaf in layer.named_parameters()} for model in range(2)]

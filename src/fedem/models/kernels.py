@@ -29,6 +29,7 @@ from fedem.models.convolutions import Geometry, Pair
 
 _LONGEST = 16  # tiles that a program passes over where it adds up, if there are others enough
 _BUSY = 2048  # programs that occupy a GPU
+_ALL = 264  # programs of which each of its multiprocessors has one or two
 _MOST_BESIDE = 8  # pixels of a line that a program has at once
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
@@ -59,22 +60,23 @@ def _constants(geometry: Geometry) -> dict[str, int]:
 def convolve(inputs: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Convolve, ``[S, n, H, W, C], [S, O, C, *] -> [S, n, H', W', O]``."""
     size = geometry.shrink((inputs.shape[2], inputs.shape[3]))
-    run = _filtered if geometry.depthwise else _multiplied
-    return run(inputs, weight.permute(0, 3, 4, 2, 1), size, geometry, back=False)
+    if geometry.depthwise:
+        return _filtered(inputs, weight, size, geometry, back=False)
+    return _multiplied(inputs, weight.permute(0, 1, 3, 4, 2), size, geometry, back=False)
 
 
 @_launches
 def convolve_back(gradient: Tensor, weight: Tensor, size: Pair, geometry: Geometry) -> Tensor:
     """Return the gradient of inputs of ``size``, ``[S, n, H', W', O], [S, O, C, *] -> [S, n, H, W, C]``."""
-    if not geometry.depthwise:
-        return _multiplied(gradient, weight.permute(0, 3, 4, 1, 2), size, geometry, back=True)
-    return _filtered(gradient, weight.permute(0, 3, 4, 2, 1), size, geometry, back=True)
+    if geometry.depthwise:
+        return _filtered(gradient, weight, size, geometry, back=True)
+    return _multiplied(gradient, weight.permute(0, 2, 3, 4, 1), size, geometry, back=True)
 
 
 def _multiplied(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
-    """Convolve by a weight ``[S, k_h, k_w, C, O]``."""
+    """Convolve by a weight ``[S, O, k_h, k_w, C]``."""
     (models, samples, height, width, channels), weight = images.shape, weight.contiguous()
-    num_rows, num_outputs = samples * size[0] * size[1], weight.shape[-1]
+    num_rows, num_outputs = samples * size[0] * size[1], weight.shape[1]
     outputs = images.new_empty(models, samples, *size, num_outputs)
     # Measured on an H200.
     most = (256, 64) if images.dtype == torch.float32 else (128, 128)
@@ -87,10 +89,10 @@ def _multiplied(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, 
 
 
 def _filtered(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, back: bool) -> Tensor:
-    """Convolve each channel by itself, by a weight ``[S, k_h, k_w, 1, C]``."""
+    """Convolve each channel by itself, by a weight ``[S, C, 1, k_h, k_w]``."""
     models, samples, height, width, channels = images.shape
     outputs = images.new_empty(models, samples, *size, channels)
-    weight = weight.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    weight = weight.squeeze(2).permute(0, 2, 3, 1).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     strips = _strips(samples, size[1], width, channels, geometry, back)
     columns = triton.cdiv(channels, strips.columns)
     # A program passes over the lines of an image one after the other: what one has read is near when the next needs it.
@@ -141,10 +143,15 @@ def _room(like: Tensor, models: int, parts: int, *shape: int) -> Tensor:
     return torch.empty(models, parts, *shape, dtype=dtype, device=like.device)
 
 
+def _side(side: int, most: int) -> int:
+    """Return a side of what one program multiplies, which tensor cores want to be a power of two from 16 up."""
+    return max(16, min(most, triton.next_power_of_2(side)))
+
+
 def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (128, 128)) -> dict[str, Any]:
     """Return how one program multiplies matrices: how much of them, powers of two from 16 up, and with what."""
     sides = {"ROWS": (rows, most[0]), "COLUMNS": (columns, most[1]), "INNER": (inner, 128 // tensor.element_size())}
-    blocks = {name: max(16, min(limit, triton.next_power_of_2(side))) for name, (side, limit) in sides.items()}
+    blocks = {name: _side(*side) for name, side in sides.items()}
     warps = 8 if blocks["ROWS"] * blocks["COLUMNS"] > 8192 else 4
     return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
 
@@ -210,13 +217,22 @@ def _seen(
 
 
 @triton.jit
+def _add_product(left, right, there, total, PRECISION: tl.constexpr):
+    """Add to ``[ROWS, COLUMNS]`` the product of ``[ROWS, INNER]`` and of what is read, ``[COLUMNS, INNER]``, turned.
+
+    Tensor cores want float32 side by side along the inner side; what lies so in memory is copied four numbers at once.
+    """
+    return tl.dot(left, tl.trans(tl.load(right, mask=there, other=0.0)), total, input_precision=PRECISION)
+
+
+@triton.jit
 def _multiply(
     images, weight, outputs, num_rows, high, wide, height, width, channels, num_outputs,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, BACK: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of windows by a model's weight, place by place."""
+    """Multiply rows of windows by a model's weight ``[O, k_h k_w C]``, place by place."""
     model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -245,12 +261,8 @@ def _multiply(
             )  # fmt: skip
             seen, there = seen[:, None], (there & (row < num_rows))[:, None]
         left = tl.load(images + seen * channels + channel[None, :], mask=there & known[None, :], other=0.0)
-        right = tl.load(
-            weight + inner[:, None] * num_outputs + column[None, :],
-            mask=known[:, None] & (column < num_outputs)[None, :],
-            other=0.0,
-        )
-        total = tl.dot(left, right, total, input_precision=PRECISION)
+        right = weight + column[:, None] * KERNEL_H * KERNEL_W * channels + inner[None, :]
+        total = _add_product(left, right, (column < num_outputs)[:, None] & known[None, :], total, PRECISION)
     outputs += model * num_rows * num_outputs
     kept = (row < num_rows)[:, None] & (column < num_outputs)[None, :]
     tl.store(outputs + row.to(tl.int64)[:, None] * num_outputs + column[None, :], total, mask=kept)
@@ -726,61 +738,90 @@ def _rescale_back(
 
 
 @_launches
-def recur(gates: Tensor, weight: Tensor, hidden: Tensor, cells: Tensor) -> None:
-    """Run an LSTM's loop over time, in place, a launch for each time.
+def recur(shares: Tensor, bias: Tensor, weight: Tensor, gates: Tensor, hidden: Tensor, cells: Tensor) -> None:
+    """Run an LSTM's loop over time, a launch for each time.
 
-    ``gates`` ``[S, T, n, 4h]`` are the inputs' share, biases included, and become the activated gates: output, input,
-    forget, candidate. ``hidden`` and ``cells`` ``[S, T + 1, n, h]`` hold the first ones; ``weight`` is ``[S, h, 4h]``.
+    ``shares`` ``[S, T, n, 4h]`` are the inputs' part of the gates, to which ``bias`` ``[S, 4h]`` is added; ``gates``
+    become the activated ones: output, input, forget, candidate. ``hidden`` and ``cells`` ``[S, T + 1, n, h]`` hold the
+    first ones; ``weight`` is ``[S, 4h, h]``.
     """
-    models, times, samples, _ = gates.shape
-    blocks, grid = _recurrent(models, samples, hidden.shape[-1], gates)
+    models, times, samples, size = *shares.shape[:3], hidden.shape[-1]
+    blocks, grid = _recurrent(models, samples, size, shares, (128, 32), inner=32)  # four sums for each number
+    given = shares, bias, weight, gates, hidden, cells
     for time in range(times):
-        _recur[grid](gates, weight, hidden, cells, time, times, samples, SIZE=hidden.shape[-1], **blocks)
+        _recur[grid](*given, time, times, samples, SIZE=size, **blocks)
 
 
-def _recurrent(models: int, samples: int, size: int, tensor: Tensor) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return how programs share a step's work, and how many there are."""
-    blocks = _blocks(samples, size, size, tensor, most=(64, 32))  # four sums for each number
-    return blocks, (triton.cdiv(samples, blocks["ROWS"]), triton.cdiv(size, blocks["COLUMNS"]), models)
+def _recurrent(
+    models: int, samples: int, size: int, tensor: Tensor, largest: Pair, inner: int
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Return how programs share the work of a time, and how many there are.
+
+    The larger their tiles, the less is read twice. But all of a GPU is to have work.
+    """
+    down, across = _side(samples, largest[0]), _side(size, largest[1])
+    if triton.cdiv(samples, down) * triton.cdiv(size, across) * models < _ALL:
+        down, across = min(down, 64), min(across, 32)
+    tile = {"ROWS": down, "COLUMNS": across, "INNER": _side(size, inner)}
+    how = {"PRECISION": _precision(tensor), "num_warps": 8 if down * across > 2048 else 4, "num_stages": 4}
+    return {**tile, **how}, (triton.cdiv(samples, down), triton.cdiv(size, across), models)
 
 
 @triton.jit(do_not_specialize=["time"])
 def _recur(
-    gates, weight, hidden, cells, time, num_times, num_samples, SIZE: tl.constexpr,
+    shares, bias, weight, gates, hidden, cells, time, num_times, num_samples, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    weight += model * SIZE * 4 * SIZE
-    own = (model * num_times + time) * num_samples + row  # of gates
-    before = (model * (num_times + 1) + time) * num_samples + row  # of states
-    after = before + num_samples
-    kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
-    gate = gates + own[:, None] * 4 * SIZE + column[None, :]
-    leave = tl.load(gate, mask=kept, other=0.0)
-    enter = tl.load(gate + SIZE, mask=kept, other=0.0)
-    keep = tl.load(gate + 2 * SIZE, mask=kept, other=0.0)
-    candidate = tl.load(gate + 3 * SIZE, mask=kept, other=0.0)
+    before = (model * (num_times + 1) + time) * num_samples  # of states
+    weight += model * 4 * SIZE * SIZE
+    leave, enter = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    keep, candidate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32), tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, SIZE, INNER):
         inner = start + tl.arange(0, INNER)
         seen = (row < num_samples)[:, None] & (inner < SIZE)[None, :]
-        left = tl.load(hidden + before[:, None] * SIZE + inner[None, :], mask=seen, other=0.0)
-        right = weight + inner[:, None] * 4 * SIZE + column[None, :]
-        there = (inner < SIZE)[:, None] & (column < SIZE)[None, :]
-        leave = tl.dot(left, tl.load(right, mask=there, other=0.0), leave, input_precision=PRECISION)
-        enter = tl.dot(left, tl.load(right + SIZE, mask=there, other=0.0), enter, input_precision=PRECISION)
-        keep = tl.dot(left, tl.load(right + 2 * SIZE, mask=there, other=0.0), keep, input_precision=PRECISION)
-        candidate = tl.dot(left, tl.load(right + 3 * SIZE, mask=there, other=0.0), candidate, input_precision=PRECISION)
-    leave, enter, keep, candidate = tl.sigmoid(leave), tl.sigmoid(enter), tl.sigmoid(keep), _tanh(candidate)
-    cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
-    cell = keep * cell + enter * candidate
-    tl.store(cells + after[:, None] * SIZE + column[None, :], cell, mask=kept)
-    tl.store(hidden + after[:, None] * SIZE + column[None, :], leave * _tanh(cell), mask=kept)
-    tl.store(gate, leave, mask=kept)
-    tl.store(gate + SIZE, enter, mask=kept)
-    tl.store(gate + 2 * SIZE, keep, mask=kept)
-    tl.store(gate + 3 * SIZE, candidate, mask=kept)
+        left = tl.load(hidden + (before + row)[:, None] * SIZE + inner[None, :], mask=seen, other=0.0)
+        right = weight + column[:, None] * SIZE + inner[None, :]
+        there = (column < SIZE)[:, None] & (inner < SIZE)[None, :]
+        leave = _add_product(left, right, there, leave, PRECISION)
+        enter = _add_product(left, right + SIZE * SIZE, there, enter, PRECISION)
+        keep = _add_product(left, right + 2 * SIZE * SIZE, there, keep, PRECISION)
+        candidate = _add_product(left, right + 3 * SIZE * SIZE, there, candidate, PRECISION)
+    row, column, kept = _places(num_samples, SIZE, ROWS, COLUMNS)
+    gate = ((model * num_times + time) * num_samples + row) * 4 * SIZE + column
+    level = bias + model * 4 * SIZE + column
+    leave = tl.sigmoid(_gate(leave, shares + gate, level, kept))
+    enter = tl.sigmoid(_gate(enter, shares + gate + SIZE, level + SIZE, kept))
+    keep = tl.sigmoid(_gate(keep, shares + gate + 2 * SIZE, level + 2 * SIZE, kept))
+    candidate = _tanh(_gate(candidate, shares + gate + 3 * SIZE, level + 3 * SIZE, kept))
+    old = (before + row) * SIZE + column
+    new = old + num_samples * SIZE
+    cell = keep * tl.load(cells + old, mask=kept, other=0.0) + enter * candidate
+    tl.store(cells + new, cell, mask=kept)
+    tl.store(hidden + new, leave * _tanh(cell), mask=kept)
+    tl.store(gates + gate, leave, mask=kept)
+    tl.store(gates + gate + SIZE, enter, mask=kept)
+    tl.store(gates + gate + 2 * SIZE, keep, mask=kept)
+    tl.store(gates + gate + 3 * SIZE, candidate, mask=kept)
+
+
+@triton.jit
+def _places(num_samples, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows and columns of a program's tile one after the other, and which there are.
+
+    As a line, a product is brought into the order of memory once; else all that it meets is brought into its own.
+    """
+    place = tl.arange(0, ROWS * COLUMNS)
+    row, column = tl.program_id(0) * ROWS + place // COLUMNS, tl.program_id(1) * COLUMNS + place % COLUMNS
+    return row, column, (row < num_samples) & (column < SIZE)
+
+
+@triton.jit
+def _gate(total, share, level, kept):
+    """Return a gate before its activation, as a line."""
+    return total.ravel() + tl.load(share, mask=kept, other=0.0) + tl.load(level, mask=kept, other=0.0)
 
 
 @triton.jit
@@ -790,52 +831,51 @@ def _tanh(x):
 
 @_launches
 def recur_back(
-    weight: Tensor, gates: Tensor, hidden: Tensor, cells: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
+    weight: Tensor, gates: Tensor, cells: Tensor, grads: Tensor, grad_hidden: Tensor, grad_cell: Tensor
 ) -> None:
     """Run the loop backwards, a launch for each time.
 
-    ``gates`` ``[S, T, n, 4h]``, ``hidden`` ``[S, T, n, h]`` and ``cells`` ``[S, T + 1, n, h]`` are what the loop left.
+    ``gates`` ``[S, T, n, 4h]`` and ``cells`` ``[S, T + 1, n, h]`` are what the loop left.
     ``grads`` become the gates' gradients before their activation; ``grad_hidden`` ``[S, T, n, h]`` is read,
-    ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is ``[S, 4h, h]``.
+    ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is ``[S, h, 4h]``.
     """
     models, times, samples, size = grad_hidden.shape
-    blocks, grid = _recurrent(models, samples, size, grads)
-    given = gates, hidden, cells, grads, grad_hidden, grad_cell
+    blocks, grid = _recurrent(models, samples, size, grads, (128, 64), inner=64)
+    given = weight, gates, cells, grads, grad_hidden, grad_cell
     for time in reversed(range(times)):
-        _recur_back[grid](weight, *given, time, times, samples, SIZE=size, **blocks)
+        _recur_back[grid](*given, time, times, samples, SIZE=size, **blocks)
 
 
 @triton.jit(do_not_specialize=["time"])
 def _recur_back(
-    weight, gates, hidden, cells, grads, grad_hidden, grad_cell, time, num_times, num_samples, SIZE: tl.constexpr,
+    weight, gates, cells, grads, grad_hidden, grad_cell, time, num_times, num_samples, SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     model = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     weight += model * 4 * SIZE * SIZE
-    own = (model * num_times + time) * num_samples + row
-    kept = (row < num_samples)[:, None] & (column < SIZE)[None, :]
-    place = own[:, None] * SIZE + column[None, :]
-    total = tl.load(grad_hidden + place, mask=kept, other=0.0)
+    own = (model * num_times + time) * num_samples
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     if time < num_times - 1:
-        later = own + num_samples
+        later = own + num_samples + row
         for start in range(0, 4 * SIZE, INNER):
             inner = start + tl.arange(0, INNER)
             seen = (row < num_samples)[:, None] & (inner < 4 * SIZE)[None, :]
             left = tl.load(grads + later[:, None] * 4 * SIZE + inner[None, :], mask=seen, other=0.0)
-            there = (inner < 4 * SIZE)[:, None] & (column < SIZE)[None, :]
-            right = tl.load(weight + inner[:, None] * SIZE + column[None, :], mask=there, other=0.0)
-            total = tl.dot(left, right, total, input_precision=PRECISION)
-    gate = own[:, None] * 4 * SIZE + column[None, :]
+            there = (column < SIZE)[:, None] & (inner < 4 * SIZE)[None, :]
+            total = _add_product(left, weight + column[:, None] * 4 * SIZE + inner[None, :], there, total, PRECISION)
+    row, column, kept = _places(num_samples, SIZE, ROWS, COLUMNS)
+    total = total.ravel() + tl.load(grad_hidden + (own + row) * SIZE + column, mask=kept, other=0.0)
+    gate = (own + row) * 4 * SIZE + column
     leave = tl.load(gates + gate, mask=kept, other=0.0)
     enter = tl.load(gates + gate + SIZE, mask=kept, other=0.0)
     keep = tl.load(gates + gate + 2 * SIZE, mask=kept, other=0.0)
     candidate = tl.load(gates + gate + 3 * SIZE, mask=kept, other=0.0)
-    before = (model * (num_times + 1) + time) * num_samples + row
-    cell = tl.load(cells + before[:, None] * SIZE + column[None, :], mask=kept, other=0.0)
-    tanh = _tanh(tl.load(cells + (before + num_samples)[:, None] * SIZE + column[None, :], mask=kept, other=0.0))
-    through = grad_cell + (model * num_samples + row)[:, None] * SIZE + column[None, :]
+    before = ((model * (num_times + 1) + time) * num_samples + row) * SIZE + column
+    cell = tl.load(cells + before, mask=kept, other=0.0)
+    tanh = _tanh(tl.load(cells + before + num_samples * SIZE, mask=kept, other=0.0))
+    through = grad_cell + (model * num_samples + row) * SIZE + column
     slope = tl.load(through, mask=kept, other=0.0) + total * leave * (1 - tanh * tanh)
     tl.store(grads + gate, total * tanh * leave * (1 - leave), mask=kept)
     tl.store(grads + gate + SIZE, slope * candidate * enter * (1 - enter), mask=kept)

@@ -170,17 +170,17 @@ def _recur(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run forwards, seven operations a step, in place within what is returned."""
     num_models, num_times, num_samples, size = *gates.shape[:3], hidden.shape[-1]
-    gates = torch.add(gates, bias[:, None, None], out=gates.new_empty(gates.shape))
     cells = gates.new_empty(num_models, num_times + 1, num_samples, size)
     cells[:, 0] = cell
-    weight = weight.mT.contiguous()  # once, where the product would do it at each step
     if layers.has_kernels(gates):
         from fedem.models import kernels
 
-        states = torch.empty_like(cells)
+        states, activated = torch.empty_like(cells), gates.new_empty(gates.shape)
         states[:, 0] = hidden
-        kernels.recur(gates, weight, states, cells)
-        return states[:, 1:].contiguous(), cells[:, -1].clone(), gates, cells
+        kernels.recur(gates.contiguous(), bias.contiguous(), weight.contiguous(), activated, states, cells)
+        return states[:, 1:].contiguous(), cells[:, -1].clone(), activated, cells
+    gates = torch.add(gates, bias[:, None, None], out=gates.new_empty(gates.shape))
+    weight = weight.mT.contiguous()  # once, where the product would do it at each step
     all_hidden = gates.new_empty(num_models, num_times, num_samples, size)
     parts = (gates, gates[..., : 3 * size], *gates.chunk(4, dim=-1), all_hidden, cells[:, :-1], cells[:, 1:])
     # All views beforehand: to slice costs as much as to launch.
@@ -203,9 +203,9 @@ def _recur_back(
     if layers.has_kernels(gates):
         from fedem.models import kernels
 
-        grads, grad_cell = torch.empty_like(gates), grad_cell.clone(memory_format=torch.contiguous_format)
-        states = gates.contiguous(), hidden.contiguous(), cells.contiguous()
-        kernels.recur_back(weight.contiguous(), *states, grads, grad_hidden.contiguous(), grad_cell)
+        grads, grad_cell = gates.new_empty(gates.shape), grad_cell.clone(memory_format=torch.contiguous_format)
+        given = (leaf.contiguous() for leaf in (weight.mT, gates, cells))
+        kernels.recur_back(*given, grads, grad_hidden.contiguous(), grad_cell)
         return grads, grads[:, 0] @ weight, grad_cell
     output, write, keep, candidate = gates.chunk(4, dim=-1)
     tanh = cells[:, 1:].tanh()
