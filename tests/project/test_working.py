@@ -90,15 +90,25 @@ def test_a_python_without_fedem_is_refused() -> None:
     assert "has no fedem; allowed: a Python that has" in done.stderr
 
 
-def _selections() -> list[str]:
+def _queued(*commands: str) -> list[str]:
     lines = (ROOT / "experiments" / "queue.txt").read_text().splitlines()
-    return [line for line in lines if line.startswith("experiment run ")]
+    return [line for line in lines if line.startswith(commands)]
 
 
-@pytest.mark.parametrize("line", _selections())
+@pytest.mark.parametrize("line", _queued("experiment run "))
 def test_what_is_queued_can_be_run(line: str, run: Callable[..., tuple[int, str, str]]) -> None:
     _, _, name, *options = (word for word in shlex.split(line) if word != "--quiet")
     place = ROOT / "experiments"
     code, out, err = run("experiment", "status", name, *options, "--experiments", place)
     assert (code, err) == (0, "")
     assert "to do" in out
+
+
+@pytest.mark.parametrize("line", _queued("train ", "tune "))
+def test_what_is_queued_lacks_nothing_but_data(
+    line: str, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FEDEM_DATA", str(tmp_path))
+    code, out, err = run(*shlex.split(line.replace("--device cuda", "--device cpu")))
+    assert (code, out) == (2, "")
+    assert "is not prepared in" in err  # settings are checked before data are read
