@@ -60,9 +60,10 @@ def strips(wide, width, *back):
     return kernels._strips(128, wide, width, 240, geometry, *back).constants
 tf32 = {"PRECISION": "tf32"}
 product = {"num_warps": 8, "FLAT": False, **tf32, "ROWS": 128, "COLUMNS": 128, "INNER": 64}
-whole = {"small": (), **window, "BACK": False, "FLAT": False, **kernels._blocks(9999, 64, 32, torch.empty(0)), **tf32}
-def recurrent(models, *how):
-    return {"small": (), "SIZE": 256, **kernels._recurrent(models, 128, 256, torch.empty(0), *how)[0], **tf32}
+whole = {"small": (), **window, "BACK": False, "FLAT": False}
+whole |= kernels._blocks(9999, 64, 32, torch.empty(0), kernels._TILES["convolve, float32"]) | tf32
+def recurrent(models, name):
+    return {"small": (), "SIZE": 256, **kernels._recurrent(models, 128, 256, torch.empty(0), name)[0], **tf32}
 found = {
     "filter": look(kernels._filter, small=IMAGES, **strips(8, 16), BACK=False),
     "filter, narrow": look(kernels._filter, small=IMAGES, **strips(2, 4), BACK=False),
@@ -72,10 +73,10 @@ found = {
     "multiply": look(kernels._multiply, **window, **product, BACK=False),
     "multiply gradient": look(kernels._multiply_gradient, **window, **pixels, **product),
     "multiply, float32": look(kernels._multiply, **whole),
-    "recur": look(kernels._recur, **recurrent(100, (128, 32), 32)),
-    "recur, few": look(kernels._recur, **recurrent(1, (128, 32), 32)),
-    "recur back": look(kernels._recur_back, **recurrent(100, (128, 64), 64)),
-    "recur back, few": look(kernels._recur_back, **recurrent(1, (128, 64), 64)),
+    "recur": look(kernels._recur, **recurrent(100, "recur")),
+    "recur, few": look(kernels._recur, **recurrent(1, "recur")),
+    "recur back": look(kernels._recur_back, **recurrent(100, "recur back")),
+    "recur back, few": look(kernels._recur_back, **recurrent(1, "recur back")),
     "sums": look(kernels._sums, **tile),
     "normalise back": look(kernels._normalise_back, **tile, MASKED=False),
     "rescale": look(kernels._rescale, BOUNDS, (), **tile),

@@ -17,6 +17,7 @@ from benchmarks import (
     defences,
     gpu,
     images,
+    kernels,
     many_clients,
     methods,
     neighbours,
@@ -319,6 +320,38 @@ def test_what_a_round_spends_its_time_on_is_told_of_each_method(
     assert any("mm" in kernel["name"] for kernel in figures["methods"]["fedavg"]["kernels"])
 
 
+def test_kernels_are_run_by_what_is_shipped_and_by_other_tiles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    out = tmp_path / "kernels.json"
+    kernels.main(["--quick", "--families", "shakespeare", "--out", str(out)])
+    figures = json.loads(out.read_text())["kernels"]
+    assert len(figures) == 6  # one, ten and a hundred models, forwards and backwards
+    for name, rows in figures.items():
+        assert [row["tile"] == "shipped" for row in rows] == [True, False]
+        assert all(row["seconds"] > 0 and row["off"] < 1e-3 for row in rows), name
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in figures)
+    kernels.main(["--quick", "--shipped", "--families", "emnist"])
+    assert "EMNIST, second convolution, of weights" in capsys.readouterr().out
+
+
+def test_a_tile_that_computes_something_else_or_does_not_fit_is_told_apart() -> None:
+    def run() -> list[Tensor]:
+        busy = kernels.kernels._BUSY
+        if busy == 1:
+            raise RuntimeError("out of resource: shared memory\nin a kernel")
+        return [torch.tensor([3.0, 4.0 if busy > 2 else 4.5])]
+
+    job = kernels.Job(lambda *_: (run, 8), ({"_BUSY": 2}, {"_BUSY": 1}, {"_BUSY": 3}))
+    shipped, wrong, large, right = kernels.run_job(job, torch.device("cpu"), True, 1e9)
+    assert (shipped["off"], shipped["to_shipped"], right["off"]) == (0, 1, 0)
+    assert wrong["off"] == pytest.approx(0.1)
+    assert large == {"tile": "_BUSY = 1", "failed": "out of resource: shared memory"}
+    assert kernels.kernels._BUSY > 3
+
+
 @pytest.mark.parametrize(
     ("main", "wrong", "said"),
     [
@@ -328,6 +361,7 @@ def test_what_a_round_spends_its_time_on_is_told_of_each_method(
         (attacks.main, ["--attacks", "flip"], "Unknown attack 'flip'; allowed: backdoor, "),
         (attacks.main, ["--defences", "shield"], "Unknown defence 'shield'; allowed: "),
         (tables.main, ["--tables", "iris"], "Unknown table 'iris'; allowed: "),
+        (kernels.main, ["--families", "imagenet"], "Unknown family 'imagenet'; allowed: cifar, emnist, shakespeare"),
         (gpu.main, ["--jobs", "vgg"], "no job's name has any of 'vgg'; allowed: parts of EMNIST, CNN; "),
     ],
 )

@@ -16,6 +16,7 @@ latter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -33,6 +34,26 @@ _ALL = 264  # programs of which each of its multiprocessors has one or two
 _MOST_BESIDE = 8  # pixels of a line that a program has at once
 _FEW = 16  # channels: with fewer, a product's inner side is all places of a window at once
 
+
+class Tile(NamedTuple):
+    """The most of a product of matrices that one program computes."""
+
+    rows: int
+    columns: int
+    inner: int = 128  # bytes of its inner side that are read at once
+    stages: int = 3  # reads that are under way, and one that is multiplied
+
+
+# `python -m benchmarks.kernels` tries others. Large ones read less twice, small ones give more programs.
+_TILES = {
+    "convolve, float32": Tile(256, 64),
+    "convolve": Tile(128, 128),
+    "gradient of weights": Tile(128, 128),
+    "recur": Tile(128, 32, stages=4),
+    "recur, few models": Tile(64, 32, stages=4),
+    "recur back": Tile(128, 64, 256, stages=4),
+    "recur back, few models": Tile(64, 32, 256, stages=4),
+}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,9 +99,8 @@ def _multiplied(images: Tensor, weight: Tensor, size: Pair, geometry: Geometry, 
     (models, samples, height, width, channels), weight = images.shape, weight.contiguous()
     num_rows, num_outputs = samples * size[0] * size[1], weight.shape[1]
     outputs = images.new_empty(models, samples, *size, num_outputs)
-    # Measured on an H200.
-    most = (256, 64) if images.dtype == torch.float32 else (128, 128)
-    blocks = _blocks(num_rows, num_outputs, channels, images, most)
+    tile = _TILES["convolve, float32" if images.dtype == torch.float32 else "convolve"]
+    blocks = _blocks(num_rows, num_outputs, channels, images, tile)
     grid = triton.cdiv(num_rows, blocks["ROWS"]), triton.cdiv(num_outputs, blocks["COLUMNS"]), models
     how = {"BACK": back, "FLAT": channels < _FEW, **blocks}
     sizes = num_rows, *size, height, width, channels, num_outputs
@@ -117,9 +137,9 @@ def weight_gradient(inputs: Tensor, gradient: Tensor, geometry: Geometry) -> Ten
         _filter_gradient[grid](inputs, gradient, found, parts, samples, high, height, **strips.constants)
     else:
         flat = channels < _FEW
-        blocks = _blocks(places * channels if flat else channels, outputs, num_rows, inputs)
-        heights = [places * channels] if flat else [channels] * places
-        units = sum(triton.cdiv(height, blocks["ROWS"]) for height in heights)
+        sides = [places * channels] if flat else [channels] * places
+        blocks = _blocks(sides[0], outputs, num_rows, inputs, _TILES["gradient of weights"])
+        units = sum(triton.cdiv(side, blocks["ROWS"]) for side in sides)
         columns = triton.cdiv(outputs, blocks["COLUMNS"])
         grid, parts = _in_parts(units, columns, models, triton.cdiv(num_rows, blocks["INNER"]))
         found = _room(inputs, models, parts, places, channels, outputs)
@@ -143,17 +163,12 @@ def _room(like: Tensor, models: int, parts: int, *shape: int) -> Tensor:
     return torch.empty(models, parts, *shape, dtype=dtype, device=like.device)
 
 
-def _side(side: int, most: int) -> int:
-    """Return a side of what one program multiplies, which tensor cores want to be a power of two from 16 up."""
-    return max(16, min(most, triton.next_power_of_2(side)))
-
-
-def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, most: Pair = (128, 128)) -> dict[str, Any]:
+def _blocks(rows: int, columns: int, inner: int, tensor: Tensor, tile: Tile, sums: int = 1) -> dict[str, Any]:
     """Return how one program multiplies matrices: how much of them, powers of two from 16 up, and with what."""
-    sides = {"ROWS": (rows, most[0]), "COLUMNS": (columns, most[1]), "INNER": (inner, 128 // tensor.element_size())}
-    blocks = {name: _side(*side) for name, side in sides.items()}
-    warps = 8 if blocks["ROWS"] * blocks["COLUMNS"] > 8192 else 4
-    return {**blocks, "PRECISION": _precision(tensor), "num_warps": warps}
+    sides = zip((rows, columns, inner), (*tile[:2], tile.inner // tensor.element_size()), strict=True)
+    high, wide, deep = (max(16, min(most, triton.next_power_of_2(side))) for side, most in sides)
+    how = {"PRECISION": _precision(tensor), "num_stages": tile.stages}
+    return {"ROWS": high, "COLUMNS": wide, "INNER": deep, "num_warps": 8 if sums * high * wide > 8192 else 4, **how}
 
 
 class _Strips(NamedTuple):
@@ -746,25 +761,22 @@ def recur(shares: Tensor, bias: Tensor, weight: Tensor, gates: Tensor, hidden: T
     first ones; ``weight`` is ``[S, 4h, h]``.
     """
     models, times, samples, size = *shares.shape[:3], hidden.shape[-1]
-    blocks, grid = _recurrent(models, samples, size, shares, (128, 32), inner=32)  # four sums for each number
+    blocks, grid = _recurrent(models, samples, size, shares, "recur")
     given = shares, bias, weight, gates, hidden, cells
     for time in range(times):
         _recur[grid](*given, time, times, samples, SIZE=size, **blocks)
 
 
 def _recurrent(
-    models: int, samples: int, size: int, tensor: Tensor, largest: Pair, inner: int
+    models: int, samples: int, size: int, tensor: Tensor, name: str
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return how programs share the work of a time, and how many there are.
-
-    The larger their tiles, the less is read twice. But all of a GPU is to have work.
-    """
-    down, across = _side(samples, largest[0]), _side(size, largest[1])
-    if triton.cdiv(samples, down) * triton.cdiv(size, across) * models < _ALL:
-        down, across = min(down, 64), min(across, 32)
-    tile = {"ROWS": down, "COLUMNS": across, "INNER": _side(size, inner)}
-    how = {"PRECISION": _precision(tensor), "num_warps": 8 if down * across > 2048 else 4, "num_stages": 4}
-    return {**tile, **how}, (triton.cdiv(samples, down), triton.cdiv(size, across), models)
+    """Return how programs share the work of a time, and how many there are: many enough for a GPU, if they can be."""
+    for tile in (_TILES[name], _TILES[f"{name}, few models"]):
+        blocks = _blocks(samples, size, size, tensor, tile, sums=4)  # of four gates
+        grid = triton.cdiv(samples, blocks["ROWS"]), triton.cdiv(size, blocks["COLUMNS"]), models
+        if math.prod(grid) >= _ALL:
+            break
+    return blocks, grid
 
 
 @triton.jit(do_not_specialize=["time"])
@@ -840,7 +852,7 @@ def recur_back(
     ``grad_cell`` ``[S, n, h]`` becomes that of the first cell; ``weight`` is ``[S, h, 4h]``.
     """
     models, times, samples, size = grad_hidden.shape
-    blocks, grid = _recurrent(models, samples, size, grads, (128, 64), inner=64)
+    blocks, grid = _recurrent(models, samples, size, grads, "recur back")
     given = weight, gates, cells, grads, grad_hidden, grad_cell
     for time in reversed(range(times)):
         _recur_back[grid](*given, time, times, samples, SIZE=size, **blocks)
