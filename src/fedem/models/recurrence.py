@@ -204,7 +204,7 @@ def _recur_back(
         from fedem.models import kernels
 
         grads, grad_cell = gates.new_empty(gates.shape), grad_cell.clone(memory_format=torch.contiguous_format)
-        given = (leaf.contiguous() for leaf in (weight.mT, gates, cells))
+        given = weight.mT.contiguous(), gates.contiguous(), cells.contiguous()
         kernels.recur_back(*given, grads, grad_hidden.contiguous(), grad_cell)
         return grads, grads[:, 0] @ weight, grad_cell
     output, write, keep, candidate = gates.chunk(4, dim=-1)
