@@ -51,7 +51,7 @@ _TILES = {
     "gradient of weights": Tile(128, 128),
     "recur": Tile(128, 32, stages=4),
     "recur, few models": Tile(64, 32, stages=4),
-    "recur back": Tile(128, 64, 256, stages=4),
+    "recur back": Tile(128, 64, 256),
     "recur back, few models": Tile(64, 32, 256, stages=4),
 }
 
