@@ -70,7 +70,8 @@ def test_fixed_statistics_stay_as_the_file_has_them_and_count_in_training(weight
     trained, buffers = model.training_outputs(tree, images, None, KEY)
     torch.testing.assert_close(trained, model.outputs(tree, images))
     assert all(leaf.data_ptr() == tree[name].data_ptr() for name, leaf in buffers.items()), "nothing is copied"
-    assert all(torch.equal(leaf, _fixed(weights).init(0)[name]) for name, leaf in buffers.items())
+    again = _fixed(weights).init(0)
+    assert all(torch.equal(leaf, again[name]) for name, leaf in buffers.items())
     assert buffers["bn1.running_mean"].abs().min() > 0  # the file's, not those of a new network
     model.probe(images)
     assert model.not_stackable is None
