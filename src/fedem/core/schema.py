@@ -245,7 +245,7 @@ def check(what: object, value: object, kind: Kind) -> None:
 
 def read_json(path: Path, kind: Kind = ANYTHING) -> Any:
     """Read a file of JSON; one that is not there is a FileNotFoundError."""
-    return parse_json(_read(path, "JSON"), path, kind)
+    return parse_json(read_bytes(path, "JSON"), path, kind)
 
 
 def read_json_if_there(path: Path, kind: Kind = ANYTHING) -> Any:
@@ -269,7 +269,7 @@ def parse_json(content: bytes | str, what: object, kind: Kind = ANYTHING) -> Any
 
 def read_toml(path: Path, what: str = "TOML") -> dict[str, Any]:
     """Read a file of TOML, which is a ``what``; one that is not there is a FileNotFoundError."""
-    return parse_toml(_read(path, what), path, what)
+    return parse_toml(read_bytes(path, what), path, what)
 
 
 def parse_toml(content: bytes | str, where: object, what: str = "TOML") -> dict[str, Any]:
@@ -287,7 +287,8 @@ def parse_toml(content: bytes | str, where: object, what: str = "TOML") -> dict[
     return found
 
 
-def _read(path: Path, what: str) -> bytes:
+def read_bytes(path: Path, what: str) -> bytes:
+    """Read a file that is a ``what``; one that is not there is a FileNotFoundError."""
     try:
         return path.read_bytes()
     except NotADirectoryError as error:  # one of the folders above is a file

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -265,10 +265,16 @@ def _tuned(summary: Summary, metric: Metric) -> dict[str, Any] | None:
 
 def rendered(template: str, **values: Any) -> str:
     """Fill in one of the templates; what is put into HTML is escaped."""
+    return _templates(template.endswith(".html")).get_template(template).render(values)
+
+
+@cache
+def _templates(escaped: bool) -> Any:
+    """Return all templates, each of which is compiled when it is first asked for."""
     from jinja2 import Environment, PackageLoader
 
-    how: dict[str, Any] = {"autoescape": template.endswith(".html"), "trim_blocks": True, "keep_trailing_newline": True}
-    return Environment(loader=PackageLoader("fedem.report"), **how).get_template(template).render(values)
+    how: dict[str, Any] = {"autoescape": escaped, "trim_blocks": True, "keep_trailing_newline": True}
+    return Environment(loader=PackageLoader("fedem.report"), **how)
 
 
 def score_text(record: Summary) -> str:

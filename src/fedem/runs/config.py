@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -397,11 +397,28 @@ def to_toml(sections: Layer) -> str:
 
 def read_toml(path: Path) -> Sections:
     """Read a run's file; every top-level entry must be a section."""
+    return _parsed(path, _content(path))
+
+
+def read_config(path: Path) -> Config:
+    """Read a run's file as a complete configuration; tables of many runs ask for each of them again and again."""
+    return _as_written(path, _content(path))
+
+
+@lru_cache(maxsize=4096)
+def _as_written(path: Path, content: bytes) -> Config:
+    return Config.build(_parsed(path, content), preset=False)
+
+
+def _content(path: Path) -> bytes:
     try:
-        content = schema.read_toml(path)
+        return schema.read_bytes(path, "TOML")
     except FileNotFoundError:
         raise UserError(f"There is no configuration file {path}.") from None
-    return _check_layer(content, f" in {path}")
+
+
+def _parsed(path: Path, content: bytes) -> Sections:
+    return _check_layer(schema.parse_toml(content, path), f" in {path}")
 
 
 def _check_layer(layer: Layer, where: str = "") -> Sections:

@@ -51,7 +51,7 @@ from fedem.data.federation import PARTS
 from fedem.methods.base import AUTO
 from fedem.models.metrics import METRICS
 from fedem.runs.checkpoints import Checkpoints, Loaded
-from fedem.runs.config import Config, read_toml
+from fedem.runs.config import Config, read_config
 from fedem.runs.evaluate import LEFT_OUT
 from fedem.runs.rounds import State
 from fedem.solvers.schedules import SCHEDULES
@@ -294,7 +294,7 @@ class RunFolder:
     def config(self) -> Config:
         path = self.check().path / CONFIG
         with naming(path):
-            return Config.build(read_toml(path), preset=False)
+            return read_config(path)
 
     def check(self) -> RunFolder:
         if not self.exists():
