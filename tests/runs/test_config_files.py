@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedem.core.errors import UserError
-from fedem.runs.config import Config, read_toml
+from fedem.runs.config import Config, read_config, read_toml
 
 
 class TestToml:
@@ -99,3 +99,18 @@ class TestReadToml:
     def test_a_section_that_is_none_is_refused(self, tmp_path: Path, text: str) -> None:
         with pytest.raises(UserError, match=r"'run' in .*run\.toml is .*3.*; allowed: a section \[run\]"):
             read_toml(write(tmp_path / "run.toml", text))
+
+
+def test_a_file_that_was_changed_or_is_seen_from_another_folder_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '[method]\nname = "dfedem"\n[graph]\nname = "file"\npath = "links.csv"\n'
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        Path("config.toml").write_text(text, encoding="utf-8")
+        first = read_config(Path("config.toml"))
+        assert first.values("graph")["path"] == str(tmp_path / place / "links.csv")
+        assert read_config(Path("config.toml")) is first
+    Path("config.toml").write_text(text + "[run]\nrounds = 3\n", encoding="utf-8")
+    assert read_config(Path("config.toml")).run.rounds == 3

@@ -402,11 +402,12 @@ def read_toml(path: Path) -> Sections:
 
 def read_config(path: Path) -> Config:
     """Read a run's file as a complete configuration; tables of many runs ask for each of them again and again."""
-    return _as_written(path, _content(path))
+    return _as_written(path, _content(path), Path.cwd())
 
 
 @lru_cache(maxsize=4096)
-def _as_written(path: Path, content: bytes) -> Config:
+def _as_written(path: Path, content: bytes, place: Path) -> Config:
+    """Build what is written; paths in it are relative to the current folder, ``place``."""
     return Config.build(_parsed(path, content), preset=False)
 
 
