@@ -60,12 +60,14 @@ def _convolution(
     """Return what makes a convolution of square images, or one of its two gradients."""
 
     def make(device: torch.device, tiny: bool) -> Work:
-        stacked, samples, beside, seen, made = (2, 1, 6, 3, 3) if tiny else (models, 128, side, channels, outputs)
-        size: Pair = (beside, beside)
-        inputs = torch.randn(stacked, samples, *size, seen, device=device, dtype=dtype)
-        weight = torch.randn(stacked, made, 1 if geometry.depthwise else seen, *geometry.window, device=device)
-        gradient = torch.randn(stacked, samples, *geometry.shrink(size), made, device=device, dtype=dtype)
-        weight = weight.to(dtype)
+        num_models, samples, pixels, num_inputs, num_outputs = (
+            (2, 1, 6, 3, 3) if tiny else (models, 128, side, channels, outputs)
+        )
+        size: Pair = (pixels, pixels)
+        shape = num_models, num_outputs, 1 if geometry.depthwise else num_inputs, *geometry.window
+        inputs = torch.randn(num_models, samples, *size, num_inputs, device=device, dtype=dtype)
+        weight = torch.randn(shape, device=device, dtype=dtype)
+        gradient = torch.randn(num_models, samples, *geometry.shrink(size), num_outputs, device=device, dtype=dtype)
         ways: dict[str, Callable[[], Tensor]] = {
             "forwards": lambda: kernels.convolve(inputs, weight, geometry),
             "backwards": lambda: kernels.convolve_back(gradient, weight, size, geometry),
@@ -81,10 +83,10 @@ def _recurrence(way: str, models: int) -> Callable[[torch.device, bool], Work]:
 
     def make(device: torch.device, tiny: bool) -> Work:
         times, samples, size = (2, 3, 5) if tiny else (80, 128, 256)
-        stacked = min(models, 2) if tiny else models
+        num_models = min(models, 2) if tiny else models
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(stacked, *shape, device=device) / size**0.5
+            return torch.randn(num_models, *shape, device=device) / size**0.5
 
         weight, shares = draw(4 * size, size), draw(times, samples, 4 * size)
         states, cells = draw(times + 1, samples, size), draw(times + 1, samples, size)
