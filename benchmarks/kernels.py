@@ -142,18 +142,23 @@ def _cifar() -> dict[str, Job]:
 
 def _shakespeare() -> dict[str, Job]:
     jobs = {}
-    forwards = [Tile(64, 32), Tile(64, 32, 256), Tile(64, 16, stages=4), Tile(128, 32, stages=3), Tile(128, 32, 256)]
-    backwards = [Tile(64, 32, 128, 4), Tile(64, 32, 512), Tile(64, 16, 256, 4), Tile(128, 32, 256, 4), Tile(128, 64)]
+    forwards = [Tile(64, 32, stages=4), Tile(64, 16), Tile(32, 16, stages=4), Tile(32, 16, 256), Tile(16, 32, 256)]
+    backwards = [Tile(64, 32, 128, 4), Tile(64, 16, 256, 4), Tile(32, 32, 256, 4), Tile(32, 16, 512), Tile(128, 32)]
+    few = [f"recur{kind}" for kind in ("", ", few models")]
     for models in (1, 10, 100):
-        for way, name, tiles in (("forwards", "recur", forwards), ("backwards", "recur back", backwards)):
-            others: list[Change] = [{name: tile, f"{name}, few models": tile} for tile in tiles]
-            others += [{name: kernels._TILES[f"{name}, few models"]}, {"_ALL": 1}]
+        for way, names, tiles in (("forwards", few, forwards), ("backwards", ["recur back"], backwards)):
+            others: list[Change] = [dict.fromkeys(names, tile) for tile in tiles]
             plural = "s" if models > 1 else ""
             jobs[f"Shakespeare, LSTM of {models} model{plural}, {way}"] = Job(_recurrence(way, models), others)
     return jobs
 
 
 FAMILIES = {"emnist": _emnist, "cifar": _cifar, "shakespeare": _shakespeare}
+
+
+def _is_shipped(change: Change) -> bool:
+    """Whether a change would change nothing."""
+    return all(kernels._TILES.get(name, vars(kernels).get(name)) == value for name, value in change.items())
 
 
 def _changed(change: Change) -> ExitStack:
@@ -205,7 +210,7 @@ def run_job(job: Job, device: torch.device, tiny: bool, rate: float) -> list[dic
     run, moved = job.make(device, tiny)
     rows: list[dict[str, Any]] = []
     expected: list[Tensor] = []
-    for change in ({}, *job.others):
+    for change in ({}, *(change for change in job.others if not _is_shipped(change))):
         row: dict[str, Any] = {"tile": _called(change)}
         with _changed(change):
             try:

@@ -200,6 +200,13 @@ def test_pooling_and_its_derivatives_are_torchs(window: Side, stride: Side, padd
         torch.testing.assert_close(found, expected, **CLOSE, equal_nan=True)
 
 
+@pytest.mark.parametrize("window", [(16, 8), (12, 11), [12, 11]])  # 128 places and more
+def test_pooling_by_wide_windows_is_torchs(window: Any) -> None:
+    inputs = _draw(2, 1, 2, 17, 13)
+    pooled = vmap(make_stackable(nn.MaxPool2d(window, 1)))(inputs)
+    assert torch.equal(pooled, torch.stack([nn.MaxPool2d(window, 1)(own) for own in inputs]))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_moments_of_counted_rows(masked: bool) -> None:
     rows = 3 * _draw(2, 137, 5) + 1000

@@ -1,4 +1,4 @@
-"""Triton kernels for many models at once: convolutions and batch normalisation, forwards and backwards.
+"""Triton kernels for many models at once: convolutions, pooling, normalisation and an LSTM, forwards and backwards.
 
 To cuDNN, stacked convolutions are a grouped one, which it cuts into a call for each group. Here a launch serves all
 models. Channels come last in memory, so that what is read and written together is adjacent.
@@ -49,10 +49,9 @@ _TILES = {
     "convolve, float32": Tile(256, 64),
     "convolve": Tile(128, 128),
     "gradient of weights": Tile(128, 128),
-    "recur": Tile(128, 32, stages=4),
-    "recur, few models": Tile(64, 32, stages=4),
-    "recur back": Tile(128, 64, 256),
-    "recur back, few models": Tile(64, 32, 256, stages=4),
+    "recur": Tile(64, 32),
+    "recur, few models": Tile(64, 16, stages=4),
+    "recur back": Tile(64, 32, 256, stages=4),
 }
 
 P = ParamSpec("P")
@@ -761,18 +760,18 @@ def recur(shares: Tensor, bias: Tensor, weight: Tensor, gates: Tensor, hidden: T
     first ones; ``weight`` is ``[S, 4h, h]``.
     """
     models, times, samples, size = *shares.shape[:3], hidden.shape[-1]
-    blocks, grid = _recurrent(models, samples, size, shares, "recur")
+    blocks, grid = _recurrent(models, samples, size, shares, "recur", "recur, few models")
     given = shares, bias, weight, gates, hidden, cells
     for time in range(times):
         _recur[grid](*given, time, times, samples, SIZE=size, **blocks)
 
 
 def _recurrent(
-    models: int, samples: int, size: int, tensor: Tensor, name: str
+    models: int, samples: int, size: int, tensor: Tensor, *names: str
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return how programs share the work of a time, and how many there are: many enough for a GPU, if they can be."""
-    for tile in (_TILES[name], _TILES[f"{name}, few models"]):
-        blocks = _blocks(samples, size, size, tensor, tile, sums=4)  # of four gates
+    """Return how programs share the work of a time, and how many there are, by the first tile that occupies a GPU."""
+    for name in names:
+        blocks = _blocks(samples, size, size, tensor, _TILES[name], sums=4)  # of four gates
         grid = triton.cdiv(samples, blocks["ROWS"]), triton.cdiv(size, blocks["COLUMNS"]), models
         if math.prod(grid) >= _ALL:
             break

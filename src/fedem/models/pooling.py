@@ -7,6 +7,7 @@ Shapes: n samples of a batch, C channels, H x W pixels.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fedem.models.layers import call, call_mapped, define
 
 Side = int | tuple[int, int]
 Windows = tuple[Side, Side, Side, Side, bool]  # kernel, stride, padding, dilation, and if windows may overhang
+_MOST_PLACES = 128  # of a window, for a kernel that has a line for each and keeps its number in eight bits
 
 
 class StackableMaxPool2d(nn.MaxPool2d):
@@ -36,9 +38,10 @@ class StackableMaxPool2d(nn.MaxPool2d):
 def max_pool(inputs: Tensor, windows: Windows) -> Tensor:
     """Return the largest number of each window, ``[n, C, H, W] -> [n, C, H', W']``."""
     *pairs, dilation, overhang = windows
-    if not layers.has_kernels(inputs) or dilation not in (1, (1, 1)) or overhang:
+    window, stride, padding = ((pair, pair) if isinstance(pair, int) else tuple(pair) for pair in pairs)
+    has_kernel = dilation in (1, (1, 1)) and not overhang and math.prod(window) <= _MOST_PLACES
+    if not has_kernel or not layers.has_kernels(inputs):
         return call(_MaxPool, inputs, windows)[0]
-    window, stride, padding = (pair if isinstance(pair, tuple) else (pair, pair) for pair in pairs)
     return call(_Pool, inputs, Geometry(window, stride, padding, depthwise=True))[0]
 
 
