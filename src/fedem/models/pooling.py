@@ -38,11 +38,15 @@ class StackableMaxPool2d(nn.MaxPool2d):
 def max_pool(inputs: Tensor, windows: Windows) -> Tensor:
     """Return the largest number of each window, ``[n, C, H, W] -> [n, C, H', W']``."""
     *pairs, dilation, overhang = windows
-    window, stride, padding = ((pair, pair) if isinstance(pair, int) else tuple(pair) for pair in pairs)
+    window, stride, padding = map(_pair, pairs)
     has_kernel = dilation in (1, (1, 1)) and not overhang and math.prod(window) <= _MOST_PLACES
     if not has_kernel or not layers.has_kernels(inputs):
         return call(_MaxPool, inputs, windows)[0]
     return call(_Pool, inputs, Geometry(window, stride, padding, depthwise=True))[0]
+
+
+def _pair(side: Side) -> Pair:
+    return (side, side) if isinstance(side, int) else (side[0], side[1])  # a list, too
 
 
 def _beside_channels(leaf: Tensor, dim: int | None, size: int) -> Tensor:
