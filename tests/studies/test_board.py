@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,37 @@ def test_the_best_come_first_and_what_is_not_run_is_counted(made_up: Experiment,
     assert list(cells(board, "There")) == ["FedEM", "FedAvg", "Local"]
     assert list(cells(board, "Here")) == ["Local", "FedAvg", "FedEM"]
     assert not cells(board, "There")["Local"].is_run
+
+
+def test_methods_with_different_seeds_are_in_the_order_that_those_give_that_both_have(
+    made_up: Experiment, tmp_path: Path
+) -> None:
+    out = tmp_path / "made-up/results"
+    for seed, score in enumerate((0.5, 0.9, 0.9)):
+        keep(made_up, out, "Here", "FedEM", [score] * 4, seed)
+    keep(made_up, out, "Here", "FedAvg", [0.6] * 4)
+    keep(made_up, out, "Here", "Local", [0.4] * 4)
+    (board,) = gather(tmp_path)
+    assert list(cells(board, "Here")) == ["FedAvg", "FedEM", "Local"]
+    (section,) = (each for each in board.sections if each.data == "Here")
+    assert section.verdict is not None
+    assert (section.verdict.other.method, section.verdict.form_leads) == ("FedAvg", False)
+    gaps = {line.labels["method"]: line.gap for line in tabulate(made_up, kept(made_up, out, only={"data": ["Here"]}))}
+    assert gaps["FedAvg"] is None, "the best"
+    assert {name: gap.mean for name, gap in gaps.items() if gap} == pytest.approx({"FedEM": -0.1, "Local": -0.2})
+
+
+def test_a_ratio_is_over_the_seeds_that_both_have(made_up: Experiment, tmp_path: Path) -> None:
+    out = tmp_path / "made-up/results"
+    for seed, score in enumerate((0.8, 0.1, 0.1)):
+        keep(made_up, out, "Here", "FedEM", [score] * 4, seed)
+    keep(made_up, out, "Here", "FedAvg", [0.4] * 4)
+    ratio = "test_accuracy / FedAvg"
+    lines = tabulate(
+        dataclasses.replace(made_up, figures=[ratio], paper={}), kept(made_up, out, only={"data": ["Here"]})
+    )
+    found = {line.labels["method"]: line.ours[ratio].mean for line in lines}
+    assert found == {"FedAvg": 1, "FedEM": pytest.approx(2), "Local": None}
 
 
 def test_a_cell_differs_from_the_paper_by_more_than_a_point_in_any_figure(made_up: Experiment, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ by client. Why a cell is not the paper's is a sentence in a file beside the expe
 something else, such as the number of components, are there as their tables are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,7 +216,7 @@ def _board(folder: Path, out: Path) -> Board:
         )
         sections[data].append(cell)
     for cells in sections.values():
-        cells.sort(key=lambda cell: (not cell.is_run, -(cell.line.ours[figure].mean or 0)))
+        _sort(cells, figure)
     found = [
         Section(
             data, cells, _verdict(cells, by_line, figure), notes.partition.get(data, ""), notes.published.get(data, ())
@@ -224,6 +225,19 @@ def _board(folder: Path, out: Path) -> Board:
         if cells
     ]
     return Board(experiment, notes.about, found)
+
+
+def _sort(cells: list[Cell], figure: str) -> None:
+    """Put the best first: by the difference to FedEM on the same clients, since means may be over different seeds."""
+    reference = next((cell.line.ours[figure].mean for cell in cells if cell.method == REFERENCE), None) or 0.0
+
+    def rank(cell: Cell) -> tuple[bool, float]:
+        mean = cell.line.ours[figure].mean
+        if cell.gap is not None and cell.gap.mean is not None:
+            return not cell.is_run, -cell.gap.mean
+        return not cell.is_run, math.inf if mean is None else reference - mean
+
+    cells.sort(key=rank)
 
 
 def _verdict(cells: Sequence[Cell], by_line: Mapping[tuple[str, ...], Sequence[Entry]], figure: str) -> Verdict | None:

@@ -5,7 +5,7 @@ has for them. The runs are a sweep; our figures then stand beside the paper's.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -264,11 +264,12 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
         for name in experiment.figures:
             figure, slash, reference = name.partition(SLASH)
             values = [figure_of(summary, figure) for summary in by_seed.values()]
-            if slash:
+            if slash:  # over the seeds that both have
                 axis = next(axis for axis, choices in experiment.axes.items() if reference in choices)
                 others = known.get(tuple((labels | {axis: reference}).values()), {})
-                below = [figure_of(others.get(seed, {}), figure) for seed in by_seed]
-                values = [a / b if a is not None and b else None for a, b in zip(values, below, strict=True)]
+                both = [(by_seed[seed], other) for seed, other in others.items() if seed in by_seed]
+                pairs = [(figure_of(own, figure), figure_of(other, figure)) for own, other in both]
+                values = [a / b if a is not None and b else None for a, b in pairs]
             ours[name] = Spread.of([None] if lost else values)
         theirs = experiment.paper.get(SLASH.join(choice), (None,) * len(experiment.figures))
         seeds = tuple(seed for seed in by_seed if seed not in lost)
@@ -288,12 +289,28 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
         choice = tuple(line.labels.values())
         return {clients[choice, seed]: figure_of(each, decisive) for seed, each in known[choice].items()}
 
+    def gap_to(line: Line, other: Line) -> Gap:
+        return Gap.of(scores(line), scores(other))
+
     found = []
     for line in lines:
         rivals = [other for other in lines if {**other.labels, _METHODS: ""} == {**line.labels, _METHODS: ""}]
-        best = min(rivals, key=lambda other: other.ours[decisive].rank(metric.name))
-        found.append(line if best is line or line.failed else line._replace(gap=Gap.of(scores(line), scores(best))))
+        best = _best(rivals, gap_to, decisive, metric)
+        found.append(line if best is line or line.failed else line._replace(gap=gap_to(line, best)))
     return found
+
+
+def _best(rivals: Sequence[Line], gap_to: Callable[[Line, Line], Gap], figure: str, metric: Metric) -> Line:
+    """Return the line that none is better than with the seeds that both have: means may be over different ones."""
+    by_mean = sorted(rivals, key=lambda line: line.ours[figure].rank(metric.name))
+    sign = 1 if metric.larger_is_better else -1
+    leading = (
+        line
+        for line in by_mean
+        if line.ours[figure].mean is not None
+        and all(sign * (gap_to(other, line).mean or 0.0) <= 0 for other in rivals if not other.failed)
+    )
+    return next(leading, by_mean[0])
 
 
 def metric_of(figure: str) -> Metric | None:
