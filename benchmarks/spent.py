@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_names(parser, "--methods", "method", METHODS, "fedem")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write all figures here")
     options = parser.parse_args(arguments)
+    if any("name" in layer.get("method", {}) for layer in options.settings):
+        parser.error("method.name is given; allowed: --methods NAME,...")
     try:
         configs = {name: Config.build(*options.settings, {"method": {"name": name}}) for name in options.methods}
     except UserError as error:
@@ -61,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures: dict[str, Any] = {"environment": environment(), "settings": options.settings, "methods": {}}
     console = Console(highlight=False, markup=False, width=120)
     for name, config in configs.items():
-        row = figures["methods"][name] = look(config)
+        try:
+            row = figures["methods"][name] = look(config)
+        except UserError as error:
+            parser.error(f"{name}: {error}")
         shares = f"busy for {row['busy_seconds']:.3f} with {row['launches']:,} launches"
         title = f"A round of {name}: {row['seconds']:.3f} s, {shares}"
         console.print(title)

@@ -9,6 +9,8 @@ the oracle, which knows the true parameters: nothing can do better on average. T
 learnt mixture weights beside the true ones, and its predictions. Finally the run is saved, and loaded without the data.
 """
 
+from tempfile import TemporaryDirectory
+
 import fedem
 
 data = fedem.Synthetic(num_clients=40, num_components=2, dimension=30, noise_scale=0.0, num_test=200).make(seed=0)
@@ -32,6 +34,7 @@ probabilities = client.predict(inputs[:3])  # [3, 2]: three samples, two classes
 for row, target in zip(probabilities.tolist(), targets[:3].tolist(), strict=True):
     print(f"predicted {row[0]:.2f} and {row[1]:.2f} for the classes 0 and 1; it was {target}")
 
-result.save("my-run")
-again = fedem.Result.load("my-run")
+with TemporaryDirectory() as folder:  # yours will be one that stays
+    result.save(f"{folder}/my-run")
+    again = fedem.Result.load(f"{folder}/my-run")
 print("loaded, it predicts the same:", bool((again.predict("7", inputs) == client.predict(inputs)).all()))

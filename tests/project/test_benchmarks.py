@@ -357,6 +357,8 @@ def test_a_tile_that_computes_something_else_or_does_not_fit_is_told_apart() -> 
     [
         (spent.main, ["synthetic"], "allowed: section.key=value"),
         (spent.main, ["data.name=synthetic", "run.roundz=3"], "Did you mean 'rounds'?"),
+        (spent.main, ["data.name=synthetic", "method.name=fedavg"], "allowed: --methods NAME,..."),
+        (spent.main, ["data.name=synthetic", "model.name=cnn"], "fedem: "),
         (spent.main, ["--methods", "fedem,fedmm"], "Unknown method 'fedmm'; allowed: afl, "),
         (attacks.main, ["--attacks", "flip"], "Unknown attack 'flip'; allowed: backdoor, "),
         (attacks.main, ["--defences", "shield"], "Unknown defence 'shield'; allowed: "),

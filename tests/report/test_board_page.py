@@ -125,12 +125,30 @@ def test_a_run_that_failed_is_told(run, tmp_path: Path) -> None:
     assert code == 0
     assert "| FedAvg |  | failed: diverged |" in page
     assert "FedAvg failed with seed 0: It went wrong." in page
-    assert "--only method=FedAvg --seeds 1 --device cuda\n" in page
+    assert f"--only method=FedAvg --seeds 1 --device cuda --experiments {tmp_path}\n" in page, "where they are"
     assert "clients)" not in page, "nothing is compared with it"
 
 
-def test_the_committed_page_is_what_the_command_prints(run) -> None:
-    code, page, _ = run("experiment", "board", "--experiments", ROOT / "experiments")
+def test_an_experiment_that_is_not_the_papers_is_called_by_its_name(tmp_path: Path) -> None:
+    made_up, out = declare_made_up(tmp_path), tmp_path / "made-up/results"
+    path = tmp_path / "made-up" / "experiment.toml"
+    path.write_text(path.read_text().replace('place = "Table 9"\n', ""))
+    keep(made_up, out, "Here", "FedEM", [0.5] * 4)
+    page = board_page(gather(tmp_path))
+    assert "\n## made-up: Made up\n" in page
+    assert "\n### made-up, Here\n" in page
+
+
+def test_a_folder_that_is_not_there_is_refused(run, tmp_path: Path) -> None:
+    declare_made_up(tmp_path)
+    code, page, err = run("experiment", "board", "made-up", "--out", tmp_path / "none", "--experiments", tmp_path)
+    assert (code, page) == (2, "")
+    assert "none holds no runs: there is no such folder" in err
+
+
+def test_the_committed_page_is_what_the_command_prints(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code, page, _ = run("experiment", "board")
     assert code == 0
     assert page == PAGE.read_text(encoding="utf-8"), "make it anew: fedem experiment board > docs/leaderboard.md"
     assert "leaderboard.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -143,7 +143,7 @@ def test_one_command_makes_everything_anew(run: Callable[..., tuple[int, str, st
     found = {str(path.relative_to(pages)) for path in pages.rglob("*") if path.is_file()}
     names = {"drawn/table.md", "drawn/figure.svg", "drawn/report.html", "plain/table.md", "plain/report.html"}
     assert found == names | {LEADERBOARD}
-    assert (pages / LEADERBOARD).read_text(encoding="utf-8") == board_page(board.gather(place))
+    assert (pages / LEADERBOARD).read_text(encoding="utf-8") == board_page(board.gather(place), place)
     lines = tabulate(plain, kept(plain, place / "plain" / RESULTS))
     assert (pages / "plain/table.md").read_text(encoding="utf-8") == experiment_markdown(plain, lines)
     assert "<svg" in (pages / "drawn/report.html").read_text(encoding="utf-8")

@@ -358,7 +358,7 @@ def _experiment(
     ] = None,
     quick: Annotated[bool, Option("--quick", help="A short trial of the whole: its figures mean nothing.")] = False,
     out: Annotated[Path | None, Option(help="Where all runs are; runs/experiments/NAME when not given.")] = None,
-    place: Place = Path("experiments"),
+    place: Place = experiments.USUAL,
 ) -> _Asked:
     experiment = experiments.find(place, name)
     chosen: dict[str, list[str]] = {}
@@ -374,7 +374,7 @@ def _experiment(
 
 
 @experiment_group.command("list")
-def list_experiments(place: Place = Path("experiments")) -> None:
+def list_experiments(place: Place = experiments.USUAL) -> None:
     """List the experiments."""
     display(reports.experiments_table([experiments.read(place / name) for name in experiments.listed(place)]))
 
@@ -482,7 +482,7 @@ def board(
     out: Annotated[
         Path | None, Option(help="With one NAME: where its runs are; else EXPERIMENTS/NAME/results.")
     ] = None,
-    place: Place = Path("experiments"),
+    place: Place = experiments.USUAL,
 ) -> None:
     """Print all kept figures as a page: methods beside FedEM and beside the paper, costs, and commands.
 
@@ -491,13 +491,13 @@ def board(
 
       fedem experiment board table2 --out runs/experiments/table2
     """
-    echo(board_page(gather(place, names or [], out)), nl=False)
+    echo(board_page(gather(place, names or [], out), place), nl=False)
 
 
 @experiment_group.command()
 def pages(
     out: Annotated[Path, Option(help="The folder to write them to.")] = Path("runs/pages"),
-    place: Place = Path("experiments"),
+    place: Place = experiments.USUAL,
     force: options.Force = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from fedem.core.errors import counted
@@ -22,36 +23,45 @@ from fedem.studies.board import (
     Section,
     Verdict,
 )
-from fedem.studies.experiments import Experiment, in_percent, metric_of
+from fedem.studies.experiments import USUAL, Experiment, in_percent, metric_of
 from fedem.studies.sweep import Gap, reason
 
 _MEGABYTE = 1e6
 _AUTO = "auto"  # the device that is found, and need not be asked for
 
 
-def board_page(found: Sequence[Board | Plain]) -> str:
-    """Return all boards, then all plain tables, as one page in Markdown."""
+def board_page(found: Sequence[Board | Plain], place: Path = USUAL) -> str:
+    """Return all boards, then all plain tables, of experiments in ``place``, as one page in Markdown."""
     boards = [each for each in found if isinstance(each, Board)]
     run, cells = (sum(each) for each in zip(*(board.counts for board in boards), strict=True)) if boards else (0, 0)
+    where = "" if place == USUAL else f" --experiments {shlex.quote(str(place))}"  # at the end of commands
     shown = [
-        {"experiment": board.experiment, "about": board.about, "counts": board.counts}
-        | {"sections": [_section(board.experiment, section) for section in board.sections]}
+        {"called": _called(board.experiment), "about": board.about, "counts": board.counts}
+        | {"title": board.experiment.title}
+        | {"sections": [_section(board.experiment, section, where) for section in board.sections]}
         for board in boards
     ]
-    plain = [_plain(each) for each in found if isinstance(each, Plain)]
+    plain = [_plain(each, where) for each in found if isinstance(each, Plain)]
     facts = {"reference": REFERENCE, "tolerance": f"{TOLERANCE:g}", "run": run, "cells": cells, "plain": plain}
     return rendered("leaderboard.md", boards=shown, **facts).rstrip("\n") + "\n"
 
 
-def _plain(found: Plain) -> dict[str, Any]:
+def _called(experiment: Experiment) -> str:
+    """Return what a heading calls an experiment: by its place in the paper, if it has one."""
+    return experiment.place or experiment.name
+
+
+def _plain(found: Plain, where: str) -> dict[str, Any]:
     return {
-        "experiment": found.experiment,
+        "called": _called(found.experiment),
+        "title": found.experiment.title,
         "count": f"{len(found.lines)} of {counted(found.num_lines, 'line')} run",
+        "command": f"fedem experiment run {found.experiment.name}{where}",
         "table": experiment_markdown(found.experiment, found.lines).rstrip("\n") if found.lines else "",
     }
 
 
-def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
+def _section(experiment: Experiment, section: Section, where: str) -> dict[str, Any]:
     figures = [name for name in experiment.figures if in_percent(name)]
     headings = [METHOD, "seeds"]
     for number, name in enumerate(figures):
@@ -71,8 +81,8 @@ def _section(experiment: Experiment, section: Section) -> dict[str, Any]:
             for (source, partition), own in groupby(section.published, lambda each: (each.source, each.partition))
         ],
         "figures": " / ".join(map(figure_heading, figures)),
-        "commands": list(_commands(experiment, section)),
-        "missing": _missing(experiment, section),
+        "commands": [command + where for command in _commands(experiment, section)],
+        "missing": [command + where for command in _missing(experiment, section)],
         "remarks": [reason(cell.method, cell.line.failed) for cell in section.cells if cell.line.failed],
     }
 
@@ -146,11 +156,11 @@ def _commands(experiment: Experiment, section: Section) -> Iterator[str]:
         yield _command(experiment, section, (cell.method for cell in cells), seeds, settings, device)
 
 
-def _missing(experiment: Experiment, section: Section) -> str:
-    """Return the command for what is not run, with the settings that all runs of this data set have."""
+def _missing(experiment: Experiment, section: Section) -> Iterator[str]:
+    """Return the command for what is not run, if anything, with the settings that all runs of this data set have."""
     run, left = ([cell for cell in section.cells if cell.is_run is answer] for answer in (True, False))
     if not left:
-        return ""
+        return
     common = [
         assignment(place, value)
         for place, value in (run[0].line.departures if run else {}).items()
@@ -158,7 +168,7 @@ def _missing(experiment: Experiment, section: Section) -> str:
     ]
     devices = {each for cell in run for each in cell.asked}
     device = next(iter(devices)) if len(devices) == 1 and _AUTO not in devices else ""
-    return _command(experiment, section, (cell.method for cell in left) if run else (), "", common, device)
+    yield _command(experiment, section, (cell.method for cell in left) if run else (), "", common, device)
 
 
 def _seeds(numbers: Sequence[int]) -> str:

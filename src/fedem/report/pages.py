@@ -28,7 +28,7 @@ def result_pages(place: Path) -> Iterator[tuple[Path, bytes]]:
     shown = [each for each in found if homes[each.name].is_dir()]
     if not shown:
         raise UserError(f"No experiment in {place} has kept runs; allowed: a folder with */{experiments.RESULTS}.")
-    yield Path(LEADERBOARD), board_page(board.gather(place)).encode()
+    yield Path(LEADERBOARD), board_page(board.gather(place), place).encode()
     for each in shown:
         folder, own = homes[each.name], Path(each.name)
         entries = experiments.kept(each, folder)

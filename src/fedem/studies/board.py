@@ -159,6 +159,8 @@ def gather(place: Path, names: Sequence[str] = (), out: Path | None = None) -> l
         raise UserError(
             f"--out is where the runs of one experiment are, and the experiments are {given}; allowed: one."
         )
+    if out is not None and not out.is_dir():
+        raise UserError(f"{out} holds no runs: there is no such folder; allowed: one that `fedem experiment run` made.")
     belonging = {path.parent.name for kept in (experiments.RESULTS, NOTES) for path in place.glob(f"*/{kept}")}
     chosen = [experiments.read(place / name) for name in names or [name for name in known if name in belonging]]
     found = [

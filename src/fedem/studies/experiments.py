@@ -21,6 +21,7 @@ from fedem.runs.folder import Failure
 from fedem.studies import sweep
 from fedem.studies.sweep import Entry, Gap, Labels, SharedData, Spread, failures, outcomes
 
+USUAL = Path("experiments")  # the folder that experiments lie in
 FILE = "experiment.toml"
 RESULTS = "results"  # the folder beside it, of runs that are kept
 SLASH = " / "  # between labels, and between a figure and the label of what it is the ratio to
