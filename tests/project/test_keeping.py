@@ -113,6 +113,11 @@ def test_another_experiments_run_with_the_same_settings_is_kept_there_unless_it_
     )
     assert first == second
     assert [path.name for path in own.iterdir()] == ["config.toml"]
+    # Another run in place of the first one is another one there, too.
+    make("--only", "method=FedEM", "--seeds", "0,1", "--set", "run.evaluate_every=0", out="again")
+    assert keep("mine", "again") == "Kept of mine: 2.\nKept of other: 1.\n"
+    again = Path("experiments/other/results/synthetic_m-3_seed0/summary.json").read_bytes()
+    assert again == Path("again", FEDEM, "summary.json").read_bytes() != first
 
 
 def test_a_selection_of_anothers_runs_is_kept_there(keep: Keep, make: Made) -> None:
