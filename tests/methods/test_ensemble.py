@@ -47,9 +47,13 @@ def test_it_predicts_as_the_average_of_fedavg_runs_from_its_starts(loss: str) ->
 
 
 def test_it_is_fedem_as_the_sharpness_goes_to_zero_and_weights_are_uniform() -> None:
-    """FedEM's steps are those on a third of a loss, so its rate is three times as large; the first models are equal."""
-    ensemble = make_training("ensemble", solver=SGD(momentum=0.9), schedule=Constant(0.1))
-    other = {"solver": SGD(momentum=0.9), "schedule": Constant(0.3), "initial_weights": "uniform"}
+    """FedEM's steps are those on a third of a loss, so its rate is three times as large, and weight decay a third.
+
+    The first models are equal.
+    """
+    ensemble = make_training("ensemble", solver=SGD(momentum=0.9, weight_decay=0.06), schedule=Constant(0.1))
+    solver = SGD(momentum=0.9, weight_decay=0.02)
+    other = {"solver": solver, "schedule": Constant(0.3), "initial_weights": "uniform"}
     gaps = []
     for sharpness in (1e-3, 1e-6, 1e-9):
         training = make_training("fedem", sharpness=sharpness, **other)
