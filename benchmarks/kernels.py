@@ -144,9 +144,11 @@ def _shakespeare() -> dict[str, Job]:
     jobs = {}
     forwards = [Tile(64, 32, stages=4), Tile(64, 16), Tile(32, 16, stages=4), Tile(32, 16, 256), Tile(16, 32, 256)]
     backwards = [Tile(64, 32, 128, 4), Tile(64, 16, 256, 4), Tile(32, 32, 256, 4), Tile(32, 16, 512), Tile(128, 32)]
-    few = [f"recur{kind}" for kind in ("", ", few models")]
     for models in (1, 10, 100):
-        for way, names, tiles in (("forwards", few, forwards), ("backwards", ["recur back"], backwards)):
+        for way, names, tiles in (
+            ("forwards", ("recur", "recur, few models"), forwards),
+            ("backwards", ("recur back",), backwards),
+        ):
             others: list[Change] = [dict.fromkeys(names, tile) for tile in tiles]
             plural = "s" if models > 1 else ""
             jobs[f"Shakespeare, LSTM of {models} model{plural}, {way}"] = Job(_recurrence(way, models), others)

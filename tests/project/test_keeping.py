@@ -170,6 +170,16 @@ def test_what_can_not_be_kept_is_said_and_nothing_changes(
     assert {path: path.read_bytes() for path in Path("experiments").rglob("*.*") if path.is_file()} == before
 
 
+def test_what_does_not_fit_another_experiment_is_kept_nowhere(keep: Keep, make: Made) -> None:
+    harder = make("--only", "method=FedEM", "--seeds", "1,", "--set", "schedule.learning_rate=0.01", out="harder")
+    place = Path("experiments/other/results")
+    place.mkdir(parents=True)
+    (harder / "synthetic_fedem_seed1").rename(place / "synthetic_m-3_seed1")
+    make("--only", "method=FedEM", "--seeds", "0,")
+    assert "made with different settings (schedule.learning_rate)" in keep("mine", "runs")
+    assert (_kept("mine"), _kept("other")) == ([], ["synthetic_m-3_seed1"])
+
+
 def test_the_command_says_how_it_is_used(capfd: pytest.CaptureFixture[str]) -> None:
     script = str(ROOT / "scripts" / "keep")
     assert subprocess.run([sys.executable, script], check=False).returncode == 1

@@ -149,7 +149,7 @@ class RunFolder:
     def prepare(self, resume: bool = False) -> None:
         """Refuse a folder that can't be written or, unless it is to be resumed, that holds a run; changes nothing."""
         if not resume and any((self.path / name).exists() for name in TRACES):
-            raise UserError(f"{self.path} holds a run already; go on with it (--resume), or choose another folder.")
+            raise UserError(f"{self.path} holds a run already; choose another folder, or go on training it (--resume).")
         there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise UserError(f"The run's folder {self.path} can't be written: {there} is not a folder we may write to.")

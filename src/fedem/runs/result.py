@@ -401,8 +401,6 @@ class Result:
     def save(self, path: str | Path) -> Path:
         """Write a run folder; :meth:`load` reads it back."""
         folder = RunFolder(Path(path))
-        if folder.exists():
-            raise UserError(f"{folder.path} holds a run already; allowed: a folder that is not there, or is empty.")
         with folder.created(self.config):
             with folder.open_metrics(0) as file:
                 file.writelines(folder.line(record) for record in self.history)

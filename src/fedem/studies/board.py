@@ -233,13 +233,13 @@ def _sort(cells: list[Cell], figure: str) -> None:
     """Put the best first: by the difference to FedEM on the same clients, since means may be over different seeds."""
     reference = next((cell.line.ours[figure].mean for cell in cells if cell.method == REFERENCE), None) or 0.0
 
-    def rank(cell: Cell) -> tuple[bool, float]:
-        mean = cell.line.ours[figure].mean
+    def ahead(cell: Cell) -> float:
         if cell.gap is not None and cell.gap.mean is not None:
-            return not cell.is_run, -cell.gap.mean
-        return not cell.is_run, math.inf if mean is None else reference - mean
+            return cell.gap.mean
+        mean = cell.line.ours[figure].mean  # FedEM's own, or of other clients than FedEM's
+        return -math.inf if mean is None else mean - reference
 
-    cells.sort(key=rank)
+    cells.sort(key=lambda cell: (not cell.is_run, -ahead(cell)))
 
 
 def _verdict(cells: Sequence[Cell], by_line: Mapping[tuple[str, ...], Sequence[Entry]], figure: str) -> Verdict | None:

@@ -293,12 +293,19 @@ def tabulate(experiment: Experiment, entries: Sequence[Entry]) -> list[Line]:
     def gap_to(line: Line, other: Line) -> Gap:
         return Gap.of(scores(line), scores(other))
 
-    found = []
+    rivals: dict[tuple[str, ...], list[Line]] = {}
     for line in lines:
-        rivals = [other for other in lines if {**other.labels, _METHODS: ""} == {**line.labels, _METHODS: ""}]
-        best = _best(rivals, gap_to, decisive, metric)
-        found.append(line if best is line or line.failed else line._replace(gap=gap_to(line, best)))
-    return found
+        rivals.setdefault(_apart_from_method(line), []).append(line)
+    best = {key: _best(group, gap_to, decisive, metric) for key, group in rivals.items()}
+    return [
+        line if first is line or line.failed else line._replace(gap=gap_to(line, first))
+        for line, first in ((line, best[_apart_from_method(line)]) for line in lines)
+    ]
+
+
+def _apart_from_method(line: Line) -> tuple[str, ...]:
+    """Return what a line has in common with those that its method is compared with."""
+    return tuple(label for axis, label in line.labels.items() if axis != _METHODS)
 
 
 def _best(rivals: Sequence[Line], gap_to: Callable[[Line, Line], Gap], figure: str, metric: Metric) -> Line:
